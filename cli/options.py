@@ -15,9 +15,10 @@ import typer
 from typer.models import ArgumentInfo, ParameterInfo
 
 from capplan.errors import InputError
-from capplan.spec import Cache, EngineArgs, Scheduler
+from capplan.spec import Cache, EngineArgs, Queues, Scheduler
 from capplan.spec.files import parse_yaml
 from capplan.spec.scheduling import cache_of, scheduler_of
+from capplan.spec.validation import format_key, validate_document
 
 if TYPE_CHECKING:
     from capplan.spec import Plan, Profile, Workload
@@ -129,6 +130,20 @@ def read_scheduler(text: str | None) -> Scheduler | None:
 def read_cache(text: str | None) -> Cache | None:
     """Return the cache of the command line; as `read_scheduler`."""
     return cache_of(_name_or_mapping(text, "--cache"), "--cache")
+
+
+def read_queues(text: str | None) -> Queues | None:
+    """Return the queues of the command line: a mapping, as in a plan.
+
+    Raises
+    ------
+    InputError
+        If it is none, or breaks a rule.
+    """
+    if text is None:
+        return None
+    document = parse_yaml(text, "--queues").data
+    return validate_document(Queues, document, lambda key: format_key(("--queues", *key)))
 
 
 def _name_or_mapping(text: str | None, flag: str) -> Any:

@@ -7,12 +7,26 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
 from capplan.cli.console import counted
-from capplan.cli.options import ENGINE, Unverified, command, engine_option, fill, read_plan, require_extra
+from capplan.cli.options import (
+    ENGINE,
+    CacheName,
+    SchedulerName,
+    Unverified,
+    command,
+    engine_option,
+    fill,
+    read_cache,
+    read_plan,
+    read_queues,
+    read_scheduler,
+    require_extra,
+)
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation
 from capplan.errors import InputError
@@ -39,6 +53,9 @@ _ENGINE_FLAGS: Final = (
     *("gpu_memory_utilization", "enable_prefix_caching", "shared_prefix_tokens", "lora_kernel", "seed"),
 )
 """Engine settings by parameter of the command."""
+
+_READERS: Final = MappingProxyType({"scheduler": read_scheduler, "cache": read_cache, "queues": read_queues})
+"""Readers of the engine settings that are documents, by parameter."""
 
 _OF_ONE_INSTANCE: Final = ("lora_modules", "lora_root", "max_adapters", "records", "cpu_affinity")
 _FLAGS: Final = {
@@ -148,6 +165,13 @@ class ServeArgs:
     dtype: str = typer.Option("auto", metavar="NAME", help="auto, float32, float16 or bfloat16.")
     device: str = typer.Option("cpu", metavar="NAME", help="cpu, cuda, cuda:1 ...")
     rules: str = typer.Option("capplan", metavar="NAME", help="Serving rules.")
+    scheduler: SchedulerName = None
+    cache: CacheName = None
+    queues: str | None = typer.Option(
+        None,
+        metavar="MAPPING",
+        help="Queues by request size at the start, as groups[].queues of a plan; default: one.",
+    )
     memory: str | None = typer.Option(None, metavar="KIND", help="Of adapters: slots or unified.")
     block_size: int = typer.Option(16, metavar="TOKENS", help="Tokens of one KV block.")
     num_kv_blocks: int | None = typer.Option(None, metavar="N", help="KV blocks; default: by memory.")
@@ -178,6 +202,8 @@ def serve(args: ServeArgs) -> None:
     require_extra("engine", ENGINE)
     if args.host not in _LOOPBACK and args.api_key is None:
         typer.echo("warning: everyone who reaches this host can use the server; see --api-key", err=True)
+    if _is_given(args.ctx, "rules") and any(getattr(args, name) for name in _READERS):
+        raise InputError("does not go with --scheduler, --cache and --queues", args.rules, "--rules")
     words = args.words or []
     is_plan = bool(words) and ("=" not in words[0] or words[0].endswith(".json"))
     raise typer.Exit(_serve_plan(args) if is_plan else _serve_instance(args))
@@ -221,7 +247,7 @@ def _serve_instance(args: ServeArgs) -> int:
 
 
 def _engine_settings(args: ServeArgs, adapters: int) -> dict[str, Any]:
-    settings = {name: getattr(args, name) for name in _ENGINE_FLAGS}
+    settings = {name: getattr(args, name) for name in _ENGINE_FLAGS} | _documents(args)
     settings["max_adapters"] = args.max_adapters
     if args.lora_root:  # clients may load adapters
         if args.max_lora_rank is None and not adapters:
@@ -229,6 +255,12 @@ def _engine_settings(args: ServeArgs, adapters: int) -> dict[str, Any]:
         if args.max_adapters is None:
             settings["max_adapters"] = max(_OPEN_ADAPTERS, adapters)
     return settings
+
+
+def _documents(args: ServeArgs) -> dict[str, Any]:
+    """Return scheduler, cache and queues, as far as they are given."""
+    found = {name: read(getattr(args, name)) for name, read in _READERS.items()}
+    return {name: each.model_dump(mode="json") for name, each in found.items() if each is not None}
 
 
 def _adapters(modules: list[str]) -> dict[str, str | Path | int]:
@@ -248,7 +280,6 @@ def _adapters(modules: list[str]) -> dict[str, str | Path | int]:
 def _serve_plan(args: ServeArgs) -> int:
     """Serve the instances of a plan until stopped; return the exit status."""
     require_extra("engine", ("aiohttp",))
-    from capplan.engine.router.instances import unused_parts
     from capplan.engine.router.process import run_router
     from capplan.engine.router.supervisor import RouterConfig
     from capplan.engine.server import ServerLimits, ServerSettings
@@ -270,8 +301,6 @@ def _serve_plan(args: ServeArgs) -> int:
         )
     except InputError as error:
         raise _by_flag(error) from None
-    for line in unused_parts(plan):
-        _log(f"warning: {line}")
     announce_compilation()
     _log(f"starting {counted(len(specs), 'instance')} of {file}")
     facts = {
@@ -308,7 +337,7 @@ def _instances(
     serving = ServingOptions(
         model=_model_of(plan, args.model),
         model_name=args.served_model_name or plan.base_model,
-        engine={name: getattr(args, name) for name in _ENGINE_FLAGS if name in given},
+        engine={name: getattr(args, name) for name in _ENGINE_FLAGS if name in given} | _documents(args),
         max_queue=args.max_queue if "max_queue" in given else None,
         limits=limits,
     )

@@ -28,6 +28,8 @@ from capplan.engine.messages import (
     FrameReader,
     Gauges,
     NewRequest,
+    PoolGauges,
+    QueueGauges,
     Refusals,
     Reply,
     StepTokens,
@@ -35,6 +37,8 @@ from capplan.engine.messages import (
 )
 from capplan.engine.request import FinishReason, Request, TokenLogprobs
 from capplan.errors import InputError
+from capplan.serving import State
+from capplan.serving.state import POOLED
 
 _LOAD_WAIT_S: Final = 0.002
 """Maximum wait for an in-flight adapter load while idle; a message that arrives meanwhile waits as long."""
@@ -114,7 +118,12 @@ class CoreLoop:
                 (running if request.running else waiting).add(request.adapter_name)
         used = 1.0 - counters.free_blocks / max(1, counters.capacity)
         return Gauges(
-            int(counters.n_running), int(counters.n_waiting), float(used), sorted(running), sorted(waiting)
+            running=int(counters.n_running),
+            waiting=int(counters.n_waiting),
+            kv_used=float(used),
+            running_adapters=sorted(running),
+            waiting_adapters=sorted(waiting),
+            pool=_pool_gauges(core.state) if core.limits.policy == POOLED else None,
         )
 
     def _receive(self, wait: bool) -> bool:
@@ -217,3 +226,14 @@ class CoreLoop:
     def _send(self, message: Any) -> None:
         # It blocks only if the server is megabytes behind; the server never blocks on the core.
         self._connection.sendall(frame(message))
+
+
+def _pool_gauges(state: State) -> PoolGauges:
+    adapters, queues, counts = state.adapters, state.pooled.queues, state.pooled.counts
+    used = slice(int(counts.n_queues))
+    columns = (each[used].tolist() for each in (queues.n, queues.quota, queues.outstanding))
+    return PoolGauges(
+        queues=[QueueGauges(*each) for each in zip(*columns, strict=True)],
+        cached_adapters=int(np.count_nonzero((adapters.resident == 1) & (adapters.users == 0))),
+        counts=dict(zip(counts.dtype.names or (), counts.tolist(), strict=True)),
+    )

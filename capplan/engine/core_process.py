@@ -127,7 +127,8 @@ def warm_up(engine: Engine) -> None:
     engine.core.runner.capture_graphs()
     params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=1.0, logprobs=1)
     for adapter in (None, *engine.adapters[:1]):
-        requests = [engine.new_request([0], adapter, params) for _ in range(4)]
+        # Arrivals at time 0 are in no window from which queues are designed.
+        requests = [engine.new_request([0], adapter, params, arrival_ns=0) for _ in range(4)]
         for request in requests:
             engine.submit(request)
         engine.abort(requests[0])  # waiting

@@ -17,6 +17,7 @@ from capplan.engine.lora.adapter import AdapterSource, RandomAdapter
 from capplan.engine.lora.manager import AdapterRegistry
 from capplan.engine.lora.peft import PeftFolder
 from capplan.engine.models import ModelConfig
+from capplan.engine.prediction import OutputPredictor
 from capplan.engine.request import Completion, FinishReason, Request, SamplingParams, Timing
 from capplan.engine.settings import EngineOptions
 from capplan.engine.setup import build_core, load_model
@@ -51,6 +52,8 @@ class Engine:
         Given settings.
     args
         Complete settings; those that were left open fit the model and its adapters.
+    predictor
+        Predictor of output lengths.
 
     Examples
     --------
@@ -81,6 +84,7 @@ class Engine:
         self.core, self.sizes = build_core(loaded, sources, self.options, virtual_time)
         self.args = self.sizes.args
         self.records: list[StepRecord] = []
+        self.predictor = OutputPredictor(self.options.predictor, self.options.seed)
         self._prefix_ids = PrefixIds(self.options.shared_prefix_tokens)
         self._submitted = 0
 
@@ -143,6 +147,8 @@ class Engine:
     ) -> Request:
         """Return a checked request, not yet submitted."""
         number = self._registry.number(adapter)
+        tokens = self._tokens(prompt)
+        arrival_ns = self.core.clock.now_ns() if arrival_ns is None else arrival_ns
         self._submitted += 1
         seed = [self.options.seed, self._submitted] if params.seed is None else params.seed
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.config.eos_token_ids))
@@ -151,10 +157,11 @@ class Engine:
             adapter=number,
             adapter_name=adapter,
             adapter_entry=self._registry.entry(number),
-            prompt=self._tokens(prompt),
+            prompt=tokens,
             params=params,
             stop_ids=frozenset(stops),
-            arrival_ns=self.core.clock.now_ns() if arrival_ns is None else arrival_ns,
+            arrival_ns=arrival_ns,
+            predicted_tokens=self.predictor.predict(tokens.size, number, arrival_ns, params.max_tokens),
             rng=np.random.default_rng(seed) if params.temperature > 0 else None,
         )
 

@@ -29,7 +29,9 @@ from capplan.engine.scheduler_output import (
 )
 from capplan.engine.timing import EngineClock, PhaseTimer, StepRecord, step_record
 from capplan.serving import NONE, Limits, State, commit, finish, schedule, submit
-from capplan.serving.state import SLORA
+from capplan.serving.refresh import refresh
+from capplan.serving.state import POOLED, SLORA
+from capplan.spec import Scheduler
 
 _NOT_FINITE: Final = "the model's logits are not finite: weights or adapter overflow its dtype"
 
@@ -52,6 +54,8 @@ class EngineCore:
     ----------
     state, limits
         State and limits of the scheduler.
+    scheduler
+        Settings of the rules that refresh their queues and statistics; None: others.
     requests
         Requests in flight, by number.
     decisions
@@ -67,6 +71,7 @@ class EngineCore:
         loads: AdapterLoads,
         clock: EngineClock,
         device: torch.device,
+        scheduler: Scheduler | None,
     ) -> None:
         self.state = state
         self.limits = limits
@@ -74,6 +79,7 @@ class EngineCore:
         self.loads = loads
         self.loader = loads.loader
         self.lora = loads.lora
+        self.scheduler = scheduler
         self.requests: dict[int, Request] = {}
         self.blocks = blocks
         self.decisions: list[Decision] | None = None
@@ -85,6 +91,7 @@ class EngineCore:
         self._by_row: list[Request | None] = [None] * state.rows.size
         self._lists = {name: getattr(state.lists, name) for name in ("admitted", "preempted", "finished")}
         self._steps = 0
+        self._next_refresh_ns = limits.refresh_ns
         self._arrived: dict[int, tuple[Request, int, int]] = {}  # async: not visible yet, by number
 
     @property
@@ -95,13 +102,14 @@ class EngineCore:
     def can_run(self, request: Request) -> bool:
         """Return whether an idle engine can run a request; `submit` refuses any other."""
         limits, prompt = self.limits, request.prompt.size
-        if limits.policy != SLORA or prompt >= limits.max_model_len:
+        if limits.policy not in (SLORA, POOLED) or prompt >= limits.max_model_len:
             return bool(prompt < limits.max_model_len)
-        # S-LoRA's rules: a prompt is not chunked; prompt, adapter and declared output fit together.
+        # In one pool prompt, adapter and declared output fit together; S-LoRA computes no prompt in parts.
         output = min(request.params.max_tokens, limits.max_model_len - prompt)
         tokens = prompt + output + limits.block_size - 1
         pages = self.state.counters.capacity - self.state.adapters.pages[request.adapter]
-        return bool(prompt <= limits.max_num_batched_tokens and tokens < pages * limits.block_size)
+        is_whole = limits.policy == POOLED or prompt <= limits.max_num_batched_tokens
+        return bool(is_whole and tokens < pages * limits.block_size)
 
     def submit(self, request: Request, prefix: int = 0, shared_tokens: int = 0) -> bool:
         """Queue a request; return False if there is no room, or it can never run.
@@ -119,9 +127,8 @@ class EngineCore:
 
     def _enqueue(self, request: Request, prefix: int, shared_tokens: int) -> bool:
         size, most = request.prompt.size, request.params.max_tokens
-        row = submit(
-            self.state, self.limits, request.number, request.adapter, size, most, prefix, shared_tokens
-        )
+        lengths = (size, most, prefix, shared_tokens, request.predicted_tokens)
+        row = submit(self.state, self.limits, request.number, request.adapter, *lengths, request.arrival_ns)
         if row == NONE:
             return False
         request.row = row
@@ -147,6 +154,7 @@ class EngineCore:
         begin_ns = self.clock.now_ns()
         failed = self._accept_loads()
         timer = PhaseTimer()
+        self._refresh(begin_ns)
         tokens = self._schedule(begin_ns)
         output = scheduler_output(self.state, self.lora.rank_of, self._scheduled)
         timer.lap("schedule")
@@ -182,6 +190,7 @@ class EngineCore:
         In async scheduling a decision without tokens ends the overlap: the requests that have ended leave,
         and those that have arrived are visible at once.
         """
+        self.state.counters.now_ns = begin_ns
         tokens = schedule(self.state, self.limits)
         if tokens == 0 and self.limits.async_scheduling:
             self._update_running(begin_ns, self.state.counter_values())
@@ -189,6 +198,12 @@ class EngineCore:
             self._take_arrivals()
             tokens = schedule(self.state, self.limits)
         return int(tokens)
+
+    def _refresh(self, now_ns: int) -> None:
+        """Refresh the queues for every period that has passed, also those in which the engine was idle."""
+        while self.scheduler is not None and now_ns >= self._next_refresh_ns:
+            refresh(self.state, self.limits, self.scheduler, self._next_refresh_ns)
+            self._next_refresh_ns += self.limits.refresh_ns
 
     def _accept_loads(self) -> list[Request]:
         """Report finished loads to the scheduler; return the requests whose adapter failed to load."""

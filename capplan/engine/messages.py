@@ -125,6 +125,26 @@ class StepTokens(NamedTuple):
     ended: Mapping[int, Ended]
 
 
+class QueueGauges(NamedTuple):
+    """State of one queue by request size."""
+
+    waiting: int
+    quota_tokens: int
+    outstanding_tokens: int
+    """Tokens of its quota that admitted requests hold."""
+
+
+class PoolGauges(NamedTuple):
+    """State of a scheduler whose adapters and KV share the memory."""
+
+    queues: Sequence[QueueGauges]
+    """By ascending size."""
+    cached_adapters: int
+    """Adapters in memory that no request uses."""
+    counts: Mapping[str, int]
+    """Totals since the start, by their names in `capplan.serving.pooled_state`."""
+
+
 class Gauges(NamedTuple):
     """State of the scheduler between two steps."""
 
@@ -134,6 +154,8 @@ class Gauges(NamedTuple):
     """Share of the KV blocks in use."""
     running_adapters: Sequence[str] = ()
     waiting_adapters: Sequence[str] = ()
+    pool: PoolGauges | None = None
+    """None under rules without a shared pool."""
 
 
 class CoreFailed(NamedTuple):

@@ -77,6 +77,8 @@ class Request:
         None while it is in flight.
     greedy
         Whether only the most likely tokens are needed.
+    predicted_tokens
+        Predicted length of the output; 0: `max_tokens`.
     tag
         Number of the prompt at the server.
     """
@@ -89,6 +91,7 @@ class Request:
     params: SamplingParams
     stop_ids: frozenset[int]
     arrival_ns: int
+    predicted_tokens: int = 0
     rng: np.random.Generator | None = None
     row: int = -1
     running: bool = False

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from capplan.compile import jit
 from capplan.serving import NONE, Limits, State
 from capplan.serving.adapter_slots import release_adapter
+from capplan.serving.caches import evict
 from capplan.serving.running import free_row
 from capplan.serving.size_queues import leave_queue
 from capplan.serving.slora import drop_unused
@@ -161,6 +162,10 @@ def cancel_waiting(state: State, limits: Limits, row: int) -> None:
 def evict_unused(state: State, adapter: int) -> None:
     """Remove an adapter without requests from slots and host; its next request loads it again."""
     c, adapters = state.counters, state.adapters
+    if state.pooled.rows.size > 0:  # the host keeps every adapter
+        if adapters.resident[adapter]:
+            evict(state, adapter)
+        return
     if adapters.resident[adapter]:
         links_remove(state.gpu_idle, adapter)
         adapters.resident[adapter] = 0
@@ -171,6 +176,24 @@ def evict_unused(state: State, adapter: int) -> None:
         links_remove(state.host_idle, adapter)
         adapters.on_host[adapter] = 0
         c.n_on_host -= 1
+
+
+def describe_adapter(state: State, adapter: int, size_bytes: int, tokens: int) -> None:
+    """Enter an adapter that has not been used yet in the adapter cache; without bytes, a number is free.
+
+    A load is assumed to take time in proportion to the bytes. Requests of the base model count as requests of
+    the smallest adapter.
+    """
+    pooled = state.pooled
+    own = pooled.adapters
+    own[adapter] = np.zeros(1, own.dtype)[0]
+    own.bytes[adapter] = own.cost_ns[adapter] = size_bytes
+    own.tokens[adapter] = tokens
+    own.released_ns[adapter] = own.late_ns[adapter] = NONE
+    pooled.inflation[adapter] = 0.0
+    pooled.idle_times[adapter : adapter + 1] = 0
+    sizes = own.bytes[1:]
+    own.bytes[0] = sizes[sizes > 0].min(initial=sizes.max(initial=1))
 
 
 def with_host_adapters(state: State, first: int, end: int) -> State:

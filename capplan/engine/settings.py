@@ -13,13 +13,16 @@ from pydantic import Field
 
 from capplan.engine.models.config import ModelConfig
 from capplan.errors import InputError
-from capplan.serving import ServingRules, serving_rules
-from capplan.spec import EngineArgs
+from capplan.serving import Limits, ServingRules, serving_rules
+from capplan.serving.pooled_state import MOST_QUEUES
+from capplan.serving.scheduling import rules_of_scheduler, with_scheduling
+from capplan.spec import Cache, EngineArgs, Predictor, Queues, Scheduler
 from capplan.spec.engine_args import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
 )
+from capplan.spec.scheduling import CacheSource, SchedulerSource, completed
 from capplan.spec.validation import Count, Natural, SpecModel, format_key, unknown_key, validate_document
 
 Memory = Literal["slots", "unified"]
@@ -72,10 +75,15 @@ class EngineOptions(SpecModel):
         ``cpu``, ``cuda``, ``cuda:1`` and so on.
     rules
         Serving rules by name; see `capplan.serving.rules`.
+    scheduler, cache
+        Scheduler and adapter cache, by name or as a mapping, instead of `rules`: adapters and KV share the
+        memory. Beside the other, None is the scheduler ``fifo``, and the cache ``none``.
+    queues
+        Queues by request size until the first refresh, of a scheduler that has them; None: one queue. Without
+        a scheduler they imply ``chameleon``.
     memory
         ``slots``: `max_loras` slots of `max_lora_rank` rows. ``unified``: adapters at their true ranks in
-        pages of the KV pool. None: unified under the rules ``slora``, which have no slots, and slots
-        otherwise.
+        pages of the KV pool. None: unified under rules without slots, and slots otherwise.
     block_size
         Tokens of one KV block.
     num_kv_blocks
@@ -106,6 +114,9 @@ class EngineOptions(SpecModel):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     device: str = "cpu"
     rules: str = "capplan"
+    scheduler: SchedulerSource | None = None
+    cache: CacheSource | None = None
+    queues: Queues | None = None
     memory: Memory | None = None
     block_size: Count = 16
     num_kv_blocks: Count | None = None
@@ -148,12 +159,16 @@ class EngineOptions(SpecModel):
         return parsed
 
     def _check_rules(self) -> None:
-        rules = serving_rules(self.rules)
+        rules = self._named_rules()
         if rules.unified_memory and self.memory == "slots":
-            raise InputError(f"must be unified under the rules {self.rules}", self.memory, "memory")
+            raise InputError(f"must be unified under the rules {rules.name}", self.memory, "memory")
         if rules.unified_memory and self.args.get("enable_prefix_caching"):
-            rule = f"must be off under the rules {self.rules}, which have none"
+            rule = f"must be off under the rules {rules.name}, which have none"
             raise InputError(rule, True, "enable_prefix_caching")
+        if self.queues is not None and self.scheduler is not None and not self.scheduler.has_queues:
+            raise InputError("go with scheduler chameleon or static", self.scheduler.policy, "queues")
+        if self.queues is not None and len(self.queues.classes) > MOST_QUEUES:
+            raise InputError(f"must be at most {MOST_QUEUES} classes", len(self.queues.classes), "queues")
 
     def engine_args(self, **defaults: int) -> EngineArgs:
         """Return the complete settings of the engine."""
@@ -167,17 +182,45 @@ class EngineOptions(SpecModel):
             )
         return given if self.max_adapters is None else self.max_adapters
 
+    @property
+    def scheduling(self) -> tuple[Scheduler, Cache] | None:
+        """Scheduler and adapter cache; None: those of the rules."""
+        implied = Scheduler(policy="chameleon") if self.queues is not None else None
+        return completed(self.scheduler or implied, self.cache)
+
+    def _named_rules(self) -> ServingRules:
+        if self.scheduling is None:
+            return serving_rules(self.rules)
+        return rules_of_scheduler(self.scheduling[0])
+
     def serving_rules(self) -> ServingRules:
         """Return the rules, with prefix caching as given."""
-        rules = serving_rules(self.rules)
+        rules = self._named_rules()
         prefix_caching = self.args.get("enable_prefix_caching")
         return rules if prefix_caching is None else replace(rules, prefix_caching=prefix_caching)
+
+    def limits(self, args: EngineArgs, adapters: int, num_blocks: int) -> Limits:
+        """Return the limits of an engine with complete settings, so many adapters and KV blocks."""
+        limits = self.serving_rules().limits(args, adapters, self.block_size, num_blocks)
+        return limits if self.scheduling is None else with_scheduling(limits, *self.scheduling)
+
+    @property
+    def predictor(self) -> Predictor:
+        """Predictor of output lengths."""
+        return Predictor() if self.scheduling is None else self.scheduling[0].predictor
+
+    @property
+    def charges_adapters(self) -> bool:
+        """Whether requests take their adapter's memory from the quotas of queues."""
+        if self.scheduling is None:
+            return False
+        return (self.queues or self.scheduling[0].queues).adapter_charge == "per_request"
 
     def chosen_memory(self) -> Memory:
         """Return the memory of adapters."""
         if self.memory is not None:
             return self.memory
-        return "unified" if serving_rules(self.rules).unified_memory else "slots"
+        return "unified" if self._named_rules().unified_memory else "slots"
 
     def chosen_lora_kernel(self, dtype: torch.dtype) -> LoraKernel:
         """Return the LoRA kernel for a model of this dtype."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import numpy as np
 import torch
 
 from capplan.engine.engine_core import EngineCore
@@ -29,8 +30,10 @@ from capplan.engine.scheduler_output import with_host_adapters
 from capplan.engine.settings import EngineOptions
 from capplan.engine.timing import EngineClock, VirtualClock, WallClock
 from capplan.errors import InfeasibleError, InputError
-from capplan.serving import Limits, new_state
-from capplan.spec import EngineArgs, allowed_lora_rank
+from capplan.serving import Limits, State, new_state
+from capplan.serving.refresh import set_queues
+from capplan.serving.state import POOLED
+from capplan.spec import EngineArgs, Scheduler, allowed_lora_rank
 
 _CPU_KV_BYTES: Final = 256 * 2**20
 _STEP_BYTES: Final = 2 * 2**30
@@ -86,10 +89,12 @@ def build_core(
     sizes = choose_sizes(model.config, options, lora, dtype, device)
     _require_memory(sizes, kv_page_elements(model.config, options.block_size) * dtype.itemsize, options)
     pool = PagePool(sizes.pool_pages, kv_page_elements(model.config, options.block_size), dtype, device)
-    rules, args = options.serving_rules(), sizes.args
-    limits = rules.limits(args, capacity, options.block_size, sizes.num_blocks)
+    args = sizes.args
+    limits = options.limits(args, capacity, sizes.num_blocks)
     state = new_state(options.max_in_flight, capacity, sizes.num_blocks, limits)
-    state = with_host_adapters(state, max(1, len(sources) - host_slots + 1), len(sources) + 1)
+    if limits.policy != POOLED:  # where the host keeps every adapter
+        state = with_host_adapters(state, max(1, len(sources) - host_slots + 1), len(sources) + 1)
+    scheduler = _set_up_pool(state, limits, options) if limits.policy == POOLED else None
     blocks: BlockTables
     if limits.prefix_caching:
         blocks = NamedBlocks(state, pool, sizes.num_blocks)
@@ -104,10 +109,24 @@ def build_core(
     runner = _runner(model, options, limits, lora, pool, args.max_lora_rank)
     clock: EngineClock = VirtualClock() if virtual_time else WallClock()
     loader: AdapterLoader = VirtualLoader(clock) if virtual_time else ThreadLoader(clock)
-    loads = AdapterLoads(state, limits, lora, loader, clock)
+    token_bytes = kv_page_elements(model.config, 1) * dtype.itemsize if options.charges_adapters else 0
+    loads = AdapterLoads(state, limits, lora, loader, clock, token_bytes)
     for number in range(1, len(sources) + 1):
-        loads.update_pages(number)
-    return EngineCore(state, limits, runner, blocks, loads, clock, device), sizes
+        loads.set_sizes(number)
+    return EngineCore(state, limits, runner, blocks, loads, clock, device, scheduler), sizes
+
+
+def _set_up_pool(state: State, limits: Limits, options: EngineOptions) -> Scheduler | None:
+    """Set the weights of the adapter cache and the first queues; return the scheduler, if one is given."""
+    if options.scheduling is None:
+        return None
+    scheduler, cache = options.scheduling
+    state.pooled.weights[:] = cache.score_weights
+    if options.queues is not None:
+        classes = options.queues.classes
+        cuts = np.array([each.upper_wrs for each in classes[:-1]], np.float64)
+        set_queues(state, limits, options.queues.wrs, cuts, [each.quota_tokens for each in classes])
+    return scheduler
 
 
 def _runner(

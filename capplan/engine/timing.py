@@ -108,7 +108,7 @@ class StepRecord(NamedTuple):
     prefill_requests: int
     prefill_tokens: int
     requests: int
-    """Running requests, with or without tokens in the step."""
+    """Running requests, with or without tokens in the step, but for those that wait for adapter or prompt."""
     waiting: int
     kv_tokens: int
     """Tokens with KV before the step."""
@@ -150,7 +150,7 @@ def step_record(
         decode_requests=output.decodes,
         prefill_requests=output.requests.size - output.decodes,
         prefill_tokens=output.prefill_tokens,
-        requests=counters["n_running"] - counters["n_ending"],
+        requests=counters["n_running"] - counters["n_ending"] - counters["n_absent"],
         waiting=counters["n_waiting"],
         kv_tokens=counters["kv_tokens"],
         adapters=counters["n_active"] - counters["n_claimed"],

@@ -17,6 +17,7 @@ from capplan.engine.router import process as router_process
 from capplan.engine.router.app import merged
 from capplan.engine.router.instances import ServingOptions, instances_of
 from capplan.engine.router.supervisor import RouterConfig, WeightedRoundRobin
+from capplan.engine.settings import EngineOptions
 from capplan.spec import Cache, PlanBase, QueueClass, Queues, Wrs
 from capplan.twin.cluster import Candidate, RoutedRequest
 from capplan.twin.cluster.reference import SmoothShares
@@ -184,18 +185,35 @@ def test_flags_take_precedence_over_the_plan(run: Run, started: list[RouterConfi
     assert facts["model"] == tiny_plan().base_model
 
 
-def test_unsupported_parts_of_a_plan_are_reported(
-    run: Run, started: list[RouterConfig], tmp_path: Path
+@pytest.mark.parametrize(
+    ("flags", "scheduler", "cache"),
+    [
+        ((), "chameleon", "lru"),
+        (("--cache", '{"policy": "gdsf", "prefetch": "none"}'), "chameleon", "gdsf"),
+        (("--scheduler", "fifo"), "fifo", "lru"),
+        (("--rules", "vllm-0.8"), None, None),
+    ],
+)
+def test_the_scheduler_of_a_plan_reaches_its_instances_unless_flags_override_it(
+    run: Run,
+    started: list[RouterConfig],
+    tmp_path: Path,
+    flags: tuple[str, ...],
+    scheduler: str | None,
+    cache: str | None,
 ) -> None:
     plan = tiny_plan()
     wrs = Wrs(a=0.4, b=0.6, max_prompt_tokens=9, max_output_tokens=9, max_adapter_bytes=9)
     queues = Queues(wrs=wrs, classes=(QueueClass(upper_wrs=None, quota_tokens=9),))
-    cache = Cache(policy="chameleon")
-    groups = tuple(each.replace(cache=cache, queues=queues) for each in plan.groups)
+    groups = tuple(each.replace(cache=Cache(policy="lru"), queues=queues) for each in plan.groups)
     plan.replace(groups=groups).to_json(tmp_path / "p.json")
-    served = run("serve", "--unverified", "--model", "tiny-llama", tmp_path / "p.json")
-    assert "cache policy chameleon" in served.stderr
-    assert "queues: the engine has one" in served.stderr
+    run("serve", "--unverified", "--model", "tiny-llama", *flags, tmp_path / "p.json")
+    [cluster] = started
+    for spec in cluster.specs:
+        options = EngineOptions.parse(json.loads(spec.message("127.0.0.1", "key"))["engine"])
+        asked = options.scheduling
+        assert (asked and asked[0].policy, asked and asked[1].policy) == (scheduler, cache)
+        assert options.queues == (queues if scheduler == "chameleon" else None)
 
 
 @pytest.mark.parametrize(

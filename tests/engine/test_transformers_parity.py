@@ -67,6 +67,12 @@ ENGINES: dict[str, dict[str, Any]] = {
     },
     "pages": {"rules": "capplan", "num_kv_blocks": 30, "memory": "unified", "max_num_batched_tokens": 20},
     "slora": {"rules": "slora", "num_kv_blocks": 900, "memory": "unified", "max_num_batched_tokens": 100},
+    "pool": {"scheduler": "chameleon", "cache": "gdsf", "num_kv_blocks": 120, "max_num_batched_tokens": 50},
+    "chunks": {
+        "scheduler": {"policy": "sjf", "chunked": True},
+        "num_kv_blocks": 120,
+        "max_num_batched_tokens": 20,
+    },
     "padded": {"rules": "vllm-0.8", "num_kv_blocks": 60, "lora_kernel": "padded", "memory": "unified"},
     "torch": {"rules": "capplan", "num_kv_blocks": 60, "lora_kernel": "grouped", "attention_kernel": "torch"},
 }

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from capplan.engine.lora.adapter import AdapterLayout, AdapterSource, HostAdapter, require_rank
 from capplan.engine.lora.loader import AdapterLoader, LoadJob, LoadResult
 from capplan.engine.lora.memory import AdapterMemory, AdapterPlacement, RowTables, SiteViews
-from capplan.engine.scheduler_output import evict_unused
+from capplan.engine.scheduler_output import describe_adapter, evict_unused
 from capplan.engine.timing import EngineClock, PhaseTimer
 from capplan.errors import InputError
 from capplan.serving import Limits, State, adapter_loaded
 from capplan.serving import state as s
-from capplan.serving.state import SLORA
+from capplan.serving.state import POOLED, SLORA
 
 
 class AdapterRegistry:
@@ -141,6 +141,10 @@ class LoRAManager:
         """Return the pages of an adapter in the KV pool."""
         return self.memory.pages(self._ranks[number])
 
+    def bytes(self, number: int) -> int:
+        """Return the bytes of an adapter's weights."""
+        return self.layout.elements(self._ranks[number]) * self._dtype.itemsize
+
     def views(self, adapter: int) -> list[list[SiteViews]]:
         """Return the matrices of an adapter on the device, by layer and site."""
         return self._placements[adapter].views
@@ -220,27 +224,45 @@ def _copy_stream(device: torch.device) -> Iterator[None]:
 
 
 class AdapterLoads:
-    """Loads and removals of adapters, between the scheduler's state and the LoRA manager."""
+    """Loads and removals of adapters, between the scheduler's state and the LoRA manager.
+
+    Parameters
+    ----------
+    token_bytes
+        Bytes of an adapter that a request pays for as one token of KV; 0: adapters are not charged.
+    """
 
     def __init__(
-        self, state: State, limits: Limits, lora: LoRAManager, loader: AdapterLoader, clock: EngineClock
+        self,
+        state: State,
+        limits: Limits,
+        lora: LoRAManager,
+        loader: AdapterLoader,
+        clock: EngineClock,
+        token_bytes: int = 0,
     ) -> None:
         self.lora = lora
         self.loader = loader
         self._state = state
         self._clock = clock
         self._slora = limits.policy == SLORA
+        self._pooled = limits.policy == POOLED
         self._beside = bool(limits.load_beside)
+        self._token_bytes = token_bytes
 
     def register(self, number: int, source: AdapterSource, max_rank: int) -> None:
         """Register an adapter; its first request loads it."""
         self.lora.register(number, source, max_rank)
-        self.update_pages(number)
+        self.set_sizes(number)
 
-    def update_pages(self, number: int) -> None:
-        """Set the pages of a new adapter in the scheduler's state, under rules that count them."""
-        if self._slora:
+    def set_sizes(self, number: int) -> None:
+        """Set the sizes of a new adapter in the scheduler's state, under rules that use them."""
+        if self._slora or self._pooled:
             self._state.adapters.pages[number] = self.lora.pages(number)
+        if self._pooled:
+            size_bytes = self.lora.bytes(number)
+            tokens = -(-size_bytes // self._token_bytes) if self._token_bytes else 0
+            describe_adapter(self._state, number, size_bytes, tokens)
 
     def unregister(self, number: int) -> None:
         """Remove an adapter without requests in flight."""
@@ -251,6 +273,8 @@ class AdapterLoads:
         evict_unused(self._state, number)
         self.lora.unregister(number)
         self._state.adapters.pages[number] = 0
+        if self._pooled:
+            describe_adapter(self._state, number, 0, 0)
 
     def discard(self, number: int) -> None:
         """Remove all copies of an adapter that failed to load; its next request loads it again."""
@@ -267,7 +291,8 @@ class AdapterLoads:
         """Start the loads of a step, wait for those it requires, and return errors by adapter."""
         state = self._state
         errors: dict[int, str | None] = {}
-        if self._slora or state.counters.n_loads > 0:
+        # Every resident adapter has memory after the loads of the step: others with memory are evicted.
+        if state.counters.n_loads > 0 or len(self.lora.in_memory) > state.counters.n_resident:
             for adapter, job in self.lora.apply(state, self.loader.wait):
                 if self._beside or self._slora:
                     timer.lap("load")

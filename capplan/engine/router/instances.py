@@ -36,7 +36,8 @@ class ServingOptions:
     model_name
         Name of the base model for clients.
     engine
-        Fields of `EngineArgs` and `EngineOptions` that override the plan.
+        Fields of `EngineArgs` and `EngineOptions` that override the plan. Rules override a group's scheduler,
+        cache and queues, a scheduler its queues.
     max_queue
         Prompts that an instance accepts beyond its ``max_num_seqs``; None: `DEFAULT_MAX_QUEUE`, or more if
         the verification of the plan had longer queues.
@@ -93,15 +94,6 @@ def instances_of(plan: Plan, serving: ServingOptions, groups: Sequence[str] = ()
     return tuple(spec for group in chosen for spec in _of_group(plan, group, serving))
 
 
-def unused_parts(plan: Plan) -> tuple[str, ...]:
-    """Return the settings of a plan that the engine does not support, a line each."""
-    policies = {group.cache.policy for group in plan.groups if group.cache is not None} - {"lru"}
-    lines = [f"cache policy {each}: the engine evicts the least recently used" for each in sorted(policies)]
-    if any(group.queues is not None for group in plan.groups):
-        lines.append("queues: the engine has one, in order of arrival")
-    return tuple(lines)
-
-
 def _of_group(plan: Plan, group: Group, serving: ServingOptions) -> list[InstanceSpec]:
     if group.tp != 1:
         raise InputError("must be 1: the engine has no tensor parallelism", group.tp, f"group {group.id}: tp")
@@ -109,6 +101,7 @@ def _of_group(plan: Plan, group: Group, serving: ServingOptions) -> list[Instanc
     engine = {
         "rules": plan.engine_of(group).rules,
         **group.engine_args.model_dump(exclude_none=True),
+        **_scheduling(group, given),
         **given,
     }
     server = ServerSettings(
@@ -136,6 +129,15 @@ def _of_group(plan: Plan, group: Group, serving: ServingOptions) -> list[Instanc
         )
         for replica in range(1, group.replicas + 1)
     ]
+
+
+def _scheduling(group: Group, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return scheduler, cache and queues of a group as settings of the engine; `given` ones override them."""
+    if group.scheduling is None or "rules" in given:
+        return {}
+    queues = None if "scheduler" in given else group.queues
+    parts = zip(("scheduler", "cache", "queues"), (*group.scheduling, queues), strict=True)
+    return {name: part.model_dump(mode="json") for name, part in parts if part is not None}
 
 
 def _max_queue(group: Group, serving: ServingOptions) -> int:

@@ -17,7 +17,7 @@ from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from capplan.engine.messages import CoreReady, Ended, Gauges
+from capplan.engine.messages import CoreReady, Ended, Gauges, PoolGauges
 from capplan.engine.server.output_stream import RequestState
 from capplan.engine.timing import StepRecord
 
@@ -144,6 +144,8 @@ class Metrics:
         yield from self._values()
         yield self._lora_info()
         yield self._core_info()
+        if self._gauges.pool is not None:
+            yield from _pool_metrics(self._gauges.pool)
         for name, help_text, histogram in (
             ("iteration_tokens_total", "Tokens of each step", self._step_tokens),
             ("time_to_first_token_seconds", "Time to first token", self._ttft_s),
@@ -190,3 +192,34 @@ class Metrics:
         """Return the CPUs of the engine core as a label, so that clients on this machine can use others."""
         rows = [((",".join(map(str, self._ready.cpus)),), 1.0)]
         return metric_family(Gauge, "capplan:engine_core_info", "CPUs of the engine core", ("cpus",), rows)
+
+
+_POOL_COUNTERS: Final = (
+    ("adapter_cache_hits", "Requests admitted whose adapter was in memory", "hits"),
+    ("adapter_cache_misses", "Requests admitted whose adapter was not in memory", "misses"),
+    ("adapter_evictions", "Adapters evicted", "evictions"),
+    ("bypasses", "Requests admitted before the head of their queue", "bypasses"),
+    ("squashes", "Bypassing requests taken back for the head of their queue", "squashes"),
+    ("overruns", "Reservations that a request has outgrown", "overruns"),
+)
+_PREFETCHES: Final = ("useful", "late", "wasted")
+
+
+def _pool_metrics(pool: PoolGauges) -> Iterator[Metric]:
+    """Yield the metrics of a scheduler whose adapters and KV share the memory."""
+    numbered = [((str(number),), queue) for number, queue in enumerate(pool.queues)]
+    for name, help_text, field in (
+        ("queue_requests_waiting", "Requests waiting in a queue, 0 being that of the smallest", "waiting"),
+        ("queue_quota_tokens", "Tokens that a queue may have in execution", "quota_tokens"),
+        ("queue_outstanding_tokens", "Tokens of its quota in execution", "outstanding_tokens"),
+    ):
+        rows = [(labels, float(getattr(queue, field))) for labels, queue in numbered]
+        yield metric_family(Gauge, f"capplan:{name}", help_text, ("queue",), rows)
+    for kind, name, help_text, value in (
+        (Gauge, "adapters_cached", "Idle adapters in memory", pool.cached_adapters),
+        *((Counter, name, text, pool.counts[field]) for name, text, field in _POOL_COUNTERS),
+    ):
+        yield metric_family(kind, f"capplan:{name}", help_text, (), [((), float(value))])
+    outcomes = [((each,), float(pool.counts[f"{each}_prefetches"])) for each in _PREFETCHES]
+    help_text = "Prefetched adapters by outcome"
+    yield metric_family(Counter, "capplan:adapter_prefetches", help_text, ("outcome",), outcomes)

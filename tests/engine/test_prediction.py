@@ -1,0 +1,32 @@
+"""Predictions of output lengths in the engine."""
+
+import numpy as np
+import pytest
+
+from capplan import InputError
+from capplan.engine.prediction import OutputPredictor
+from capplan.spec import Predictor
+from capplan.workload.predictors import length_classes
+
+
+def test_an_oracle_is_the_declared_length() -> None:
+    assert OutputPredictor(Predictor(), 0).predict(10, 1, 0, 50) == 0
+
+
+@pytest.mark.parametrize("accuracy", [1.0, 0.7, 0.0])
+def test_classes_of_the_declared_lengths_are_right_with_the_set_accuracy(accuracy: float) -> None:
+    rng = np.random.default_rng(0)
+    declared = rng.geometric(0.02, 4000)
+    predictor = OutputPredictor(Predictor(kind="classes", accuracy=accuracy), 1)
+    predicted = np.array([predictor.predict(5, 1, 0, int(each)) for each in declared])
+    assert np.all(predicted[:49] == 0)  # too few to form classes
+    classes = length_classes(declared[-1000:])
+    shown, right = (each[-1000:] for each in (predicted, declared))
+    nearest = np.abs(shown[:, None] - classes.tokens).argmin(axis=1)
+    assert abs(np.mean(nearest == classes.classify(right)) - accuracy) < 0.05
+    assert len(set(shown[-50:])) <= 5
+
+
+def test_a_learned_predictor_needs_its_file() -> None:
+    with pytest.raises(InputError, match=r"predictor\.file"):
+        OutputPredictor(Predictor(kind="learned", file="no-such-file"), 0)
