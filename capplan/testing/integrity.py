@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from capplan.serving import NONE, Limits, State
 from capplan.serving import state as s
 from capplan.serving.state import EMPTY
-from capplan.serving.structures import Heap
+from capplan.testing.pool_integrity import check_pool_state
+from capplan.testing.structures import check_heap, follow, links_members, same, snapshot
 
 
 def check_integrity(state: State, limits: Limits, num_blocks: int) -> None:
@@ -32,6 +31,7 @@ def check_integrity(state: State, limits: Limits, num_blocks: int) -> None:
         When a counter differs from what the rows say, a row is in two places or in none, a list or heap is
         broken, or a limit is exceeded.
     """
+    state = snapshot(state)
     running = running_rows(state)
     waiting = waiting_rows(state)
     _check_rows(state, running, waiting)
@@ -39,19 +39,22 @@ def check_integrity(state: State, limits: Limits, num_blocks: int) -> None:
     if limits.prefix_caching:
         check_pool(state, limits, running)
     _check_decoding(state, limits, running)
-    _check_queues(state, waiting)
-    _check_adapters(state, limits, running)
+    if limits.policy == s.POOLED:
+        check_pool_state(state, limits, running, waiting)
+    else:
+        _check_queues(state, waiting)
+        _check_adapters(state, limits, running)
     _check_last_step(state, limits, running)
 
 
 def running_rows(state: State) -> list[int]:
     """Return the running rows in order of admission."""
-    rows = _follow(state, int(state.counters.run_head))
+    rows = follow(state, int(state.counters.run_head))
     before = NONE
     for row in rows:
-        _same("previous running row", state.rows.previous[row], before)
+        same("previous running row", state.rows.previous[row], before)
         before = row
-    _same("last running row", state.counters.run_tail, before)
+    same("last running row", state.counters.run_tail, before)
     return rows
 
 
@@ -59,9 +62,9 @@ def waiting_rows(state: State) -> list[int]:
     """Return the waiting rows in queue order."""
     rows = []
     for adapter, head in enumerate(state.adapters.queue_head):
-        queue = _follow(state, int(head))
-        _same(f"tail of queue {adapter}", state.adapters.queue_tail[adapter], queue[-1] if queue else NONE)
-        _same(f"adapters in queue {adapter}", {int(state.rows.adapter[r]) for r in queue} - {adapter}, set())
+        queue = follow(state, int(head))
+        same(f"tail of queue {adapter}", state.adapters.queue_tail[adapter], queue[-1] if queue else NONE)
+        same(f"adapters in queue {adapter}", {int(state.rows.adapter[r]) for r in queue} - {adapter}, set())
         rows += queue
     return sorted(rows, key=lambda row: int(state.rows.waiting_key[row]))
 
@@ -80,29 +83,20 @@ def _ending(state: State) -> list[int]:
     return [int(row) for row in state.lists.ending[: state.counters.n_ending]]
 
 
-def _follow(state: State, row: int) -> list[int]:
-    rows = []
-    while row != NONE:
-        rows.append(row)
-        assert len(rows) <= state.rows.following.size, "a list of rows runs in a circle"
-        row = int(state.rows.following[row])
-    return rows
-
-
 def _check_rows(state: State, running: list[int], waiting: list[int]) -> None:
     c = state.counters
     fresh = list(range(int(c.fresh_row), state.rows.size))
     free = fresh + [int(row) for row in state.rows.free_rows[: c.n_free_rows - len(fresh)]]
     everyone = sorted(running + waiting + free)
-    _same("rows running, waiting and free", everyone, list(range(state.rows.size)))
+    same("rows running, waiting and free", everyone, list(range(state.rows.size)))
     ending = [row for row in running if state.rows.since[row] == s.ENDING]
-    _same("ending rows", sorted(_ending(state)), sorted(ending))
-    _same("number of running rows", c.n_running, len(running))
-    _same("number of waiting rows", c.n_waiting, len(waiting))
+    same("ending rows", sorted(_ending(state)), sorted(ending))
+    same("number of running rows", c.n_running, len(running))
+    same("number of waiting rows", c.n_waiting, len(waiting))
     ages = [int(state.rows.sequence[row]) for row in running]
-    _same("ages of running rows", ages, sorted(set(ages)))
+    same("ages of running rows", ages, sorted(set(ages)))
     for row in waiting:
-        _same(f"computed tokens of waiting row {row}", computed(state, row), 0)
+        same(f"computed tokens of waiting row {row}", computed(state, row), 0)
 
 
 def _check_blocks(state: State, limits: Limits, num_blocks: int, running: list[int]) -> None:
@@ -111,13 +105,13 @@ def _check_blocks(state: State, limits: Limits, num_blocks: int, running: list[i
     resident_pages = sum(
         int(state.adapters.pages[a]) for a in range(state.adapters.pages.size) if state.adapters.resident[a]
     )
-    _same("pages of adapters", c.adapter_pages, resident_pages)
+    same("pages of adapters", c.adapter_pages, resident_pages)
     if not limits.prefix_caching:
         blocks = sum(-(-tokens // limits.block_size) for tokens in held.values())
-        _same("free and held blocks", c.free_blocks + blocks + resident_pages, num_blocks)
+        same("free and held blocks", c.free_blocks + blocks + resident_pages, num_blocks)
     assert c.free_blocks >= 0, "more blocks held than there are"
     reading = [tokens for row, tokens in held.items() if state.rows.since[row] != s.ENDING]
-    _same("KV tokens", c.kv_tokens, sum(reading))
+    same("KV tokens", c.kv_tokens, sum(reading))
     for row, tokens in held.items():
         assert tokens < limits.max_model_len, f"row {row} outgrew max_model_len"
 
@@ -126,16 +120,16 @@ def _check_decoding(state: State, limits: Limits, running: list[int]) -> None:
     c = state.counters
     decoding = [row for row in running if state.rows.since[row] >= 0]
     partial = [row for row in running if state.rows.since[row] == NONE]
-    _same("partial rows", [int(row) for row in state.lists.partial[: c.n_partial]], partial)
-    _same("number of decoding rows", c.n_decoding, len(decoding))
+    same("partial rows", [int(row) for row in state.lists.partial[: c.n_partial]], partial)
+    same("number of decoding rows", c.n_decoding, len(decoding))
     phase = np.zeros(limits.block_size, np.int64)
     for row in decoding:
         phase[(state.rows.computed[row] - state.rows.since[row]) % limits.block_size] += 1
         known = int(state.rows.prompt[row] + state.rows.output[row]) + _decoded(state, row)
-        _same(f"tokens that decoding row {row} lacks", known - computed(state, row), 1)
-    _same("phases", state.phase.tolist(), phase.tolist())
+        same(f"tokens that decoding row {row} lacks", known - computed(state, row), 1)
+    same("phases", state.phase.tolist(), phase.tolist())
     due = {row: _due(state, row) for row in decoding}
-    _check_heap("finish", state.finish, due)
+    check_heap("finish", state.finish, due)
     assert all(key >> 32 > c.tick for key in due.values()), "a request that is over still runs"
 
 
@@ -150,19 +144,8 @@ def _check_queues(state: State, waiting: list[int]) -> None:
         heads.setdefault(int(state.rows.adapter[row]), int(state.rows.waiting_key[row]))
     listed = {a: key for a, key in heads.items() if state.adapters.claim[a] != s.LOADING}
     hot = {a: key for a, key in listed.items() if a == 0 or state.adapters.users[a] > 0}
-    _check_heap("hot", state.hot, hot)
-    _check_heap("cold", state.cold, {a: key for a, key in listed.items() if a not in hot})
-
-
-def _check_heap(name: str, heap: Heap, members: dict[int, int]) -> None:
-    ids = [int(i) for i in heap.items.ids[: heap.size[0]]]
-    _same(f"members of heap {name}", sorted(ids), sorted(members))
-    _same(f"keys of heap {name}", {i: int(heap.items.key[i]) for i in ids}, members)
-    positions = [int(heap.items.position[i]) for i in ids]
-    _same(f"positions in heap {name}", positions, list(range(1, len(ids) + 1)))
-    _same(f"number of positions in heap {name}", int((heap.items.position > 0).sum()), len(ids))
-    for at, member in enumerate(ids[1:], start=1):
-        assert members[ids[(at - 1) // 2]] < members[member], f"heap {name} is out of order"
+    check_heap("hot", state.hot, hot)
+    check_heap("cold", state.cold, {a: key for a, key in listed.items() if a not in hot})
 
 
 def _check_adapters(state: State, limits: Limits, running: list[int]) -> None:
@@ -171,8 +154,8 @@ def _check_adapters(state: State, limits: Limits, running: list[int]) -> None:
     using = [int(state.rows.adapter[row]) for row in running if state.rows.since[row] != s.ENDING]
     claims = state.adapters.claim != s.NO_CLAIM
     users = np.bincount(using, minlength=state.adapters.users.size) + claims
-    _same("users of adapters", state.adapters.users[1:].tolist(), users[1:].tolist())
-    _same("claims on slots", c.n_claimed, int(claims.sum()))
+    same("users of adapters", state.adapters.users[1:].tolist(), users[1:].tolist())
+    same("claims on slots", c.n_claimed, int(claims.sum()))
     active = {a for a in adapters if users[a] > 0}
     resident = {a for a in adapters if state.adapters.resident[a]}
     on_host = {a for a in adapters if state.adapters.on_host[a]}
@@ -181,33 +164,32 @@ def _check_adapters(state: State, limits: Limits, running: list[int]) -> None:
         ("resident", c.n_resident, resident),
         ("on host", c.n_on_host, on_host),
     ):
-        _same(f"number of adapters {name}", count, len(members))
+        same(f"number of adapters {name}", count, len(members))
     assert active <= resident <= on_host, (
         "an adapter runs without a slot, or has one without being on the host"
     )
     assert len(resident) <= limits.max_loras, "more adapters resident than slots"
     assert len(on_host) <= max(limits.max_cpu_loras, 0), "more adapters on the host than max_cpu_loras"
-    _same("idle residents", set(links_members(state.gpu_idle)), resident - active)
-    _same("idle on host", set(links_members(state.host_idle)), on_host - active)
+    same("idle residents", set(links_members(state.gpu_idle)), resident - active)
+    same("idle on host", set(links_members(state.host_idle)), on_host - active)
 
 
 def _check_last_step(state: State, limits: Limits, running: list[int]) -> None:
     c = state.counters
-    if limits.policy != s.SLORA or c.step_decodes == 0:  # whose decoding batch no token budget bounds
-        assert 0 <= c.step_tokens <= limits.max_num_batched_tokens, "the step exceeded its token budget"
+    budget = limits.max_num_batched_tokens
+    if limits.policy != s.VLLM:  # whose token budget alone bounds decodes
+        budget = max(budget, c.step_decodes)
+    assert 0 <= c.step_tokens <= budget, "the step exceeded its token budget"
     assert len(running) <= limits.max_num_seqs, "more requests run than max_num_seqs"
-    assert c.n_preempted == 0 or c.n_admitted == 0, "a step preempted and admitted"
-
-
-def _same(what: str, found: Any, expected: Any) -> None:
-    assert found == expected, f"{what}: {found}, expected {expected}"
+    if limits.policy != s.POOLED:
+        assert c.n_preempted == 0 or c.n_admitted == 0, "a step preempted and admitted"
 
 
 def check_pool(state: State, limits: Limits, running: list[int]) -> None:
     """Assert that every block is free or held, each by those whose tables name it, and indexed once."""
     pool = state.pool
     free = links_members(pool.free)
-    _same("free blocks", state.counters.free_blocks, len(free))
+    same("free blocks", state.counters.free_blocks, len(free))
     held: Counter[int] = Counter()
     for row in running:
         place = int(state.rows.place[row])
@@ -215,13 +197,13 @@ def check_pool(state: State, limits: Limits, running: list[int]) -> None:
         blocks = pool.table[place, : -(-computed(state, row) // limits.block_size)].tolist()
         assert len(set(blocks)) == len(blocks), f"row {row} holds a block twice"
         held.update(blocks)
-    _same(
+    same(
         "holders of blocks", pool.blocks.holders.tolist(), [held[b] for b in range(pool.blocks.holders.size)]
     )
-    _same("blocks free or held", sorted([*free, *held]), list(range(pool.blocks.holders.size)))
+    same("blocks free or held", sorted([*free, *held]), list(range(pool.blocks.holders.size)))
     places = {int(state.rows.place[row]) for row in running}
     unused = pool.free_places[: state.counters.n_free_places].tolist()
-    _same("places", sorted([*places, *unused]), list(range(pool.free_places.size)))
+    same("places", sorted([*places, *unused]), list(range(pool.free_places.size)))
     _check_index(state)
     _check_phases(state, limits, running)
 
@@ -233,10 +215,10 @@ def _check_index(state: State) -> None:
         before, block = NONE, int(first)
         while block != NONE:
             indexed.append(block)
-            _same(f"block before {block}", pool.blocks.before[block], before)
+            same(f"block before {block}", pool.blocks.before[block], before)
             before, block = block, int(pool.blocks.after[block])
-        _same("last block of a bucket", last, before)
-    _same("indexed blocks", sorted(indexed), np.flatnonzero(pool.blocks.content >= 0).tolist())
+        same("last block of a bucket", last, before)
+    same("indexed blocks", sorted(indexed), np.flatnonzero(pool.blocks.content >= 0).tolist())
     assert np.all(pool.blocks.content >= EMPTY - 1), "a block with an unknown kind of content"
 
 
@@ -255,21 +237,4 @@ def _check_phases(state: State, limits: Limits, running: list[int]) -> None:
             if state.rows.since[row] >= 0
             and (state.rows.computed[row] - state.rows.since[row]) % limits.block_size == phase
         ]
-        _same(f"rows in phase {phase}", sorted(listed), sorted(expected))
-
-
-def links_members(links: NDArray[np.int64]) -> list[int]:
-    """Return the members of a linked list in order, after checking every link."""
-    before, after = links
-    sentinel = before.size - 1
-    members: list[int] = []
-    at = int(after[sentinel])
-    _same("link back to the sentinel", before[at], sentinel)
-    while at != sentinel:
-        members.append(at)
-        assert len(members) < before.size, "links run in a circle"
-        _same(f"link back to {at}", before[after[at]], at)
-        at = int(after[at])
-    unlisted = np.setdiff1d(np.arange(sentinel), members)
-    assert np.all(links[:, unlisted] == -1), "an unlisted member has links"
-    return members
+        same(f"rows in phase {phase}", sorted(listed), sorted(expected))
