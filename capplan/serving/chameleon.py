@@ -43,19 +43,34 @@ def available(state: State, queue: int) -> int:
 
 
 @inner
+def _left(state: State) -> int:
+    """Return the tokens of all quotas that no admitted request holds."""
+    left = 0
+    for queue in range(state.pooled.counts.n_queues):
+        left += available(state, queue)
+    return left
+
+
+@inner
+def _fits_own(state: State, row: int) -> bool:
+    """Return whether a row fits the quota of its queue, and the tokens that are left of all queues.
+
+    These are fewer if a row larger than its quota runs, or if a refresh has reduced a quota in use.
+    """
+    charge = state.pooled.rows.charge[row]
+    return bool(charge <= available(state, state.pooled.rows.queue[row]) and charge <= _left(state))
+
+
+@inner
 def _fits_quota(state: State, row: int) -> bool:
     """Return whether a row fits the quota of its queue; one larger than the quota runs alone in its queue."""
     pooled = state.pooled
     queue, charge = pooled.rows.queue[row], pooled.rows.charge[row]
-    if charge <= available(state, queue):
+    if _fits_own(state, row):
         return True
     if charge <= pooled.queues.quota[queue] or pooled.queues.running[queue] > 0:
         return False
-    left = outstanding = 0
-    for other in range(pooled.counts.n_queues):
-        left += available(state, other)
-        outstanding += pooled.queues.outstanding[other]
-    return bool(charge <= left or outstanding == 0)
+    return bool(charge <= _left(state) or pooled.counts.reserved == 0)
 
 
 @inner
@@ -83,10 +98,10 @@ def _admit_by_loan(state: State, limits: Limits, queue: int) -> bool:
     pooled = state.pooled
     while pooled.queues.head[queue] != NONE:
         row = pooled.queues.head[queue]
-        left = 0
+        spare = 0
         for lender in range(pooled.counts.n_queues):
-            left += pooled.queues.spare[lender]
-        if pooled.rows.charge[row] > left:
+            spare += pooled.queues.spare[lender]
+        if pooled.rows.charge[row] > min(spare, _left(state)):
             return True
         if not step_allows(state, limits, row):
             return False
@@ -132,7 +147,7 @@ def _bypass(state: State, limits: Limits, first: int) -> None:
         if (
             own.squashed[row] == 0
             and free_ns > run_ns
-            and own.charge[row] <= available(state, own.queue[row])
+            and _fits_own(state, row)
             and step_allows(state, limits, row)
             and row_has_memory(state, limits, row)
         ):

@@ -202,6 +202,7 @@ def _decode(state: State, limits: Limits) -> int:
         requeue(state, limits, c.run_tail)
         state.pooled.counts.recomputes += 1
         needed = state.phase[(-c.tick) % limits.block_size]
+    c.n_absent = c.n_partial  # some of them may have been preempted
     if c.n_decoding == 0:
         return 0
     c.free_blocks -= needed
@@ -225,10 +226,12 @@ def _start_prompts(state: State, limits: Limits, budget: int) -> int:
         at += 1
         state.rows.tokens[row] = 0
         wanted = state.rows.prompt[row] + state.rows.output[row] - state.rows.computed[row]
-        if not limits.chunked and wanted > left and left < budget:
-            stopped = True
         tokens = min(wanted, left)
         if stopped or tokens <= 0 or not is_loaded(state, state.rows.adapter[row]):
+            c.n_absent += 1
+            continue
+        if not limits.chunked and wanted > left and left < budget:
+            stopped = True
             c.n_absent += 1
             continue
         held = blocks_for(state.rows.computed[row], limits.block_size)
