@@ -303,6 +303,8 @@ class ReferenceStep(NamedTuple):
     """(adapter, from disk)"""
     free_blocks: int
     """After scheduling."""
+    prefetch: int | None = None
+    """The last one of `loads`, if no request needs it yet."""
 
 
 class ReferenceOutput(NamedTuple):

@@ -1,0 +1,73 @@
+"""The rules for one pool: the core decides as the reference does, and what always holds."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from capplan.serving import State
+from capplan.serving.pooled_state import QUEUES
+from capplan.testing import check_integrity
+from capplan.testing.integrity import running_rows
+from tests.serving.pooled_worlds import (
+    EVENTS,
+    PooledWorld,
+    Replay,
+    events_of,
+    last_of,
+    make_pooled_world,
+    replay,
+)
+from tests.serving.worlds import seeded
+
+SEEDS = range(200)
+
+
+@pytest.fixture(scope="module")
+def replays() -> list[Replay]:
+    """Return the ends of replays of random worlds, in which core and reference agreed after every step."""
+    return [last_of(make_pooled_world(seeded(seed))) for seed in SEEDS]
+
+
+def test_the_core_decides_as_the_reference_does(replays: list[Replay]) -> None:
+    """Every rule takes part: each event occurs in some of the worlds."""
+    events = sum((events_of(run) for run in replays), Counter())
+    assert [name for name in EVENTS if events[name] < 3] == []
+
+
+def test_every_accepted_request_ends_exactly_once(replays: list[Replay]) -> None:
+    for run in replays:
+        assert sorted(run.finished + run.aborted) == run.accepted
+
+
+def test_an_engine_without_requests_has_all_its_tokens_and_blocks(replays: list[Replay]) -> None:
+    for run in replays:
+        assert not run.state.pooled.queues.outstanding.any()
+        assert run.state.pooled.counts.reserved == 0
+        resident = run.state.adapters.pages[run.state.adapters.resident == 1].sum()
+        assert run.state.counters.free_blocks == run.world.num_blocks - resident
+
+
+def _states_with_bypassers() -> Iterator[tuple[PooledWorld, State]]:
+    for seed in SEEDS:
+        world = make_pooled_world(seeded(seed), order=QUEUES, bypass=1)
+        for seen in replay(world):
+            if seen.replay.state.pooled.counts.n_bypassers > 0:
+                yield world, seen.replay.state
+
+
+def test_the_counted_state_is_checked() -> None:
+    world, state = next(_states_with_bypassers())
+    check_integrity(state, world.limits, world.num_blocks)
+    for records, names in (
+        (state.counters, ("n_active", "n_claimed", "n_resident", "adapter_pages", "n_waiting")),
+        (state.pooled.counts, ("reserved", "pinned_pages", "n_loading", "n_bypassers")),
+        (state.pooled.queues[0], ("n", "running", "outstanding", "head")),
+        (state.pooled.rows[running_rows(state)[0]], ("charge", "reserved", "predicted")),
+    ):
+        for name in names:
+            records[name] += 1
+            with pytest.raises(AssertionError):
+                check_integrity(state, world.limits, world.num_blocks)
+            records[name] -= 1
+    check_integrity(state, world.limits, world.num_blocks)

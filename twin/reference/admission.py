@@ -1,0 +1,172 @@
+"""Reference implementation of Chameleon's admission: squash, two phases, bypass.
+
+Source: Chameleon, Algorithm 1 and section 4.3.3. Outstanding tokens are the sum of the running rows' books.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from capplan.twin.reference.pooled import PooledRequest, ReferencePooled
+
+
+class QueueAdmission:
+    """One call of the admission with the limits of its step."""
+
+    def __init__(self, engine: ReferencePooled) -> None:
+        self.engine = engine
+        self.is_first = True
+        self.is_over = False
+        """A request met the limits of the step, which ends the call."""
+        limits = engine.limits
+        self.tokens_left = limits.max_num_batched_tokens
+        if limits.chunked:
+            self.tokens_left -= sum(request.known - request.computed for request in engine.running)
+
+    def run(self) -> None:
+        """Admit waiting requests."""
+        if self.engine.limits.bypass:
+            self._squash()
+        spare = self._first_phase()
+        self._second_phase(spare)
+
+    def fits_step(self, request: PooledRequest) -> bool:
+        """Return whether the limits of the step permit a request."""
+        limits, running = self.engine.limits, self.engine.running
+        if len(running) >= limits.max_num_seqs:
+            return False
+        if request.known > limits.max_num_batched_tokens:
+            return self.is_first
+        return request.known <= self.tokens_left
+
+    def admit(self, request: PooledRequest, book: list[int]) -> None:
+        """Admit a request, and take its tokens from those of the step."""
+        self.engine.start(request, book)
+        self.tokens_left -= request.known
+        self.is_first = False
+
+    def _queue(self, q: int) -> list[PooledRequest]:
+        return [request for request in self.engine.waiting if request.queue == q]
+
+    def outstanding(self, running: Sequence[PooledRequest]) -> list[int]:
+        """Return the tokens booked on each queue."""
+        return [sum(request.book[q] for request in running) for q in range(len(self.engine.queues.quotas))]
+
+    def _available(self, q: int, running: Sequence[PooledRequest]) -> int:
+        """Return the tokens of a queue that none of the running requests holds."""
+        return self.engine.queues.quotas[q] - self.outstanding(running)[q]
+
+    def _left(self) -> int:
+        """Return the tokens of all queues that no running request holds."""
+        return sum(self.engine.queues.quotas) - sum(self.outstanding(self.engine.running))
+
+    def fits_own(self, request: PooledRequest) -> bool:
+        """Return whether the quota of its queue permits a request, and the tokens left of all queues.
+
+        These are fewer if a request larger than its quota runs, or after a refresh.
+        """
+        charge = self.engine.charge(request)
+        return charge <= min(self._available(request.queue, self.engine.running), self._left())
+
+    def fits_quota(self, request: PooledRequest) -> bool:
+        """Return whether a request fits the quota; one that is larger runs alone of its queue."""
+        running, charge = self.engine.running, self.engine.charge(request)
+        if self.fits_own(request):
+            return True
+        if charge <= self.engine.queues.quotas[request.queue]:
+            return False
+        alone = all(other.queue != request.queue for other in running)
+        return alone and (charge <= self._left() or not running)
+
+    def _squash(self) -> None:
+        """Stop the fewest requests that bypassed the head of a queue, youngest first, if it fits then."""
+        engine = self.engine
+        for q in range(len(engine.queues.quotas)):
+            for head in self._queue(q)[:1]:
+                bypassers = [request for request in reversed(engine.running) if request.bypassed is head]
+                for count in range(len(bypassers) + 1):
+                    rest = [request for request in engine.running if request not in bypassers[:count]]
+                    if engine.charge(head) <= self._available(q, rest) and engine.fits_memory(head, rest):
+                        for request in bypassers[:count]:
+                            engine.squash(request)
+                        break
+
+    def _first_phase(self) -> list[int]:
+        """Admit requests within the quota of their queue; return what empty queues have left."""
+        engine = self.engine
+        spare = [0] * len(engine.queues.quotas)
+        for q in range(len(spare)):
+            for request in self._queue(q):
+                if not self.fits_quota(request):
+                    break
+                if not self.fits_step(request):
+                    self.is_over = True
+                    return spare
+                if not engine.fits_memory(request, engine.running):
+                    if engine.limits.bypass:
+                        self._bypass(request)
+                    break
+                request.charge = engine.charge(request)
+                self.admit(request, engine.whole_book(request))
+            if not self._queue(q):
+                spare[q] = max(0, self._available(q, engine.running))
+        return spare
+
+    def _second_phase(self, spare: list[int]) -> None:
+        """Admit further requests on loans from the empty queues."""
+        engine = self.engine
+        for q in range(len(spare)):
+            for request in self._queue(q):
+                if self.is_over or engine.charge(request) > min(sum(spare), self._left()):
+                    break
+                if not self.fits_step(request):
+                    self.is_over = True
+                    break
+                if not engine.fits_memory(request, engine.running):
+                    break
+                self.admit(request, _borrow(spare, engine.charge(request)))
+
+    def _bypass(self, head: PooledRequest) -> None:
+        """Admit younger requests of the queue that end before the memory for `head` is free."""
+        engine = self.engine
+        free_ns = self.wait_ns(head)
+        for request in self._queue(head.queue)[1:]:
+            fits = (
+                not request.squashed
+                and self.fits_step(request)
+                and self.fits_own(request)
+                and engine.fits_memory(request, engine.running)
+            )
+            if fits and free_ns is not None and free_ns > self.run_ns(request):
+                request.charge = engine.charge(request)
+                self.admit(request, engine.whole_book(request))
+                request.bypassed = head
+                engine.counts["bypasses"] += 1
+
+    def wait_ns(self, head: PooledRequest) -> int | None:
+        """Return the predicted time until memory for a request is free; None if it is never."""
+        engine = self.engine
+        left = list(engine.running)
+        for request in sorted(left, key=lambda r: (r.predicted - r.output, r.admission)):
+            left.remove(request)
+            if engine.fits_memory(head, left):
+                return (request.predicted - request.output) * engine.decode_ns
+        return None
+
+    def run_ns(self, request: PooledRequest) -> int:
+        """Return the predicted run time of a request."""
+        engine = self.engine
+        decodes_ns = (request.predicted - request.output) * engine.decode_ns
+        return engine.prefill_ns_per_token * request.known + decodes_ns
+
+
+def _borrow(spare: list[int], tokens: int) -> list[int]:
+    """Take tokens from the queues with the most, the lower number first; return them by queue."""
+    book = [0] * len(spare)
+    for q in sorted(range(len(spare)), key=lambda q: -spare[q]):
+        book[q] = min(spare[q], tokens)
+        spare[q] -= book[q]
+        tokens -= book[q]
+    return book

@@ -1,0 +1,498 @@
+"""Reference implementation of the rules for one pool: plain lists, one request at a time.
+
+Source: Chameleon, sections 4.1 to 4.4. Everything that the compiled `capplan.serving.pooled` keeps up to date
+is computed anew from the running rows here: reservations, outstanding tokens, free blocks, pinned adapters.
+Tests compare the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from capplan.serving import Limits
+from capplan.serving.pooled_state import (
+    BY_HISTOGRAM,
+    DEGREE_2,
+    NO_PREFETCH,
+    OUTPUT_ONLY,
+    QUEUES,
+    SJF,
+)
+from capplan.twin.reference.admission import QueueAdmission
+from capplan.twin.reference.caches import CachedAdapter, ReferenceCache
+from capplan.twin.reference.scheduler import ReferenceOutput, ReferenceRequest, ReferenceStep
+
+_REQUESTS_TO_PREFETCH_FOR = 64
+
+
+@dataclass(eq=False)
+class PooledRequest(ReferenceRequest):
+    """A request in flight under these rules."""
+
+    arrival: int = 0
+    """Its place in the order of arrival."""
+    arrival_ns: int = 0
+    predicted: int = 0
+    """Predicted output tokens."""
+    queue: int = 0
+    admission: int = 0
+    """Its place in the order of admission."""
+    admitted_ns: int | None = None
+    """First admission."""
+    execution_ns: int = -1
+    """From that to its end; -1: unknown."""
+    charge: int = 0
+    book: list[int] = field(default_factory=list)
+    """Running: its charge by queue."""
+    reserved: int = 0
+    """Running: reserved blocks."""
+    bypassed: PooledRequest | None = None
+    """Running: the request that it overtook because of memory."""
+    squashed: bool = False
+    is_decoding: bool = False
+    """Running: whether its known sequence was complete in an earlier step."""
+
+
+@dataclass
+class SizeQueues:
+    """Size of a request, and the queues by size."""
+
+    quotas: list[int]
+    cuts: list[float]
+    """Sizes between the queues, ascending."""
+    prompt_weight: float = 0.4
+    output_weight: float = 0.6
+    form: int = DEGREE_2
+    max_prompt: int = 1
+    max_output: int = 1
+    max_bytes: int = 1
+
+    def size(self, prompt: int, predicted: int, size_bytes: int) -> float:
+        """Return the weighted request size."""
+        prompt_part = min(prompt / self.max_prompt, 1.0)
+        output_part = min(predicted / self.max_output, 1.0)
+        adapter_part = min(size_bytes / self.max_bytes, 1.0)
+        lengths = self.prompt_weight * prompt_part + self.output_weight * output_part
+        if self.form == OUTPUT_ONLY:
+            return lengths
+        return lengths * adapter_part if self.form == DEGREE_2 else (lengths + adapter_part) / 2
+
+    def queue_of(self, size: float) -> int:
+        """Return the queue of a size."""
+        return sum(cut <= size for cut in self.cuts)
+
+
+class ReferencePooled:
+    """The rules: calls of `schedule` and `commit` in turn.
+
+    Parameters
+    ----------
+    limits
+        The limits and switches.
+    num_blocks
+        KV blocks of the pool that requests and adapters share.
+    adapters
+        By number; the first one is the base model.
+    queues
+        Queues until the first refresh.
+    weights
+        Of frequency, recency and size in the score of a cached adapter.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        num_blocks: int,
+        adapters: Sequence[CachedAdapter],
+        queues: SizeQueues,
+        weights: Sequence[float] = (0.45, 0.10, 0.45),
+    ) -> None:
+        self.limits = limits
+        self.num_blocks = num_blocks
+        self.cache = ReferenceCache(limits, adapters, weights)
+        self.queues = queues
+        self.now_ns = 0
+        self.waiting: list[PooledRequest] = []
+        """In order of arrival."""
+        self.running: list[PooledRequest] = []
+        """In order of admission."""
+        self.scheduled: list[tuple[PooledRequest, int]] = []
+        self.scheduled_ns = 0
+        self.taken = 0
+        """Blocks for the tokens of the step so far."""
+        self.decode_ns = 0
+        self.prefill_ns_per_token = 0
+        self.decodes = 0
+        """Decode steps since the last admission that was due."""
+        self.arrivals = self.admissions = 0
+        self.admitted: list[PooledRequest] = []
+        self.preempted: list[PooledRequest] = []
+        self.loads: list[int] = []
+        self.counts = self.cache.counts
+        self.window: list[PooledRequest] = []
+        """All requests so far, for a refresh."""
+
+    # -- the pool --
+
+    def blocks_for(self, tokens: int) -> int:
+        """Return the blocks that hold `tokens`."""
+        return -(-tokens // self.limits.block_size)
+
+    def free_blocks(self) -> int:
+        """Return the blocks that hold neither adapters nor KV, that of the step included."""
+        held = sum(self.blocks_for(request.computed) for request in self.running)
+        return self.num_blocks - held - self.taken - self.cache.pages(self.cache.residents())
+
+    def pages(self, adapter: int) -> int:
+        """Return the blocks of an adapter."""
+        return self.cache.adapters[adapter].pages
+
+    def reservation(self, request: PooledRequest) -> int:
+        """Return the blocks that a request reserves."""
+        return self.blocks_for(request.prompt + max(request.predicted, request.output + 1))
+
+    def charge(self, request: PooledRequest) -> int:
+        """Return the tokens that a request is charged."""
+        return request.prompt + request.predicted + self.cache.adapters[request.adapter].tokens
+
+    def largest_output(self, request: PooledRequest) -> int:
+        """Return the most output tokens with which a request fits into the empty pool."""
+        room = (self.num_blocks - self.pages(request.adapter)) * self.limits.block_size
+        return room - request.prompt - self.limits.block_size
+
+    def pinned(self, running: Collection[PooledRequest]) -> set[int]:
+        """Return the adapters that must stay if these requests run."""
+        loading = {a for a, adapter in enumerate(self.cache.adapters) if adapter.loading}
+        return loading | {request.adapter for request in running} - {0}
+
+    def fits_memory(self, request: PooledRequest, running: Sequence[PooledRequest]) -> bool:
+        """Return whether memory suffices for a request beside those that run."""
+        return self.lacking_blocks(request, running) <= 0
+
+    def lacking_blocks(self, request: PooledRequest, running: Sequence[PooledRequest]) -> int:
+        """Return the blocks that a request lacks beside those that run."""
+        adapters = self.pinned([*running, request])
+        reserved = sum(other.reserved for other in running) + self.reservation(request)
+        return reserved + self.cache.pages(adapters) - self.num_blocks
+
+    def fits_to_the_end(self, requests: Sequence[PooledRequest], adapters: Collection[int]) -> bool:
+        """Return whether requests can run to their declared ends beside adapters: S-LoRA's look-ahead."""
+        size = self.limits.block_size
+        room = (self.num_blocks - self.cache.pages(adapters)) * size
+        held = 0
+        for i, request in enumerate(sorted(requests, key=lambda r: r.output - r.target), start=1):
+            held += request.prompt + max(1, request.output) + size - 1
+            if held + i * (request.target - request.output - 1) >= room:
+                return False
+        return True
+
+    def make_room(self, blocks: int, first_tier_only: bool = False) -> bool:
+        """Evict idle adapters until `blocks` are free; return whether they are."""
+        while self.free_blocks() < blocks:
+            wanted = {request.adapter for request in self.waiting}
+            if not self.cache.evict(self.now_ns, wanted, first_tier_only):
+                return False
+        return True
+
+    # -- interface --
+
+    def submit(
+        self,
+        request: int,
+        adapter: int,
+        prompt: int,
+        output: int,
+        prefix_group: int = 0,
+        shared_prefix_tokens: int = 0,
+        predicted: int = 0,
+        arrival_ns: int = 0,
+    ) -> bool:
+        """Queue a request; return False if it could not run alone."""
+        target = min(output, self.limits.max_model_len - prompt)
+        if target <= 0:
+            return False
+        new = PooledRequest(request, adapter, prompt, target, prefix_group, shared_prefix_tokens)
+        if target > self.largest_output(new):
+            return False
+        new.predicted = min(predicted or target, self.largest_output(new))
+        new.arrival_ns = arrival_ns
+        new.arrival = self.arrivals
+        self.arrivals += 1
+        new.queue = self.queue_of(new)
+        if adapter:
+            wanted = any(other.adapter == adapter for other in self.waiting)
+            self.cache.note_arrival(adapter, arrival_ns, wanted)
+        self.waiting.append(new)
+        self.window.append(new)
+        return True
+
+    def queue_of(self, request: PooledRequest) -> int:
+        """Return the size queue of a request."""
+        adapters = self.cache.adapters
+        smallest = min((adapter.size_bytes for adapter in adapters[1:]), default=0)
+        size_bytes = adapters[request.adapter].size_bytes if request.adapter else smallest
+        return self.queues.queue_of(self.queues.size(request.prompt, request.predicted, size_bytes))
+
+    def adapters_in_use(self) -> set[int]:
+        """Return the adapters of running requests."""
+        return {request.adapter for request in self.running} - {0}
+
+    def residents(self) -> set[int]:
+        """Return the adapters in memory or on their way."""
+        return self.cache.residents()
+
+    def adapter_loaded(self, adapter: int) -> None:
+        """Note that a load is complete."""
+        self.cache.complete_load(adapter)
+
+    def abort(self, number: int) -> None:
+        """End a running request, or remove a waiting one."""
+        for request in [r for r in self.running if r.number == number]:
+            self._leave(request)
+        self.waiting = [r for r in self.waiting if r.number != number]
+
+    def refresh(self, queues: SizeQueues, at_ns: int) -> None:
+        """Replace the queues: waiting requests change queue, and running ones are booked on their own."""
+        self.queues = queues
+        self.cache.rotate_uses(at_ns)
+        for request in [*self.waiting, *self.running]:
+            request.queue = self.queue_of(request)
+        for request in self.running:
+            request.book = self.whole_book(request)
+
+    def schedule(self, now_ns: int) -> ReferenceStep:
+        """Decide a step: prompts, a token for each request that decodes, or both if prompts are chunked."""
+        self.now_ns = now_ns
+        self._measure_step()
+        self.admitted, self.preempted, self.loads = [], [], []
+        if self.limits.order == QUEUES:
+            self._grow_reservations()
+        if self.decodes >= self.limits.admit_every or self.limits.admit_every <= 1 or not self._decoding():
+            self.decodes = 0
+            self._admit_waiting()
+        self.scheduled = self._make_step()
+        prefetch = self._prefetch()
+        return ReferenceStep(
+            [(request.number, tokens) for request, tokens in self.scheduled],
+            [request.number for request in self.admitted],
+            [request.number for request in self.preempted],
+            [(adapter, False) for adapter in self.loads],  # the host holds all adapters
+            self.free_blocks(),
+            prefetch,
+        )
+
+    def commit(self) -> ReferenceOutput:
+        """Append a token to every request with a complete sequence, and remove finished ones."""
+        output = ReferenceOutput([], [], [])
+        for request, _ in self.scheduled:
+            if request.computed < request.known:
+                continue
+            (output.later if request.output else output.first).append(request.number)
+            request.output += 1
+            request.is_decoding = True
+            if request.output == request.target:
+                output.finished.append(request.number)
+                request.execution_ns = self.now_ns - (request.admitted_ns or 0)
+                self._leave(request)
+        return output
+
+    # -- one step --
+
+    def _measure_step(self) -> None:
+        """Take the time since the last `schedule` as the duration of the step that it decided."""
+        duration_ns = self.now_ns - self.scheduled_ns
+        tokens = sum(tokens for _, tokens in self.scheduled)
+        if self.scheduled and self.had_prompts:
+            self.prefill_ns_per_token = duration_ns // tokens
+        elif self.scheduled:
+            self.decode_ns = duration_ns
+        self.scheduled_ns = self.now_ns
+
+    def _decoding(self) -> list[PooledRequest]:
+        return [request for request in self.running if request.is_decoding]
+
+    def _grow_reservations(self) -> None:
+        """Raise the prediction of requests that have outgrown it by a quarter of their charge."""
+        for request in self._decoding():
+            if request.output >= request.predicted:
+                more = min(-(-request.charge // 4), self.largest_output(request) - request.predicted)
+                request.predicted += more
+                request.charge += more
+                request.book[request.queue] += more
+                request.reserved = self.reservation(request)
+                self.counts["overruns"] += 1
+
+    def _make_step(self) -> list[tuple[PooledRequest, int]]:
+        """Choose the tokens of a step: prompts, else decodes, or both if prompts are chunked."""
+        limits = self.limits
+        if limits.chunked:
+            decodes = self._decodes()
+            prompts = self._prompts(limits.max_num_batched_tokens - len(decodes))
+        else:
+            prompts = self._prompts(limits.max_num_batched_tokens)
+            decodes = [] if prompts else self._decodes()
+        self.had_prompts = bool(prompts)
+        self.decodes += bool(decodes)
+        step = sorted([*prompts, *decodes], key=lambda part: part[0].admission)
+        for request, tokens in step:
+            request.computed += tokens
+        self.taken = 0
+        return step
+
+    def _decodes(self) -> list[tuple[PooledRequest, int]]:
+        """Give each decoding request a token, preempting from the end until their blocks are free."""
+        while True:
+            parts = [(request, 1) for request in self._decoding()]
+            blocks = sum(self._blocks_to_take(*part) for part in parts)
+            if self.make_room(blocks):
+                self.taken += blocks
+                return parts
+            self._preempt_last()
+
+    def _prompts(self, left: int) -> list[tuple[PooledRequest, int]]:
+        """Give prompts whose adapter is loaded tokens in order, up to the first without tokens or blocks."""
+        chosen: list[tuple[PooledRequest, int]] = []
+        for request in [r for r in self.running if not r.is_decoding and self.cache.is_ready(r.adapter)]:
+            tokens = request.known - request.computed
+            if tokens > left and chosen and not self.limits.chunked:
+                break
+            tokens = min(tokens, left)
+            blocks = self._blocks_to_take(request, tokens)
+            alone = not chosen and not self._decoding()
+            if tokens <= 0 or not self._make_room_for(request, blocks, alone):
+                break
+            self.taken += blocks
+            chosen.append((request, tokens))
+            left -= tokens
+        return chosen
+
+    def _make_room_for(self, request: PooledRequest, blocks: int, alone: bool) -> bool:
+        """Evict idle adapters; `alone`: nothing else computes, so preempt from the end as well."""
+        while not self.make_room(blocks):
+            if not alone or self.running[-1] is request:
+                return False
+            self._preempt_last()
+        return True
+
+    def _blocks_to_take(self, request: PooledRequest, tokens: int) -> int:
+        return self.blocks_for(request.computed + tokens) - self.blocks_for(request.computed)
+
+    def _preempt_last(self) -> None:
+        self._return_to_queue(self.running[-1])
+        self.counts["recomputes"] += 1
+
+    # -- admission --
+
+    def _admit_waiting(self) -> None:
+        admission = QueueAdmission(self)
+        if self.limits.order == QUEUES:
+            admission.run()
+            return
+        while self.waiting:
+            request = self._next_in_order()
+            if not admission.fits_step(request) or not self._fits_ahead(request):
+                break
+            admission.admit(request, [0])
+
+    def _next_in_order(self) -> PooledRequest:
+        """Return the first waiting request, by arrival if that one has waited for too long."""
+        oldest = self.waiting[0]
+        overdue = 0 < self.limits.ageing_ns < self.now_ns - oldest.arrival_ns
+        return oldest if overdue else self.in_order()[0]
+
+    def in_order(self) -> list[PooledRequest]:
+        """Return the waiting requests queue by queue."""
+        if self.limits.order == SJF:
+            return sorted(self.waiting, key=lambda r: (r.predicted, r.arrival))
+        return sorted(self.waiting, key=lambda r: (r.queue, r.arrival))
+
+    def _fits_ahead(self, request: PooledRequest) -> bool:
+        together = [*self.running, request]
+        return self.fits_to_the_end(together, self.pinned(together))
+
+    def whole_book(self, request: PooledRequest) -> list[int]:
+        """Return the book of a request that is charged to its own queue."""
+        return [request.charge * (q == request.queue) for q in range(len(self.queues.quotas))]
+
+    def start(self, request: PooledRequest, book: list[int]) -> None:
+        """Make a waiting request a running one, and begin the load of its adapter."""
+        self.waiting.remove(request)
+        if not self.cache.adapters[request.adapter].resident and request.adapter:
+            self.make_room(self.pages(request.adapter))
+            self.cache.begin_load(request.adapter, self.now_ns)
+            self.loads.append(request.adapter)
+        if request.adapter:
+            self.cache.acquire(request.adapter, self.now_ns, request.admitted_ns is None)
+        request.charge, request.book = self.charge(request), book
+        request.reserved = self.reservation(request)
+        self.admissions += 1
+        request.admission = self.admissions
+        if request.admitted_ns is None:
+            request.admitted_ns = self.now_ns
+        request.running = True
+        self.running.append(request)
+        self.admitted.append(request)
+
+    def _leave(self, request: PooledRequest) -> None:
+        self.running.remove(request)
+        request.running = request.is_decoding = False
+        request.bypassed = None
+        request.book, request.reserved, request.charge = [], 0, 0
+        if request.adapter:
+            self.cache.release(request.adapter, self.now_ns)
+
+    def _return_to_queue(self, request: PooledRequest) -> None:
+        """Stop a running request, which will compute its known tokens again."""
+        self._leave(request)
+        if request in self.admitted:
+            self.admitted.remove(request)
+        else:
+            self.preempted.append(request)
+        request.computed = 0
+        request.queue = self.queue_of(request)
+        self.waiting.append(request)
+        self.waiting.sort(key=lambda r: r.arrival)
+
+    def squash(self, request: PooledRequest) -> None:
+        """Stop a request that bypassed another one, for that one."""
+        self._return_to_queue(request)
+        request.squashed = True
+        self.counts["squashes"] += 1
+
+    # -- prefetch --
+
+    def _prefetch(self) -> int | None:
+        """Load an absent adapter that will be used, if the link is idle and the memory can be spared."""
+        if self.limits.prefetch == NO_PREFETCH or any(adapter.loading for adapter in self.cache.adapters):
+            return None
+        adapter = self.cache.due(self.now_ns) if self.limits.prefetch == BY_HISTOGRAM else None
+        is_expected = adapter is not None
+        if adapter is None:
+            adapter = self._wanted_by_queue()
+        if adapter is None or not self._may_prefetch(adapter):
+            return None
+        self.cache.begin_prefetch(adapter, self.now_ns)
+        self.counts["prefetches_by_histogram"] += is_expected
+        self.loads.append(adapter)
+        return adapter
+
+    def _wanted_by_queue(self) -> int | None:
+        for request in self.in_order()[:_REQUESTS_TO_PREFETCH_FOR]:
+            if request.adapter and not self.cache.adapters[request.adapter].resident:
+                return request.adapter
+        return None
+
+    def _may_prefetch(self, adapter: int) -> bool:
+        """Return whether requests can keep their memory, after evicting adapters that nobody wants."""
+        adapters = self.pinned(self.running) | {adapter}
+        if self.limits.order == QUEUES:
+            reserved = sum(request.reserved for request in self.running)
+            if reserved + self.cache.pages(adapters) > self.num_blocks:
+                return False
+        elif not self.fits_to_the_end(self.running, adapters):
+            return False
+        first, _ = self.cache.tiers(self.now_ns, {request.adapter for request in self.waiting})
+        if self.free_blocks() + self.cache.pages(first) < self.pages(adapter):
+            return False
+        return self.make_room(self.pages(adapter), first_tier_only=True)
