@@ -188,6 +188,45 @@ def inner(function: F) -> F:
     return cast("F", _Linked(function, targetoptions=options, pipeline_class=_LinkedCompiler))
 
 
+def inner_with(part: type, otherwise: object) -> Callable[[F], F]:
+    """Compile a function as `inner` does where its first argument has a field of type `part`.
+
+    Elsewhere its calls are the constant `otherwise`: rules that a state has no room for take no compile time.
+    """
+
+    def decorate(function: F) -> F:
+        constant = _constant(otherwise, function.__code__.co_argcount)
+        if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # made at run time
+
+            @functools.wraps(function)
+            def chosen(first: Any, *rest: Any) -> object:
+                has_part = any(isinstance(member, part) for member in first)
+                return (function if has_part else constant)(first, *rest)
+
+            return cast("F", chosen)
+
+        def implementation(kinds: Any, _named: Any) -> Callable[..., object]:
+            has_part = any(getattr(member, "record", None) is part for member in kinds[0].members)
+            return function if has_part else constant
+
+        linked: Any = inner(function)
+        linked._compiler._get_implementation = implementation
+        return cast("F", linked)
+
+    return decorate
+
+
+def _constant(value: object, parameters: int) -> Callable[..., object]:
+    """Return a function of one to five parameters that returns a constant; numba requires their number."""
+    return (
+        lambda _a: value,
+        lambda _a, _b: value,
+        lambda _a, _b, _c: value,
+        lambda _a, _b, _c, _d: value,
+        lambda _a, _b, _c, _d, _e: value,
+    )[parameters - 1]
+
+
 class _Linked(CPUDispatcher):
     """A function that becomes part of its callers, compiled once for a type and all its constants."""
 

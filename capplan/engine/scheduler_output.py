@@ -20,7 +20,6 @@ from capplan.serving.size_queues import leave_queue
 from capplan.serving.slora import drop_unused
 from capplan.serving.state import (
     NO_CLAIM,
-    POOLED,
     READY,
     SLORA,
 )
@@ -147,8 +146,7 @@ def cancel_waiting(state: State, limits: Limits, row: int) -> None:
     """Remove a waiting row from its queue and free it."""
     adapter = state.rows.adapter[row]
     leave_waiting(state, row)
-    if limits.policy == POOLED:
-        leave_queue(state, row)
+    leave_queue(state, row)
     free_row(state, row)
     if state.adapters.queue_head[adapter] == NONE and state.adapters.claim[adapter] == READY:
         # The slot was claimed for this request; `adapter_loaded` releases a claim that is still LOADING.

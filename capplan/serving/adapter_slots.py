@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from capplan.compile import inner, jit
 from capplan.serving.caches import end_load
+from capplan.serving.pooled_state import has_pool
 from capplan.serving.state import (
     LOADING,
     NO_CLAIM,
@@ -78,7 +79,7 @@ def claim_adapter(state: State, limits: Limits, adapter: int) -> None:
 @jit
 def adapter_loaded(state: State, adapter: int) -> None:
     """Note that the asynchronous load of an adapter is complete."""
-    if state.pooled.rows.size > 0:
+    if has_pool(state):
         end_load(state, adapter)
         return
     if state.adapters.queue_head[adapter] == NONE:  # its requests were removed

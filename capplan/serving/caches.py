@@ -17,6 +17,7 @@ from capplan.serving.pooled_state import (
     IDLE_BINS,
     LRU,
     NO_PREFETCH,
+    with_pool,
 )
 from capplan.serving.state import LOADING, NO_CLAIM, NONE, Limits, State
 
@@ -90,7 +91,7 @@ def _begin_load(state: State, adapter: int) -> None:
     c.n_loads += 1
 
 
-@inner
+@with_pool(None)
 def end_load(state: State, adapter: int) -> None:
     """Note that the load of an adapter is complete."""
     counts = state.pooled.counts

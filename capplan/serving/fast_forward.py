@@ -11,9 +11,9 @@ from capplan.compile import inner
 from capplan.serving.admission import blocks_to_admit
 from capplan.serving.kv_blocks import extend_together, look_up
 from capplan.serving.pooled import note_decode, pooled_steps_ahead
+from capplan.serving.pooled_state import has_pool
 from capplan.serving.state import (
     NONE,
-    POOLED,
     SLORA,
     Limits,
     State,
@@ -27,7 +27,7 @@ def steps_ahead(state: State, limits: Limits) -> int:
     c = state.counters
     if c.n_decoding == 0 or c.n_partial > 0 or c.n_ending > 0 or limits.policy == SLORA:
         return 0
-    if limits.policy == POOLED:
+    if has_pool(state):
         return pooled_steps_ahead(state, limits)
     if c.n_decoding > limits.max_num_batched_tokens or not _admits_none(state, limits):
         return 0
@@ -65,8 +65,7 @@ def decode_step(state: State, limits: Limits, needed: int) -> None:
     c = state.counters
     if limits.prefix_caching and (needed > 0 or c.same_answers > 0):
         extend_together(state, limits)
-    if limits.policy == POOLED:
-        note_decode(state, limits)
+    note_decode(state, limits)
     c.n_admitted = c.n_preempted = c.n_stalled = c.n_loads = 0
     c.free_blocks -= needed
     c.step_tokens = c.step_decodes = c.n_decoding

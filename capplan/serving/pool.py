@@ -12,7 +12,7 @@ from __future__ import annotations
 from capplan.compile import inner
 from capplan.serving.caches import leave_adapter, make_room, pages_to_pin, use_adapter
 from capplan.serving.look_ahead import fits_to_end, insert_by_end, remove_from_order
-from capplan.serving.pooled_state import QUEUES
+from capplan.serving.pooled_state import QUEUES, with_pool
 from capplan.serving.running import (
     append_running,
     leave_partial,
@@ -122,7 +122,7 @@ def release(state: State, limits: Limits, row: int) -> None:
     leave_adapter(state, state.rows.adapter[row])
 
 
-@inner
+@with_pool(None)
 def end_admitted(state: State, limits: Limits, row: int) -> None:
     """Release a row that ends."""
     record_execution(state, row)
@@ -166,7 +166,7 @@ def _withdraw_admission(state: State, row: int) -> bool:
     return bool(was_listed)
 
 
-@inner
+@with_pool(None)
 def watch_growth(state: State, row: int) -> None:
     """Note when a row that begins to decode will have its predicted output, if it goes on after that."""
     predicted = state.pooled.rows.predicted[row]

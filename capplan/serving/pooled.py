@@ -30,13 +30,14 @@ from capplan.serving.pooled_state import (
     PROMPTS,
     QUEUES,
     SJF,
+    with_pool,
 )
 from capplan.serving.running import blocks_for
 from capplan.serving.size_queues import join_queue, record_arrival, set_prediction
 from capplan.serving.state import NONE, Limits, State
 
 
-@inner
+@with_pool(True)
 def pooled_takes(state: State, limits: Limits, adapter: int, prompt: int, output: int) -> bool:
     """Return whether a request fits into an otherwise empty pool."""
     tokens = prompt + output + limits.block_size - 1
@@ -44,7 +45,7 @@ def pooled_takes(state: State, limits: Limits, adapter: int, prompt: int, output
     return bool(tokens < room)
 
 
-@inner
+@with_pool(None)
 def enter_pool(state: State, limits: Limits, row: int, predicted: int, arrival_ns: int) -> None:
     """Put a submitted row into its queue; `predicted` output tokens, 0: its target."""
     own = state.pooled.rows
@@ -60,7 +61,7 @@ def enter_pool(state: State, limits: Limits, row: int, predicted: int, arrival_n
     join_queue(state, limits, row)
 
 
-@inner
+@with_pool(0)
 def schedule_pooled(state: State, limits: Limits) -> int:
     """Decide one step and return its tokens."""
     c, counts = state.counters, state.pooled.counts
@@ -86,7 +87,7 @@ def schedule_pooled(state: State, limits: Limits) -> int:
     return tokens
 
 
-@inner
+@with_pool(0)
 def pooled_steps_ahead(state: State, limits: Limits) -> int:
     """Return the number of following steps that only decode: none waits, ends or outgrows its prediction."""
     c, outgrow = state.counters, state.pooled.outgrow
@@ -99,7 +100,7 @@ def pooled_steps_ahead(state: State, limits: Limits) -> int:
     return int(steps)
 
 
-@inner
+@with_pool(None)
 def note_decode(state: State, limits: Limits) -> None:
     """Note a decode step that is decided without a call of the scheduler."""
     counts = state.pooled.counts

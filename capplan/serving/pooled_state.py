@@ -1,17 +1,23 @@
 """State of the rules for one pool of adapters and KV: size queues, reservations, the adapter cache.
 
-It extends `capplan.serving.state` and is empty under other rules. Terms are those of Chameleon, section 4.
+It extends `capplan.serving.state` under these rules alone. Terms are those of Chameleon, section 4.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import by_reference
+from capplan.compile import by_reference, inner_with
 from capplan.serving.structures import ABSENT, Heap, Records, int_fields, new_heap, new_record
+
+if TYPE_CHECKING:
+    from capplan.serving.state import State
+
+F = TypeVar("F", bound=Callable[..., object])
 
 MOST_QUEUES = 4
 WINDOW = 8192
@@ -151,13 +157,31 @@ class PooledState(NamedTuple):
     """Fields as in `_COUNTS`."""
 
 
+@by_reference
+class NoPool(NamedTuple):
+    """Takes the place of `PooledState` under other rules."""
+
+    unused: int = 0
+
+
+def with_pool(otherwise: object) -> Callable[[F], F]:
+    """Compile a function of a state that does something for one pool alone; else it is a constant."""
+    return inner_with(PooledState, otherwise)
+
+
+@with_pool(False)
+def has_pool(_state: State) -> bool:
+    """Return whether the rules are those for one pool."""
+    return True
+
+
 def new_pooled(rows: int, adapters: int, quota_tokens: int, cache: int, prefetch: int) -> PooledState:
     """Return the state of an idle engine with one queue, which has all tokens.
 
     Parameters
     ----------
     rows
-        Maximum of requests in flight; 0: other rules.
+        Maximum of requests in flight.
     adapters
         Number of adapters.
     quota_tokens
@@ -165,11 +189,10 @@ def new_pooled(rows: int, adapters: int, quota_tokens: int, cache: int, prefetch
     cache, prefetch
         Codes of the adapter cache.
     """
-    used = rows > 0
     queues = np.zeros(MOST_QUEUES, _QUEUE).view(np.recarray)
     queues.head = queues.tail = ABSENT
     queues.quota[0] = quota_tokens
-    records = np.zeros(adapters + 1 if used else 0, _ADAPTER).view(np.recarray)
+    records = np.zeros(adapters + 1, _ADAPTER).view(np.recarray)
     records.released_ns = records.late_ns = ABSENT
     wrs: np.record = np.zeros(1, _WRS).view(np.recarray)[0]
     wrs.a, wrs.b = 0.4, 0.6
@@ -187,9 +210,9 @@ def new_pooled(rows: int, adapters: int, quota_tokens: int, cache: int, prefetch
         adapters=records,
         inflation=np.zeros(records.size),
         idle_times=np.zeros(
-            (records.size, IDLE_BINS) if used and prefetch == BY_HISTOGRAM else (0, IDLE_BINS), np.int64
+            (records.size, IDLE_BINS) if prefetch == BY_HISTOGRAM else (0, IDLE_BINS), np.int64
         ),
-        window=np.zeros(WINDOW if used else 0, _WINDOW).view(np.recarray),
+        window=np.zeros(WINDOW, _WINDOW).view(np.recarray),
         outgrow=new_heap(rows),
         counts=counts,
     )

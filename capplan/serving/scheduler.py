@@ -20,6 +20,7 @@ from capplan.serving.kv_blocks import same_answers
 from capplan.serving.look_ahead import remove_from_order
 from capplan.serving.pool import end_admitted, watch_growth
 from capplan.serving.pooled import enter_pool, pooled_takes, schedule_pooled
+from capplan.serving.pooled_state import has_pool
 from capplan.serving.running import (
     free_row,
     leave_partial,
@@ -36,7 +37,6 @@ from capplan.serving.state import (
     ENDING,
     NO_CLAIM,
     NONE,
-    POOLED,
     READY,
     SLORA,
     Limits,
@@ -79,7 +79,7 @@ def submit(
     target = min(output, limits.max_model_len - prompt)
     if limits.policy == SLORA and not slora_takes(state, limits, adapter, prompt, target):
         return NONE
-    if limits.policy == POOLED and not pooled_takes(state, limits, adapter, prompt, target):
+    if not pooled_takes(state, limits, adapter, prompt, target):
         return NONE
     row = take_row(state)
     state.rows.request[row] = request
@@ -97,8 +97,7 @@ def submit(
     state.rows.shared[row] = min(shared_tokens, prompt)
     c.submitted += 1
     c.same_answers += same_answers(state, row)
-    if limits.policy == POOLED:
-        enter_pool(state, limits, row, predicted, arrival_ns)
+    enter_pool(state, limits, row, predicted, arrival_ns)
     push_back(state, row)
     return row
 
@@ -115,7 +114,7 @@ def schedule(state: State, limits: Limits) -> int:
     if limits.policy == SLORA:
         c.step_tokens = schedule_slora(state, limits)
         return int(c.step_tokens)
-    if limits.policy == POOLED:
+    if has_pool(state):
         c.step_tokens = schedule_pooled(state, limits)
         return int(c.step_tokens)
     budget = limits.max_num_batched_tokens
@@ -157,8 +156,7 @@ def commit(state: State, limits: Limits) -> None:
             c.n_resumed += 1
         state.rows.output[row] += 1
         start_decoding(state, row)
-        if limits.policy == POOLED:
-            watch_growth(state, row)
+        watch_growth(state, row)
     c.n_partial = kept
     _end_due(state, limits)
 
@@ -211,7 +209,7 @@ def finish(state: State, limits: Limits, row: int) -> None:
         leave_partial(state, row)
     if limits.policy == SLORA:
         remove_from_order(state, row)
-    if limits.policy == POOLED:
+    if has_pool(state):
         end_admitted(state, limits, row)
     else:
         release_adapter(state, state.rows.adapter[row])
@@ -244,8 +242,7 @@ def withdraw(state: State, adapter: int, first_request: int) -> int:
                 state.adapters.queue_head[adapter] = after
             else:
                 state.rows.following[before] = after
-            if state.pooled.rows.size > 0:
-                leave_queue(state, row)
+            leave_queue(state, row)
             free_row(state, row)
             taken += 1
         else:

@@ -9,7 +9,7 @@ Source: Chameleon, sections 4.3.1 to 4.3.3.
 from __future__ import annotations
 
 from capplan.compile import inner, jit
-from capplan.serving.pooled_state import DEGREE_1, DEGREE_2, SJF, WINDOW
+from capplan.serving.pooled_state import DEGREE_1, DEGREE_2, SJF, WINDOW, with_pool
 from capplan.serving.running import blocks_for, output_tokens
 from capplan.serving.state import NONE, Limits, State
 
@@ -111,7 +111,7 @@ def join_queue(state: State, limits: Limits, row: int) -> None:
     queues.n[queue] += 1
 
 
-@jit
+@with_pool(None)
 def leave_queue(state: State, row: int) -> None:
     """Remove a waiting row from its queue."""
     own, queues = state.pooled.rows, state.pooled.queues

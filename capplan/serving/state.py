@@ -12,13 +12,13 @@ batch or the queue.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from capplan.compile import by_reference
-from capplan.serving.pooled_state import PooledState, new_pooled
+from capplan.serving.pooled_state import NoPool, PooledState, new_pooled
 from capplan.serving.structures import (
     ABSENT,
     Heap,
@@ -238,6 +238,7 @@ class State(NamedTuple):
     in_phase: NDArray[np.int64]
     """Prefix caching: decoding rows listed by phase, shape (2, rows + block_size)."""
     pooled: PooledState
+    """Under other rules a placeholder without these fields."""
 
     def counter_values(self) -> dict[str, int]:
         """Return a copy of the counters, cheaper to read from Python than the record."""
@@ -295,11 +296,7 @@ def new_state(rows: int, adapters: int, num_blocks: int, limits: Limits) -> Stat
             blocks_per_request=-(-limits.max_model_len // limits.block_size) if cached else 0,
         ),
         in_phase=new_rings(rows if cached else 0, limits.block_size),
-        pooled=new_pooled(
-            rows=rows if pooled else 0,
-            adapters=adapters if pooled else 0,
-            quota_tokens=num_blocks * limits.block_size,
-            cache=limits.cache,
-            prefetch=limits.prefetch,
-        ),
+        pooled=new_pooled(rows, adapters, num_blocks * limits.block_size, limits.cache, limits.prefetch)
+        if pooled
+        else cast("PooledState", NoPool()),
     )

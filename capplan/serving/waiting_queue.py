@@ -8,6 +8,7 @@ and the next request is the head with the smallest key among the adapters that m
 from __future__ import annotations
 
 from capplan.compile import inner
+from capplan.serving.pooled_state import has_pool
 from capplan.serving.state import LOADING, NONE, State
 from capplan.serving.structures import heap_push, heap_remove
 
@@ -28,7 +29,7 @@ def list_queue(state: State, adapter: int) -> None:
     The queue of an adapter that is being loaded is in neither heap.
     """
     head = state.adapters.queue_head[adapter]
-    if state.pooled.rows.size > 0:  # which has queues by size instead
+    if has_pool(state):  # which has queues by size instead
         return
     if head != NONE and state.adapters.claim[adapter] != LOADING:
         if _may_run(state, adapter):

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from capplan.compile import by_reference, jit
 from capplan.serving import Limits, State, new_state
+from capplan.serving.state import POOLED, VLLM
 from capplan.twin.clock import TwinClock, new_clock
 from capplan.twin.scenario import Costs
 from capplan.twin.trace import TwinTrace, new_trace
@@ -39,13 +40,22 @@ class ClusterMember(NamedTuple):
     max_in_flight: int
 
 
+_POOLED = np.uint64
+"""Type of the words where the rules are those for one pool: the type of a member follows from its memory."""
+
+
 @functools.cache
-def _member_type() -> Any:
-    """Return the compiled type of every member."""
+def _member_type(pooled: bool) -> Any:
+    """Return the compiled type of every member of a cluster."""
     numbers = np.zeros(1, np.int64)
-    limits = Limits(1, 1, 1, 1, 1, 1, 0, 0, 0)
+    limits = Limits(1, 1, 1, 1, 1, 1, 0, 0, 0, policy=POOLED if pooled else VLLM)
     costs = Costs(0, np.zeros(1), 1, 1, 1.0, 1, numbers, numbers, numbers, False, False, numbers)
     return _typeof(ClusterMember(new_state(1, 0, 1, limits), limits, costs, new_clock(0), new_trace(1), 1))
+
+
+def _member_of(memory: Any) -> Any:
+    """Return the compiled type of the members in memory of a compiled type."""
+    return _member_type(memory.dtype == numba.uint64)
 
 
 def _line(builder: Any, context: Any, memory: Any, line: Any, memory_type: Any, kind: Any) -> Any:
@@ -63,7 +73,7 @@ if TYPE_CHECKING:
 
     def _store(memory: NDArray[np.int64], slot: int, member: ClusterMember) -> None: ...
 
-    def _size() -> int: ...
+    def _size(memory: NDArray[np.int64]) -> int: ...
 
 else:
 
@@ -76,7 +86,7 @@ else:
             member = builder.load(_line(builder, context, *args, signature.args[0], kind))
             return cgutils.alloca_once_value(builder, member)
 
-        return _member_type()(memory, numba.int64), generate
+        return _member_of(memory)(memory, numba.int64), generate
 
     @intrinsic
     def _store(_typing, memory, _slot, member):
@@ -89,12 +99,12 @@ else:
         return numba.void(memory, numba.int64, member), generate
 
     @intrinsic
-    def _size(_typing):
+    def _size(_typing, memory):
         def generate(context, _builder, _signature, _args):
-            layout = _member_type().layout(context.get_value_type)
+            layout = _member_of(memory).layout(context.get_value_type)
             return context.get_constant(numba.int64, context.get_abi_sizeof(layout))
 
-        return numba.int64(), generate
+        return numba.int64(memory), generate
 
 
 @jit
@@ -103,17 +113,18 @@ def _write(memory: NDArray[np.int64], slot: int, member: ClusterMember) -> None:
 
 
 @jit
-def _bytes() -> int:
-    return _size()
+def _bytes(memory: NDArray[np.int64]) -> int:
+    return _size(memory)
 
 
-def new_memory(members: int) -> NDArray[np.int64]:
-    """Return memory for members, shape (members, words)."""
-    return np.zeros((members, -(-_bytes() // _WORD_BYTES)), np.int64)
+def new_memory(members: int, pooled: bool = False) -> NDArray[np.int64]:
+    """Return memory for members, shape (members, words); `pooled`: under the rules for one pool."""
+    empty: NDArray[Any] = np.zeros((0, 0), _POOLED if pooled else np.int64)
+    return np.zeros((members, -(-_bytes(empty) // _WORD_BYTES)), empty.dtype)
 
 
 def store_member(memory: NDArray[np.int64], slot: int, member: ClusterMember) -> None:
     """Store a member; its arrays must stay alive while `memory` is used, and be writable."""
-    if _typeof(member) != _member_type():
+    if _typeof(member) != _member_type(memory.dtype == _POOLED):
         raise TypeError(f"not the type of a member: {_typeof(member)}")
     _write(memory, slot, member)
