@@ -16,6 +16,7 @@ from capplan.serving.pool import admit, requeue, row_has_memory, step_allows
 from capplan.serving.running import output_tokens
 from capplan.serving.size_queues import book
 from capplan.serving.state import LOADING, NONE, Limits, State
+from capplan.serving.structures import heap_push, heap_remove
 
 
 @inner
@@ -131,7 +132,7 @@ def _lend(state: State, row: int) -> None:
 @inner
 def _remaining(state: State, row: int) -> int:
     """Return the tokens that a row will still generate, as predicted."""
-    return int(state.pooled.rows.predicted[row] - output_tokens(state, row))
+    return int(max(0, state.pooled.rows.predicted[row] - output_tokens(state, row)))
 
 
 @inner
@@ -162,42 +163,30 @@ def _bypass(state: State, limits: Limits, first: int) -> None:
 @inner
 def _time_to_fit(state: State, first: int) -> int:
     """Return the nanoseconds until running rows that end as predicted leave memory for a row; 0: never."""
-    pooled = state.pooled
+    ends, lacking = state.pooled.ends, _lacking_blocks(state, first)
     _begin_release(state)
-    lacking = _lacking_blocks(state, first)
-    for _ in range(state.counters.n_running):
-        if lacking <= 0:
-            break
-        row = _next_to_end(state)
-        if row == NONE:
-            return 0
-        lacking -= _released_blocks(state, row, first)
-        if lacking <= 0:
-            return int(max(0, _remaining(state, row)) * pooled.counts.decode_ns)
-    return 0
-
-
-@inner
-def _next_to_end(state: State) -> int:
-    """Return the unmarked running row with the fewest tokens left, the one admitted first among equals."""
-    chosen = NONE
     row = state.counters.run_head
     while row != NONE:
-        if state.pooled.rows.mark[row] == 0 and (
-            chosen == NONE or _remaining(state, row) < _remaining(state, chosen)
-        ):
-            chosen = row
+        heap_push(ends, row, (_remaining(state, row) << 32) | state.rows.sequence[row])
         row = state.rows.following[row]
-    return int(chosen)
+    tokens = 0
+    while lacking > 0 and ends.size[0] > 0:
+        row = ends.items.ids[0]
+        heap_remove(ends, row)
+        lacking -= _released_blocks(state, row, first)
+        tokens = _remaining(state, row)
+    for i in range(ends.size[0]):
+        ends.items.position[ends.items.ids[i]] = 0
+    ends.size[0] = 0
+    return 0 if lacking > 0 else int(tokens * state.pooled.counts.decode_ns)
 
 
 @inner
 def _begin_release(state: State) -> None:
-    """Unmark all running rows, and count the users of their adapters."""
+    """Count the users of the adapters of running rows."""
     row = state.counters.run_head
     while row != NONE:
         adapter = state.rows.adapter[row]
-        state.pooled.rows.mark[row] = 0
         state.pooled.adapters.users_left[adapter] = state.adapters.users[adapter]
         row = state.rows.following[row]
 
@@ -218,13 +207,12 @@ def _lacking_blocks(state: State, row: int) -> int:
 
 @inner
 def _released_blocks(state: State, row: int, first: int) -> int:
-    """Mark a running row as released, and return the blocks that `first` lacks less without it.
+    """Return the blocks that `first` lacks less without a running row, which counts as released from now on.
 
     The last user of an adapter frees its blocks, unless `first` would use it.
     """
     pooled = state.pooled
     adapter = state.rows.adapter[row]
-    pooled.rows.mark[row] = 1
     pooled.adapters.users_left[adapter] -= 1
     blocks = pooled.rows.reserved[row]
     if (

@@ -64,7 +64,7 @@ _ROW = int_fields(
     "earlier",
     "bypassed",  # arrival of the request that it was admitted before; NONE
     "squashed",  # 1: has lost its place to that request, and bypasses no other
-    "mark",  # not of this row: scratch
+    "mark",  # scratch
 )
 _QUEUE = int_fields(
     "head",
@@ -153,6 +153,8 @@ class PooledState(NamedTuple):
     """Ring of the last arrivals, shape (8192,); fields as in `_WINDOW`. Unknown times are NONE."""
     outgrow: Heap
     """Decoding rows by (tick at which they have their predicted output, admission)."""
+    ends: Heap
+    """Scratch: running rows by (predicted tokens left, admission)."""
     counts: np.record
     """Fields as in `_COUNTS`."""
 
@@ -214,5 +216,6 @@ def new_pooled(rows: int, adapters: int, quota_tokens: int, cache: int, prefetch
         ),
         window=np.zeros(WINDOW, _WINDOW).view(np.recarray),
         outgrow=new_heap(rows),
+        ends=new_heap(rows),
         counts=counts,
     )
