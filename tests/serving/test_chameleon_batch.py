@@ -1,0 +1,228 @@
+"""Chameleon's batch: both phases as printed, the example of the paper's figure 10, bypass and squash."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from capplan.serving import State, adapter_loaded, commit, schedule, submit
+from capplan.serving.pooled_state import OUTPUT_ONLY, QUEUES
+from capplan.serving.state import LOADING, NONE, POOLED, Limits
+from capplan.testing import check_integrity
+from capplan.twin.reference.pooled import SizeQueues
+from tests.serving.pooled_worlds import (
+    MS,
+    Arrival,
+    PooledWorld,
+    Seen,
+    make_pooled_world,
+    replay,
+    without_pressure,
+)
+from tests.serving.worlds import seeded
+
+
+@dataclass
+class Queue:
+    """Waiting requests as (number, charge), and the tokens that the queue has left."""
+
+    requests: list[tuple[int, int]]
+    tokens: int
+
+
+def generate_batch(queues: list[Queue]) -> tuple[list[int], int]:
+    """Algorithm 1 as printed; return the batch and the tokens that were lent."""
+    batch: list[int] = []
+    leftover = lent = 0
+    for queue in queues:  # phase 1
+        consumed = put_batch(queue, queue.tokens, batch)
+        if not queue.requests:
+            leftover = leftover + (queue.tokens - consumed)
+    for queue in queues:  # phase 2
+        if leftover == 0:
+            break
+        consumed = put_batch(queue, leftover, batch)
+        leftover = leftover - consumed
+        lent += consumed
+    return batch, lent
+
+
+def put_batch(queue: Queue, tokens: int, batch: list[int]) -> int:
+    """Move requests from the head of a queue into the batch; return the tokens consumed."""
+    resources = tokens
+    consumed = 0
+    for request, needed in queue.requests:
+        if resources < needed:
+            break
+        resources = resources - needed
+        consumed = consumed + needed
+        batch.append(request)
+    queue.requests = [each for each in queue.requests if each[0] not in batch]
+    return consumed
+
+
+def ample(seed: int, queues: int | None = None) -> PooledWorld:
+    """Return a world with memory and places for everything, whose quotas hold the largest request."""
+    world = make_pooled_world(seeded(seed), max_requests=40, order=QUEUES, admit_every=1)
+    limits = world.limits._replace(max_num_seqs=100, max_num_batched_tokens=1000, max_model_len=64)
+    rng = np.random.default_rng(seed)
+    largest = 24 + 28 + max(world.tokens)
+    n = queues or len(world.queues.quotas)
+    quotas = [largest + int(rng.integers(0, 60)) for _ in range(n)]
+    sizes = replace(world.queues, quotas=quotas, cuts=sorted(rng.random(n - 1).tolist()))
+    exact = tuple(arrival._replace(predicted=0) for arrival in world.arrivals)
+    return replace(
+        without_pressure(world), limits=limits, queues=sizes, arrivals=exact, refreshes=(), aborts=()
+    )
+
+
+def waiting_queues(state: State) -> list[Queue]:
+    """Return the size queues of a state."""
+    pooled = state.pooled
+    queues = []
+    for record in pooled.queues[: pooled.counts.n_queues]:
+        queue = Queue([], int(record.quota - record.outstanding))
+        row = record.head
+        while row != NONE:
+            queue.requests.append((int(state.rows.request[row]), int(pooled.rows.charge[row])))
+            row = pooled.rows.later[row]
+        queues.append(queue)
+    return queues
+
+
+@pytest.mark.parametrize("queues", [None, 1], ids=["queues", "one queue"])
+def test_both_phases_admit_what_the_algorithm_does(queues: int | None) -> None:
+    """With one queue that is arrival order under a limit on tokens."""
+    batches = loans = 0
+    for seed in range(25):
+        world = ample(seed, queues)
+        state, limits = world.new_state(), world.limits
+        c = state.counters
+        upcoming = 0
+        while upcoming < len(world.arrivals) or c.n_running + c.n_waiting > 0:
+            for arrival in world.arrivals[upcoming : upcoming + 3]:
+                submit(state, limits, upcoming, *arrival[1:4], 0, 0, 0, arrival.at_ns)
+                upcoming += 1
+            for adapter in np.flatnonzero(state.adapters.claim == LOADING):
+                adapter_loaded(state, adapter)
+            expected, lent = generate_batch(waiting_queues(state))
+            schedule(state, limits)
+            admitted = state.lists.admitted[: c.n_admitted]
+            assert state.rows.request[admitted].tolist() == expected
+            elsewhere = sum(
+                int(state.pooled.book[row].sum() - state.pooled.book[row, state.pooled.rows.queue[row]])
+                for row in admitted
+            )
+            assert elsewhere == lent
+            batches += len(expected) > 0
+            loans += lent > 0
+            commit(state, limits)
+            check_integrity(state, limits, world.num_blocks)
+    assert batches > 150
+    assert queues == 1 or loans > 15
+
+
+LIMITS = Limits(
+    max_num_seqs=20,
+    max_num_batched_tokens=1000,
+    max_model_len=1000,
+    max_loras=3,
+    max_cpu_loras=3,
+    block_size=1,
+    watermark_blocks=0,
+    long_prefill_tokens=0,
+    reserve_full_sequence=0,
+    load_beside=1,
+    policy=POOLED,
+    order=QUEUES,
+    bypass=1,
+    cache=1,
+    refresh_ns=1000 * MS,
+)
+
+
+def world_of(
+    arrivals: list[Arrival], quotas: list[int], cuts: list[float], num_blocks: int = 10_000, **limits: int
+) -> PooledWorld:
+    """Return a world whose sizes are the shares of prompts in 100 tokens; adapters have 1, 4 and 10 pages."""
+    queues = SizeQueues(quotas, cuts, prompt_weight=1.0, output_weight=0.0, form=OUTPUT_ONLY, max_prompt=100)
+    return PooledWorld(
+        limits=LIMITS._replace(**limits),
+        num_blocks=num_blocks,
+        pages=(0, 1, 4, 10),
+        size_bytes=(0, 100, 400, 1000),
+        tokens=(0, 0, 0, 0),
+        cost_ns=(0, 0, 0, 0),
+        queues=queues,
+        weights=(0.45, 0.10, 0.45),
+        arrivals=tuple(arrivals),
+    )
+
+
+def first_batch(small: int, medium: int, large: int) -> list[int]:
+    """Return the number of admitted requests of 10, 20 and 50 tokens, of quotas for 3, 2 and 1 of them."""
+    prompts = [9] * small + [19] * medium + [49] * large
+    arrivals = [Arrival(0, 0, prompt, 1, 1) for prompt in prompts]
+    step = next(replay(world_of(arrivals, [30, 40, 50], [0.15, 0.35]))).step
+    admitted = [prompts[number] for number in step.admitted]
+    return [admitted.count(prompt) for prompt in (9, 19, 49)]
+
+
+def test_full_queues_admit_within_their_quotas_as_in_figure_10a() -> None:
+    assert first_batch(small=4, medium=3, large=2) == [3, 2, 1]
+
+
+def test_the_spare_tokens_of_a_queue_go_to_small_requests_first_as_in_figure_10b() -> None:
+    """The medium queue has 20 tokens left: enough for the small request, not for the large one after it."""
+    assert first_batch(small=4, medium=1, large=2) == [4, 1, 1]
+
+
+def test_a_request_larger_than_its_quota_runs_alone_of_its_queue() -> None:
+    arrivals = [Arrival(0, 0, 39, 1, 1), Arrival(0, 0, 29, 1, 1), Arrival(0, 0, 4, 1, 1)]
+    admitted = [seen.step.admitted for seen in replay(world_of(arrivals, [30, 20], [0.2]))]
+    assert admitted[:2] == [[2, 0], [1]]
+
+
+def bypassing(predicted: int, first_output: int = 20, bypass: int = 1) -> list[Seen]:
+    """Replay requests 0 (adapter 3), 1 (adapter 2, which does not fit beside it) and 2 (small).
+
+    Decode steps take 10 ms, and prompts 1 ms a token. When request 1 comes, request 0 has 17 tokens left, as
+    predicted. Request 2 has a prompt of 10 tokens, and does not fit beside request 1 either.
+    """
+    arrivals = [
+        Arrival(0, 3, 10, first_output, 20),
+        Arrival(25 * MS, 2, 40, 2, 2),
+        Arrival(25 * MS, 1, 10, predicted, predicted),
+    ]
+    return list(replay(world_of(arrivals, [200], [], num_blocks=70, bypass=bypass)))
+
+
+@pytest.mark.parametrize(("predicted", "bypasses"), [(5, 1), (15, 1), (16, 0), (19, 0)])
+def test_a_request_bypasses_another_only_if_it_ends_before_that_could_start(
+    predicted: int, bypasses: int
+) -> None:
+    seen = bypassing(predicted)
+    assert seen[-1].replay.reference.counts["bypasses"] == bypasses
+    assert seen[-1].replay.reference.counts["squashes"] == 0
+    order = [number for each in seen for number in each.step.admitted]
+    assert order == ([0, 2, 1] if bypasses else [0, 1, 2])
+
+
+def test_without_bypassing_requests_of_a_queue_keep_their_order() -> None:
+    seen = bypassing(5, bypass=0)
+    assert [number for each in seen for number in each.step.admitted] == [0, 1, 2]
+
+
+def test_a_request_in_front_squashes_those_that_bypassed_it_once_it_fits() -> None:
+    """Request 0 ends earlier than predicted; request 2 computes its known tokens again after request 1."""
+    seen = bypassing(15, first_output=6)
+    run = seen[-1].replay
+    assert (run.reference.counts["bypasses"], run.reference.counts["squashes"]) == (1, 1)
+    squash = next(each.step for each in seen if each.step.preempted)
+    assert (squash.preempted, squash.admitted) == ([2], [1])
+    assert [number for each in seen for number in each.step.admitted] == [0, 2, 1, 2]
+    assert sorted(number for each in seen for number in each.output.first) == [0, 1, 2]
+    again = next(dict(each.step.tokens)[2] for each in reversed(seen) if dict(each.step.tokens).get(2, 0) > 1)
+    assert again > 10
