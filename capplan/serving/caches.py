@@ -164,13 +164,13 @@ def _is_wanted(state: State, adapter: int) -> bool:
 
 
 @inner
-def find_victim(state: State, limits: Limits, wanted: bool) -> tuple[int, float]:
-    """Return the idle adapter with the lowest score and that score; NONE without any.
+def find_victim(state: State, limits: Limits, also_wanted: bool) -> tuple[int, float]:
+    """Return the idle adapter to evict next and its score; NONE without any.
 
     Parameters
     ----------
-    wanted
-        The tier: adapters that waiting requests want, or those that none wants.
+    also_wanted
+        Whether it may be one that waiting requests want, if there is no other.
     """
     adapters, own = state.adapters, state.pooled.adapters
     uses, age_ns, size = 0.0, 0, 1
@@ -179,14 +179,17 @@ def find_victim(state: State, limits: Limits, wanted: bool) -> tuple[int, float]
             uses = max(uses, frequency(state, limits, adapter))
             age_ns = max(age_ns, _age_ns(state, adapter))
             size = max(size, own.bytes[adapter])
-    victim, least = NONE, 0.0
+    victim, least, unwanted_only = NONE, 0.0, not also_wanted
     for adapter in range(1, adapters.resident.size):
         if not adapters.resident[adapter] or is_pinned(state, adapter):
             continue
-        if _is_wanted(state, adapter) == wanted:
-            score = _score(state, limits, adapter, uses, age_ns, size)
-            if victim == NONE or score < least:
-                victim, least = adapter, score
+        is_wanted = _is_wanted(state, adapter)
+        if is_wanted and unwanted_only:
+            continue
+        score = _score(state, limits, adapter, uses, age_ns, size)
+        if victim == NONE or score < least or (not is_wanted and not unwanted_only):
+            victim, least = adapter, score
+        unwanted_only = unwanted_only or not is_wanted
     return victim, least
 
 
@@ -213,9 +216,7 @@ def _score(state: State, limits: Limits, adapter: int, uses: float, age_ns: int,
 def make_room(state: State, limits: Limits, blocks: int, also_wanted: bool) -> bool:
     """Evict idle adapters until `blocks` are free; return False if they do not suffice."""
     while state.counters.free_blocks < blocks:
-        victim, score = find_victim(state, limits, False)
-        if victim == NONE and also_wanted:
-            victim, score = find_victim(state, limits, True)
+        victim, score = find_victim(state, limits, also_wanted)
         if victim == NONE:
             return False
         if limits.cache == GDSF:
