@@ -77,13 +77,15 @@ class Candidate:
     max_num_seqs: int
     max_loras: int
     active_adapters: int
-    """Adapters of running requests."""
+    """Loaded adapters of running requests."""
     queued_adapters: int
     """Adapters of waiting requests that the scheduler has seen, and adapters being loaded."""
     is_active: bool
     """Whether requests of the same adapter run; false for the base model, as for the gateway."""
     is_queued: bool
     """Whether requests of the same adapter wait that the scheduler has seen."""
+    running_tokens: int = 0
+    """KV tokens of the running requests."""
 
 
 PythonRouter: TypeAlias = Callable[[RoutedRequest, Sequence[Candidate]], int]
@@ -151,6 +153,7 @@ def observe_candidate(laid: Laid, place: int) -> Candidate:
     waiting = [int(rows.request[row]) for queue in queues for row in queue]
     waiting += unseen_requests(laid, instance)
     awaited = {adapter for adapter, queue in enumerate(queues) if queue or adapters.claim[adapter] == LOADING}
+    loaded = {int(rows.adapter[row]) for row in running if adapters.claim[rows.adapter[row]] != LOADING}
     prompts, rank = cluster.stream.prompt_tokens, cluster.rank
     return Candidate(
         instance=instance,
@@ -158,13 +161,14 @@ def observe_candidate(laid: Laid, place: int) -> Candidate:
         running=tuple(int(costs.rank[rows.adapter[row]]) for row in running),
         queued=tuple(int(rank[cluster.adapter[request]]) for request in waiting),
         queued_tokens=sum(int(prompts[request]) for request in waiting),
+        running_tokens=sum(_computed_tokens(state, row) for row in running),
         free_tokens=int(state.counters.free_blocks) * limits.block_size,
         kv_tokens=int(state.counters.capacity) * limits.block_size,
         max_num_seqs=limits.max_num_seqs,
         max_loras=limits.max_loras,
-        active_adapters=len({int(rows.adapter[row]) for row in running} - {0}),
+        active_adapters=len(loaded - {0}),
         queued_adapters=len(awaited - {0}),
-        is_active=local > 0 and any(rows.adapter[row] == local for row in running),
+        is_active=local > 0 and local in loaded,
         is_queued=local > 0 and bool(queues[local]),
     )
 
@@ -173,6 +177,12 @@ def _follow(state: State, row: int) -> Iterator[int]:
     while row != NONE:
         yield int(row)
         row = state.rows.following[row]
+
+
+def _computed_tokens(state: State, row: int) -> int:
+    """Return the tokens with KV of a running request."""
+    since = int(state.rows.since[row])
+    return int(state.rows.computed[row]) + (int(state.counters.tick) - since if since >= 0 else 0)
 
 
 def unseen_requests(laid: Laid, instance: int) -> list[int]:
@@ -392,6 +402,7 @@ def reference_router(name: str, instances: int, rank_aware: RankAware | None = N
         "random": random_holder,
         "round-robin": Rotating(instances, lambda *_: ()),
         "least-loaded": least_loaded,
+        "least-tokens": Rotating(instances, lambda _, seen: (seen.running_tokens + seen.queued_tokens,)),
         "two-choices": two_choices,
         "first-fit": FirstFit(least_loaded),
         "lora-affinity": Rotating(instances, lambda _, seen: (-affinity(seen), len(seen.queued))),

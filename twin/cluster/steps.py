@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 from capplan.compile import by_reference, inner
 from capplan.serving.routers.fleet import ACTIVE, AWAITED, Fleet, Placement
 from capplan.serving.state import (
+    LOADING,
     NO_CLAIM,
     NONE,
+    POOLED,
 )
 from capplan.serving.structures import Records, int_fields
 from capplan.twin.clock import count_present, count_queued, keeps_stats
@@ -146,6 +148,7 @@ def observe(cluster: Cluster, instance: int, member: ClusterMember) -> None:
     record.running = c.n_running - c.n_ending
     record.queued = c.n_waiting - c.n_gone + unseen(cluster, instance, member)
     record.free_blocks = c.free_blocks
+    record.kv_tokens = c.kv_tokens
     record.active_adapters = c.n_active - c.n_claimed
     record.queued_adapters = member.state.hot.size[0] + member.state.cold.size[0] + member.clock.at.n_copies
     if member.state.adapters.queue_head[0] != NONE:
@@ -157,13 +160,26 @@ def observe_adapter(cluster: Cluster, place: int) -> None:
     """Record the state of the adapter at a place for routers."""
     instance = cluster.placement.instance[place]
     local = cluster.placement.local[place]
-    adapters = load_member(cluster.memory, instance).state.adapters
+    member = load_member(cluster.memory, instance)
+    adapters = member.state.adapters
+    if member.limits.policy == POOLED:  # which has no heaps of waiting adapters
+        cluster.fleet.instances.queued_adapters[instance] = _awaited_adapters(member)
     standing = 0
     if local > 0 and adapters.users[local] > 0 and adapters.claim[local] == NO_CLAIM:
         standing |= ACTIVE
     if local > 0 and adapters.queue_head[local] != NONE:
         standing |= AWAITED
     cluster.fleet.standing[instance] = standing
+
+
+@inner
+def _awaited_adapters(member: ClusterMember) -> int:
+    """Return the number of adapters that are being loaded or have waiting requests."""
+    adapters = member.state.adapters
+    awaited = 0
+    for adapter in range(1, adapters.size):
+        awaited += adapters.claim[adapter] == LOADING or adapters.queue_head[adapter] != NONE
+    return awaited
 
 
 @inner

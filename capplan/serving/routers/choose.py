@@ -14,6 +14,7 @@ from capplan.serving.routers.first_fit import first_fit
 from capplan.serving.routers.fleet import Fleet, Placement
 from capplan.serving.routers.gateway import highest_score
 from capplan.serving.routers.least_loaded import least_loaded
+from capplan.serving.routers.least_tokens import fewest_tokens
 from capplan.serving.routers.lora_affinity import nearest
 from capplan.serving.routers.plan_shares import by_share
 from capplan.serving.routers.random_holder import any_holder
@@ -33,6 +34,7 @@ DLORA = 7
 TOPPINGS = 8
 GATEWAY = 9
 TWO_CHOICES = 10
+LEAST_TOKENS = 11
 
 
 class RouterEntry(NamedTuple):
@@ -55,6 +57,11 @@ ROUTERS: Final = MappingProxyType(
         "random": RouterEntry(RANDOM, "any holder", "Toppings 7.4"),
         "round-robin": RouterEntry(ROUND_ROBIN, "the next holder"),
         "least-loaded": RouterEntry(LEAST_LOADED, "fewest requests, running and waiting; ties go round"),
+        "least-tokens": RouterEntry(
+            LEAST_TOKENS,
+            "fewest tokens of waiting prompts and running requests; ties go round",
+            "Chameleon 4.4",
+        ),
         "two-choices": RouterEntry(
             TWO_CHOICES,
             "the one with fewer requests of two holders drawn at random",
@@ -93,8 +100,8 @@ ROUTERS: Final = MappingProxyType(
 BLIND: Final = (PLAN_SHARES, SMOOTH_SHARES, RANDOM, ROUND_ROBIN)
 """Routers that do not read the state of instances."""
 
-ASK_RANKS: Final = (FIRST_FIT, TOPPINGS)
-"""Routers that read the number of requests by rank."""
+ASK_RANKS: Final = (FIRST_FIT, TOPPINGS, LEAST_TOKENS)
+"""Routers that read the requests and their tokens by rank."""
 
 ASK_ADAPTER: Final = (LORA_AFFINITY, GATEWAY)
 """Routers that read whether instances run, hold or await the request's adapter."""
@@ -196,6 +203,8 @@ def choose_by_looking(
     turn = rule.turn[0]
     if rule.code == FIRST_FIT:
         place = first_fit(fleet, placement, first, last, prompt, turn)
+    elif rule.code == LEAST_TOKENS:
+        place = fewest_tokens(fleet, placement, first, last, turn)
     elif rule.code == TWO_CHOICES:
         place = less_loaded_of_two(fleet, placement, first, last, draw)
     elif rule.code == LORA_AFFINITY:

@@ -36,6 +36,7 @@ _INSTANCE = int_fields(
     "free_blocks",
     "active_adapters",  # adapters of running requests
     "queued_adapters",  # adapters of waiting requests, and adapters on their way
+    "kv_tokens",  # held for running requests
     # -- constant --
     "max_num_seqs",
     "max_loras",
@@ -88,11 +89,17 @@ def after(instance: int, last: int, instances: int) -> int:
 @inner
 def fits_memory(fleet: Fleet, instance: int, prompt: int) -> bool:
     """Return whether free KV blocks suffice for a prompt after those of the waiting requests."""
-    tokens = prompt
+    record = fleet.instances[instance]
+    return bool(prompt + queued_tokens(fleet, instance) <= record.free_blocks * record.block_size)
+
+
+@inner
+def queued_tokens(fleet: Fleet, instance: int) -> int:
+    """Return the prompt tokens of the waiting requests, also of those that the scheduler has not seen."""
+    tokens = 0
     for i in range(fleet.ranks.size):
         tokens += fleet.by_rank[instance, QUEUED_TOKENS, fleet.ranks[i]]
-    record = fleet.instances[instance]
-    return bool(tokens <= record.free_blocks * record.block_size)
+    return tokens
 
 
 @inner

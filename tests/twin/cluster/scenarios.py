@@ -1,5 +1,7 @@
 """Small random clusters: different engines, tight limits, and simultaneous events."""
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -8,6 +10,7 @@ from capplan.twin import Scenario
 from capplan.twin.cluster.scenario import ClusterScenario, place
 from capplan.workload import Requests
 from tests.serving.worlds import Choose, seeded
+from tests.twin.pooled import make_pooled
 from tests.twin.scenarios import make_scenario
 
 NOBODY = Requests(np.zeros(0, np.int64), *(np.zeros(0, np.int32) for _ in range(3)))
@@ -15,7 +18,7 @@ NOBODY = Requests(np.zeros(0, np.int64), *(np.zeros(0, np.int32) for _ in range(
 
 def make_cluster(choose: Choose, most: int = 4, apart: bool = False, shared: bool = False) -> ClusterScenario:
     """Return a cluster; `apart`: adapters on one instance each; `shared`: some instances share a link."""
-    base = make_scenario(choose)._replace(buckets=0)
+    base = _make_engine(choose)._replace(buckets=0)
     adapters = base.adapters
     ranks = np.array([0, *(choose(1, 4) * 8 for _ in range(adapters))], np.int64)
     engines, held = [], []
@@ -30,7 +33,7 @@ def make_cluster(choose: Choose, most: int = 4, apart: bool = False, shared: boo
             chosen = [number for number in everything if choose(0, 3)]
             held.append(np.array(chosen or [1]))
     for numbers in held:
-        engine = base if not engines else make_scenario(choose)
+        engine = base if not engines else _make_engine(choose)
         engines.append(_holding(engine, numbers, ranks))
     shares = [np.array([float(choose(0, 3)) for _ in numbers]) for numbers in held]
     return ClusterScenario(
@@ -44,6 +47,10 @@ def make_cluster(choose: Choose, most: int = 4, apart: bool = False, shared: boo
     )
 
 
+def _make_engine(choose: Choose) -> Scenario:
+    return make_pooled(choose) if choose(0, 2) == 0 else make_scenario(choose)
+
+
 def _holding(engine: Scenario, numbers: np.ndarray, ranks: np.ndarray) -> Scenario:
     """Return the engine with these adapters, whose costs are taken from its own in turn."""
     taken = np.array([0, *(1 + np.arange(numbers.size) % engine.adapters)])
@@ -54,6 +61,11 @@ def _holding(engine: Scenario, numbers: np.ndarray, ranks: np.ndarray) -> Scenar
         pages=costs.pages[taken],
         rank=ranks[np.array([0, *numbers])],
     )
+    if engine.pool is not None:
+        arrays = ("adapter_pages", "adapter_bytes", "adapter_tokens", "load_ns")
+        own = {name: getattr(engine.pool, name)[taken] for name in arrays}
+        limits = engine.limits._replace(max_loras=numbers.size, max_cpu_loras=numbers.size)
+        engine = engine._replace(pool=replace(engine.pool, **own), limits=limits)
     return engine._replace(requests=NOBODY, costs=costs, buckets=0)
 
 
