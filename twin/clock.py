@@ -11,11 +11,11 @@ from capplan.compile import by_reference, inner, jit
 from capplan.models.step_latency import StepFeatures, StepRanks, rank_ms, step_line, step_ms, with_line_ms
 from capplan.models.step_tables import KvLine
 from capplan.serving import Limits, State, adapter_loaded
+from capplan.serving.pooled_state import with_pool
 from capplan.serving.routers.fleet import PRESENT, QUEUED, QUEUED_TOKENS
 from capplan.serving.state import (
     ENDING,
     NONE,
-    POOLED,
     SLORA,
 )
 from capplan.serving.structures import int_fields, new_record
@@ -211,7 +211,7 @@ def loads_ns(
             load_ns += costs.disk_ns[adapter]
             trace.counts.disk_loads += 1
         record_load(trace, adapter, load_ns)
-        if limits.policy == POOLED and state.pooled.adapters.prefetched[adapter]:
+        if _is_ahead(state, adapter):
             copy_ahead(clock.link, clock.at.place, begin_ns, load_ns)
             clock.at.prefetched = adapter
         elif through_copier:
@@ -227,6 +227,12 @@ def loads_ns(
             ready_ns = clock.ready_ns[state.rows.adapter[state.lists.admitted[i]]]
             in_step_ns = max(in_step_ns, ready_ns - begin_ns)
     return in_step_ns
+
+
+@with_pool(False)
+def _is_ahead(state: State, adapter: int) -> bool:
+    """Return whether an adapter is loaded ahead of its first request."""
+    return bool(state.pooled.adapters.prefetched[adapter])
 
 
 @jit

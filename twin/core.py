@@ -9,10 +9,10 @@ from capplan.compile import inner, jit
 from capplan.models.step_tables import no_line
 from capplan.serving import Limits, State, commit, schedule, submit
 from capplan.serving.fast_forward import decode_step, steps_ahead
+from capplan.serving.pooled_state import PooledState, has_pool
 from capplan.serving.refresh import refresh
 from capplan.serving.state import (
     NONE,
-    POOLED,
     SLORA,
     VLLM,
 )
@@ -90,7 +90,7 @@ def refresh_queues(scenario: Scenario, state: State, at_ns: int) -> None:
 
 def record_pool(state: State, clock: TwinClock, trace: TwinTrace) -> None:
     """Record the counts of the pool and its link at the end of a simulation."""
-    if state.pooled.rows.size > 0:
+    if isinstance(state.pooled, PooledState):
         for name in POOL_COUNTS:
             trace.pool[name] = state.pooled.counts[name]
     waiting = clock.link.prefetches.asked_ns != NEVER_NS
@@ -125,7 +125,7 @@ def advance(
             if state.counters.n_loads > 0:  # asynchronous loads start without a batch as well
                 loads_ns(state, limits, costs, clock, trace, counts.now_ns)
                 record_loads(trace, counts.now_ns, state.counters.n_loads)
-            if limits.policy == POOLED:
+            if has_pool(state):
                 _note_admissions_only(state, costs, clock, trace)
             if not _wait(state, limits, requests, costs, clock, trace, until_ns):
                 break
@@ -315,7 +315,7 @@ def _elapse(
     c = state.counters
     counts = trace.counts
     begin_ns = counts.now_ns
-    if limits.policy == POOLED:
+    if has_pool(state):
         record_admissions(state, clock, trace, begin_ns)
     if trace.admitted_ns.size > 0:
         record_details(state, limits, requests, clock, trace, begin_ns, duration_ns, load_ns, tokens)
@@ -383,7 +383,7 @@ def record_details(
 ) -> None:
     """Record the admissions of a step, and add it to the time series."""
     c = state.counters
-    for i in range(c.n_admitted if limits.policy != POOLED else 0):
+    for i in range(0 if has_pool(state) else c.n_admitted):
         row = state.lists.admitted[i]
         request, adapter = state.rows.request[row], state.rows.adapter[row]
         if limits.load_beside and trace.admitted_ns[request] == NEVER:

@@ -9,22 +9,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.serving import NONE, State
+from capplan.serving.pooled_state import PooledState
 from capplan.serving.structures import Heap
 
 
 def snapshot(state: State) -> State:
     """Return a view of a state for reading from Python: records look their fields up once."""
     pooled = state.pooled
-    return state._replace(
-        counters=_fields(state.counters),
-        rows=_fields(state.rows),
-        adapters=_fields(state.adapters),
-        pooled=pooled._replace(
+    if isinstance(pooled, PooledState):
+        pooled = pooled._replace(
             counts=_fields(pooled.counts),
             rows=_fields(pooled.rows),
             queues=_fields(pooled.queues),
             adapters=_fields(pooled.adapters),
-        ),
+        )
+    return state._replace(
+        counters=_fields(state.counters),
+        rows=_fields(state.rows),
+        adapters=_fields(state.adapters),
+        pooled=pooled,
     )
 
 

@@ -5,7 +5,7 @@ from collections import deque
 import numpy as np
 
 from capplan.serving import Limits, State
-from capplan.serving.state import POOLED, SLORA
+from capplan.serving.state import SLORA
 from capplan.testing import check_integrity
 from capplan.twin import Scenario
 from capplan.twin import trace as t
@@ -63,8 +63,7 @@ def run_stopping(scenario: Scenario) -> t.TwinTrace:
             until_ns,
             fast_forward=False,
         )
-        if limits.policy != POOLED:
-            check_integrity(state, limits, scenario.num_blocks)
+        check_integrity(state, limits, scenario.num_blocks)
         check_requests(state, trace)
         if trace.counts.now_ns >= refreshes_ns[0] or (clock.at.idle and until_ns == refreshes_ns[0]):
             if refreshes_ns.popleft() == horizon_ns:

@@ -13,6 +13,7 @@ from capplan.serving import NONE, State
 from capplan.serving.pooled_state import PooledState
 from capplan.serving.routers.choose import ASK_RANKS, RoutingRule
 from capplan.serving.routers.fleet import Fleet, new_fleet
+from capplan.serving.state import POOLED
 from capplan.serving.structures import Heap, Records, new_heap
 from capplan.twin import trace as t
 from capplan.twin.clock import new_answered, new_clock
@@ -129,7 +130,7 @@ def lay_out(scenario: ClusterScenario, by_rank: bool, first_rows: int = FIRST_RO
     fleet = new_fleet(scenario.instances, scenario.rank, by_rank)
     answered, following = new_answered(), np.zeros(count, np.int64)
     shared = t.new_trace(count, waits=any(engine.pool is not None for engine in scenario.engines))
-    memory = new_memory(scenario.instances)
+    memory = new_memory(scenario.instances, scenario.engines[0].limits.policy == POOLED)
     neighbours = _neighbours(scenario.link)
     links = {int(first): new_link(int(end - first)) for first, end in neighbours}
     members = []
@@ -215,9 +216,9 @@ def with_rows(state: State, rows: int) -> State:
 
 def _with_rows(pooled: PooledState, rows: int) -> PooledState:
     """Return the state of the rules for one pool with more rows, if they are in use."""
-    before = pooled.rows.size
-    if before == 0:
+    if not isinstance(pooled, PooledState):
         return pooled
+    before = pooled.rows.size
     book = np.zeros((rows, pooled.book.shape[1]), np.int64)
     book[:before] = pooled.book
     return pooled._replace(

@@ -166,6 +166,7 @@ def build_cluster(
     if requests is None:
         requests = _draw(workload, instances, placement, duration_s, seed)
         requests = with_predictions(requests, _predictor(workload, instances), seed)
+    _require_one_kind(workload, instances)
     parts = [_part_of(workload, placement, i) for i in range(len(instances))]
     return ClusterScenario(
         engines=_engines(
@@ -184,6 +185,14 @@ def build_cluster(
         link=_links([instance.profile.tp for instance in instances], gpus_per_link),
         shared_prefix_tokens=workload.shared_prefix_tokens,
     )
+
+
+def _require_one_kind(workload: Workload, instances: Sequence[Instance]) -> None:
+    """Check that all instances have one pool for adapters and KV, or none has."""
+    pooled = [instance.policies(workload).pooled for instance in instances]
+    if len(set(pooled)) > 1:
+        rule = "must have a scheduler and a cache like the other instances"
+        raise InputError(rule, instances[pooled.index(False)].rules, f"instances[{pooled.index(False)}]")
 
 
 def _predictor(workload: Workload, instances: Sequence[Instance]) -> Predictor:

@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.compile import by_reference, inner
+from capplan.serving.pooled_state import has_pool
 from capplan.serving.routers.fleet import ACTIVE, AWAITED, Fleet, Placement
 from capplan.serving.state import (
     LOADING,
     NO_CLAIM,
     NONE,
-    POOLED,
 )
 from capplan.serving.structures import Records, int_fields
 from capplan.twin.clock import count_present, count_queued, keeps_stats
@@ -162,7 +162,7 @@ def observe_adapter(cluster: Cluster, place: int) -> None:
     local = cluster.placement.local[place]
     member = load_member(cluster.memory, instance)
     adapters = member.state.adapters
-    if member.limits.policy == POOLED:  # which has no heaps of waiting adapters
+    if has_pool(member.state):  # which has no heaps of waiting adapters
         cluster.fleet.instances.queued_adapters[instance] = _awaited_adapters(member)
     standing = 0
     if local > 0 and adapters.users[local] > 0 and adapters.claim[local] == NO_CLAIM:

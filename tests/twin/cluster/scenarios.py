@@ -18,7 +18,8 @@ NOBODY = Requests(np.zeros(0, np.int64), *(np.zeros(0, np.int32) for _ in range(
 
 def make_cluster(choose: Choose, most: int = 4, apart: bool = False, shared: bool = False) -> ClusterScenario:
     """Return a cluster; `apart`: adapters on one instance each; `shared`: some instances share a link."""
-    base = _make_engine(choose)._replace(buckets=0)
+    make_engine = make_pooled if choose(0, 2) == 0 else make_scenario
+    base = make_engine(choose)._replace(buckets=0)
     adapters = base.adapters
     ranks = np.array([0, *(choose(1, 4) * 8 for _ in range(adapters))], np.int64)
     engines, held = [], []
@@ -33,7 +34,7 @@ def make_cluster(choose: Choose, most: int = 4, apart: bool = False, shared: boo
             chosen = [number for number in everything if choose(0, 3)]
             held.append(np.array(chosen or [1]))
     for numbers in held:
-        engine = base if not engines else _make_engine(choose)
+        engine = base if not engines else make_engine(choose)
         engines.append(_holding(engine, numbers, ranks))
     shares = [np.array([float(choose(0, 3)) for _ in numbers]) for numbers in held]
     return ClusterScenario(
@@ -45,10 +46,6 @@ def make_cluster(choose: Choose, most: int = 4, apart: bool = False, shared: boo
         link=np.cumsum([choose(0, 1) if shared else 1 for _ in engines]),
         shared_prefix_tokens=base.shared_prefix_tokens,
     )
-
-
-def _make_engine(choose: Choose) -> Scenario:
-    return make_pooled(choose) if choose(0, 2) == 0 else make_scenario(choose)
 
 
 def _holding(engine: Scenario, numbers: np.ndarray, ranks: np.ndarray) -> Scenario:
