@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from capplan.planner.api import plan
     from capplan.planner.comparison import SolverComparison, SolverResult, compare
+    from capplan.planner.engine_own import verify_without_scheduling
     from capplan.planner.problem import Assignment, Problem
     from capplan.planner.solvers.base import RequiredEstimator, Solver, SolverContext
 
@@ -25,6 +26,7 @@ __all__ = [
     "SolverResult",
     "compare",
     "plan",
+    "verify_without_scheduling",
 ]
 
 SOLVERS: Final = (
@@ -46,6 +48,7 @@ SOLVERS: Final = (
 _NAMES: Final = {
     "api": ("plan",),
     "comparison": ("SolverComparison", "SolverResult", "compare"),
+    "engine_own": ("verify_without_scheduling",),
     "problem": ("Assignment", "Problem"),
     "solvers.base": ("RequiredEstimator", "Solver", "SolverContext"),
 }

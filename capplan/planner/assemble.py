@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from statistics import fmean
 from typing import Final
@@ -22,7 +22,6 @@ from capplan.planner.previous import (
     previous_instances,
 )
 from capplan.planner.problem import Assignment, Problem
-from capplan.planner.queues import group_queues
 from capplan.planner.verify import InstanceVerification, RepairResult, Verifier
 from capplan.spec import (
     Binds,
@@ -36,13 +35,13 @@ from capplan.spec import (
     PlanEngine,
     Predicted,
     Profile,
-    Queues,
+    SchedulingPrediction,
+    SizePrediction,
     Slo,
     Totals,
     Trace,
     Verification,
 )
-from capplan.spec.plan import not_simulated
 from capplan.twin import SimulationResult
 from capplan.twin.extrapolation import Extrapolation, extrapolations, merged, values_of
 from capplan.twin.metrics import bound_value
@@ -71,16 +70,14 @@ def build_plan(
     workload = problem.workload
     old = () if previous is None else previous_instances(previous)
     names, moves = name_groups(problem, assignments, old)
-    found = parallel_until(partial(find_bottleneck, problem), assignments, deadline)
+    planned = parallel_map(verifier.with_queues, assignments)
+    found = parallel_until(partial(find_bottleneck, problem), planned, deadline)
     bottlenecks = [(None, None) if each is None else each for each in found]
-    pairs = list(zip(assignments, verifications, strict=True))
-    queues = parallel_map(lambda pair: group_queues(problem, pair[0], pair[1].results), pairs)
-    columns = zip(names, assignments, verifications, bottlenecks, queues, strict=True)
+    columns = zip(names, planned, verifications, bottlenecks, strict=True)
     bound = lower_bound(problem)
     price = f" and cost {bound.usd_per_hour:.3f} USD per hour" if bound.usd_per_hour else ""
     checks = map(_verification, names, verifications) if verified else ()
     groups = tuple(_group(problem, *row) for row in columns)
-    missing = not_simulated(groups)
     return Plan(
         created_by=f"capplan {installed_version()}",
         base_model=workload.base_model,
@@ -101,13 +98,12 @@ def build_plan(
             **notes,
         },
         verification=Verification(
-            ok=verified and not missing and all(each.ok for each in verifications),
+            ok=verified and all(each.ok for each in verifications),
             seeds=verifications[0].seeds if verified else (),
             duration_s=verifier.duration_s if verified else 0.0,
             min_served_fraction=min(r.served_fraction for each in verifications for r in each.results),
             groups=tuple(checks),
             drawn_profiles=len(verifications[0].drawn),
-            not_simulated=missing,
         ),
     )
 
@@ -185,14 +181,15 @@ def _group(
     assignment: Assignment,
     verification: InstanceVerification,
     bottleneck: tuple[Binds | None, float | None],
-    queues: Queues | None,
 ) -> Group:
     pool = problem.pools[assignment.pool]
     profile = pool.profile
     engine = _engine(profile)
     binds, load_over_capacity = bottleneck
     fractions = assignment.fractions
-    caching = chosen_rules(profile, None, None).prefix_caching  # as simulated by the twin
+    scheduler, cache = problem.workload.scheduling or (None, None)
+    # As simulated by the twin.
+    caching = scheduler is None and chosen_rules(profile, None, None).prefix_caching
     return Group(
         id=name,
         replicas=1,
@@ -215,7 +212,9 @@ def _group(
             if a.name in fractions
         ),
         base=_base(problem, fractions),
-        queues=queues,
+        scheduler=scheduler,
+        queues=assignment.queues,
+        cache=cache,
         predicted=_predicted(verification, load_over_capacity, problem.workload.slo),
         binds=binds,
     )
@@ -250,7 +249,35 @@ def _predicted(verification: InstanceVerification, load_over_capacity: float | N
         waiting_max=max(r.waiting_max for r in results),
         load_over_capacity=load_over_capacity,
         source=f"twin, {len(results)} seed(s) of {results[0].duration_s:g} s",
+        scheduling=_scheduling(results),
     )
+
+
+def _scheduling(results: Sequence[SimulationResult]) -> SchedulingPrediction | None:
+    """Return means over seeds of the metrics of scheduler and cache; size classes of the first seed."""
+    pools = [result.pool for result in results if result.pool is not None]
+    if not pools:
+        return None
+    names = [size.name for size in pools[0].sizes]
+    by_name = {name: [s for pool in pools for s in pool.sizes if s.name == name] for name in names}
+    return SchedulingPrediction(
+        hit_rate=_mean(pool.hit_rate for pool in pools),
+        load_wait_ms=_mean(pool.load_wait_ms.mean for pool in pools),
+        sizes=tuple(
+            SizePrediction(
+                name=name,
+                ttft_p99_s=_mean(size.ttft_s.p99 for size in sizes),
+                queue_share=_mean(size.queue_share for size in sizes),
+            )
+            for name, sizes in by_name.items()
+        ),
+    )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the known values; None if there are none."""
+    known = known_values(value for value in values if value is not None)
+    return fmean(known) if known else None
 
 
 def _latency_intervals(

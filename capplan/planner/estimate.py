@@ -101,8 +101,8 @@ class TwinEstimator:
 
     def _run(self, assignment: Assignment, seed: int) -> Evaluation | None:
         args = self.problem.engine_args(assignment)
-        knobs = (args.max_num_seqs, args.max_num_batched_tokens)
-        key = (frozenset(assignment.shares), assignment.a_max, *knobs, assignment.pool, seed)
+        knobs = (args.max_loras, args.max_num_seqs, args.max_num_batched_tokens)
+        key = (frozenset(assignment.shares), *knobs, assignment.queues, assignment.pool, seed)
         if key not in self._cache:
             self.deadline.check()
             scale = 1.0 / (1.0 - self.problem.workload.headroom)

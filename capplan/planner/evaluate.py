@@ -68,7 +68,7 @@ def evaluate(
         return trace
 
     options: dict[str, Any] = {"seed": seed, "duration_s": length_s, "runner": observed_run}
-    result = simulate(workload, profile, **options, **settings)
+    result = simulate(workload, profile, **options, **settings, **problem.scheduling(assignment))
     scenario, trace = runs[0]
     relative: tuple[str, ...] = ()
     if slo.tpt_over_base is not None:
@@ -203,7 +203,13 @@ def evaluate_cluster(
     """
     workload = problem.busiest_workload
     instances = [
-        Instance.of(problem.pools[each.pool].profile, problem.engine_args(each), each.fractions)
+        Instance.of(
+            problem.pools[each.pool].profile,
+            problem.engine_args(each),
+            each.fractions,
+            problem.workload.scheduling,
+            each.queues,
+        )
         for each in assignments
     ]
     length_s = horizon_s(workload, duration_s)
@@ -300,7 +306,7 @@ def _bottleneck(
     result = evaluation.result
     kv_use = result.kv_tokens_mean / result.kv_tokens
     slot_use = result.adapters_mean / max(1, assignment.a_max)
-    scarce_slots = assignment.a_max < distinct_adapters(assignment.shares)
+    scarce_slots = problem.has_slots and assignment.a_max < distinct_adapters(assignment.shares)
     if kv_use >= _EXHAUSTED or result.preemptions > 0.01 * result.completed:
         words = f"{100.0 * kv_use:.0f} % of {result.kv_tokens:,} KV tokens are in use"
         return "kv", kv_use, f"{words} and {violation}"

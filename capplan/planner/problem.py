@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import Final, Protocol, Self
+from typing import Final, Protocol, Self, TypedDict
 
 from capplan.datasets import load_profile
 from capplan.errors import InfeasibleError, InfeasibleReason, InputError
@@ -16,7 +16,18 @@ from capplan.models.memory import KvBudget, kv_budget
 from capplan.models.uncertainty import pessimistic_profile
 from capplan.planner.knobs import KnobSearch
 from capplan.serving import adapter_bytes
-from capplan.spec import Adapter, EngineArgs, Objective, Pool, Profile, Workload, allowed_lora_rank
+from capplan.spec import (
+    Adapter,
+    Cache,
+    EngineArgs,
+    Objective,
+    Pool,
+    Profile,
+    Queues,
+    Scheduler,
+    Workload,
+    allowed_lora_rank,
+)
 from capplan.spec.limits import beyond, input_limits
 from capplan.workload.peak import busiest_window
 
@@ -53,6 +64,14 @@ class AdapterShare:
         return cls(adapter.name, adapter.rank, adapter.rate_rps * fraction, fraction, number)
 
 
+class SchedulingKeywords(TypedDict, total=False):
+    """Scheduler, cache and initial queues of an instance, by their names in the twin."""
+
+    scheduler: Scheduler
+    cache: Cache
+    queues: Queues | None
+
+
 @dataclass(frozen=True)
 class GpuPool:
     """Equal instances that are available to a plan."""
@@ -79,6 +98,8 @@ class Assignment:
     """Index of its pool in the problem."""
     max_num_batched_tokens: int | None = None
     """None: the problem's setting."""
+    queues: Queues | None = None
+    """Queues by request size at the start; None: one, or none."""
 
     @property
     def parts(self) -> tuple[AdapterShare, ...]:
@@ -169,10 +190,24 @@ class Problem:
         """Return the maximum of tokens per step of an instance."""
         return assignment.max_num_batched_tokens or self.engine.max_num_batched_tokens
 
+    @property
+    def has_slots(self) -> bool:
+        """Whether the number of adapter slots matters: under a scheduler or a cache, memory is shared."""
+        return self.workload.scheduling is None
+
     def slots(self, assignment: Assignment) -> tuple[int, int]:
         """Return number and rank of the slots of an instance; 0 and 0 if it serves the base model alone."""
         rank = self.s_max(assignment.shares)
-        return (assignment.a_max if rank else 0), rank
+        if self.has_slots or self.fixed_a_max is not None:
+            return (assignment.a_max if rank else 0), rank
+        return distinct_adapters(assignment.shares), rank
+
+    def scheduling(self, assignment: Assignment) -> SchedulingKeywords:
+        """Return scheduler, cache and queues of an instance by their names in the twin; empty without."""
+        pair = self.workload.scheduling
+        if pair is None:
+            return {}
+        return {"scheduler": pair[0], "cache": pair[1], "queues": assignment.queues}
 
     def engine_args(self, assignment: Assignment) -> EngineArgs:
         """Return the engine settings of an instance."""
@@ -220,13 +255,12 @@ class Problem:
         """Tell whether one request of max_model_len fits beside the slots, and the adapters on the host."""
         a_max, rank = self.slots(assignment)
         host = self.workload.engine.max_cpu_loras
-        if host is not None and host < min(a_max, distinct_adapters(assignment.shares)):
+        adapters = distinct_adapters(assignment.shares)
+        if host is not None and host < (min(a_max, adapters) if self.has_slots else adapters):
             return False
         budget = self._kv_budgets[assignment.pool]
-        tokens = budget.tokens(
-            a_max, rank, self.max_num_seqs(assignment), self.max_num_batched_tokens(assignment)
-        )
-        return tokens >= self.engine.max_model_len
+        knobs = self.max_num_seqs(assignment), self.max_num_batched_tokens(assignment)
+        return budget.tokens(a_max if self.has_slots else 0, rank, *knobs) >= self.engine.max_model_len
 
     def adapter_bytes(self, adapter: Adapter) -> int:
         """Return the bytes of an adapter's own weights."""

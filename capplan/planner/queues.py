@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from capplan.errors import InfeasibleError
 from capplan.planner.problem import Assignment, Problem, horizon_s
-from capplan.serving.memory import adapter_bytes, kv_bytes_per_token, lora_elements_per_rank
-from capplan.serving.queue_design import RequestSample, design_queues, with_base_model
-from capplan.spec import ModelArch, Queues, Slo, Workload
+from capplan.serving.pool_setup import PoolSetup
+from capplan.serving.queue_design import RequestSample, design_queues
+from capplan.spec import Queues, Slo, Workload
 from capplan.twin import RequestTable, SimulationResult, simulate_detailed
+from capplan.twin.core import run
 from capplan.twin.per_request import REJECTED
+from capplan.twin.scenario import Scenario
 from capplan.twin.simulate import keywords_of
+from capplan.twin.trace import TwinTrace
 
 _QUEUE_SEED: Final = 11
 _SAMPLE_REQUESTS: Final = 4000
@@ -26,34 +28,36 @@ _BOUND_OVER_ISOLATED: Final = 5.0
 """Default bound on E2E, relative to the mean time of a request alone (Chameleon, section 5.1)."""
 
 
-def group_queues(
-    problem: Problem, assignment: Assignment, results: Sequence[SimulationResult]
-) -> Queues | None:
-    """Return the queues of one instance; None if the workload has none, or the instance no requests.
+def group_queues(problem: Problem, assignment: Assignment) -> Queues | None:
+    """Return the initial queues of one instance; None without queues or requests.
 
-    The quotas share the KV tokens of the first of its simulations.
+    They are those of a simulation that begins with one queue, and share its tokens.
 
     Raises
     ------
     InfeasibleError
         If the minimum quotas do not fit.
     """
-    config = problem.workload.queues
+    pair = problem.workload.scheduling
     rate_rps = sum(share.rate_rps for share in assignment.shares)
-    if config is None or rate_rps == 0.0:
+    if pair is None or not pair[0].has_queues or rate_rps == 0.0:
         return None
+    scheduler = pair[0]
+    config = scheduler.queues
     workload = problem.subworkload(assignment.shares).model_copy(update={"slo": Slo()})
-    requests = _simulate_requests(problem, assignment, workload, rate_rps)
-    if np.isnan(requests.isolated_s).all():
+    sample = _simulate(problem, assignment, workload, rate_rps)
+    pool = sample.scenario.pool
+    if pool is None or np.isnan(sample.requests.isolated_s).all():
         return None
-    profile = problem.pools[assignment.pool].profile
+    isolated_s = float(np.nanmean(sample.requests.isolated_s))
     try:
         return design_queues(
-            _sample(requests, workload, profile.model, profile.tp),
+            _sample(sample, pool),
             rate_rps=rate_rps,
-            kv_tokens=results[0].kv_tokens,
-            bound_s=time_bound_s(problem.workload.slo, float(np.nanmean(requests.isolated_s))),
+            kv_tokens=sample.result.kv_tokens,
+            bound_s=time_bound_s(problem.workload.slo, isolated_s),
             config=config,
+            static=scheduler.policy == "static",
         )
     except InfeasibleError as error:
         names = [f"adapter {adapter.name}" for adapter in workload.adapters] or ["the base model"]
@@ -70,29 +74,40 @@ def time_bound_s(slo: Slo, isolated_s: float) -> float:
     return min(bounds, default=_BOUND_OVER_ISOLATED * isolated_s)
 
 
-def _simulate_requests(
-    problem: Problem, assignment: Assignment, workload: Workload, rate_rps: float
-) -> RequestTable:
+class _SampleRun(NamedTuple):
+    """Simulation that the queues are designed from."""
+
+    scenario: Scenario
+    result: SimulationResult
+    requests: RequestTable
+
+
+def _simulate(problem: Problem, assignment: Assignment, workload: Workload, rate_rps: float) -> _SampleRun:
     duration_s = min(max(_SAMPLE_REQUESTS / rate_rps, _MIN_DURATION_S), _MAX_DURATION_S)
     length_s = horizon_s(workload, duration_s)
-    settings = keywords_of(problem.engine_args(assignment))
+    settings = {**keywords_of(problem.engine_args(assignment)), **problem.scheduling(assignment)}
     profile = problem.pools[assignment.pool].profile
-    return simulate_detailed(workload, profile, seed=_QUEUE_SEED, duration_s=length_s, **settings).requests
+    scenarios: list[Scenario] = []  # the first is that of all requests, the others of single ones
+
+    def observed_run(scenario: Scenario) -> TwinTrace:
+        scenarios.append(scenario)
+        return run(scenario)
+
+    options: dict[str, Any] = {"seed": _QUEUE_SEED, "duration_s": length_s, "runner": observed_run}
+    detailed = simulate_detailed(workload, profile, **options, **settings)
+    return _SampleRun(scenarios[0], detailed.result, detailed.requests)
 
 
-def _sample(requests: RequestTable, workload: Workload, arch: ModelArch, tp: int) -> RequestSample:
-    ranks = np.array([adapter.rank for adapter in workload.adapters], np.int64)
-    tokens_per_rank = arch.dtype_bytes * lora_elements_per_rank(arch, tp) / kv_bytes_per_token(arch, tp)
-    sizes, tokens = with_base_model(
-        np.array([adapter_bytes(arch, int(rank)) for rank in ranks], np.int64),
-        np.ceil(ranks * tokens_per_rank).astype(np.int64),
-    )
-    kept = requests.status != REJECTED
+def _sample(sample: _SampleRun, pool: PoolSetup) -> RequestSample:
+    """Return the requests that were not rejected, with predicted outputs, as the scheduler sees them."""
+    table, requests = sample.requests, sample.scenario.requests
+    outputs = requests.predicted_tokens if requests.predicted_tokens.size else requests.output_tokens
+    kept = table.status != REJECTED
     return RequestSample(
-        prompt_tokens=requests.prompt_tokens[kept],
-        output_tokens=requests.output_tokens[kept],
-        adapter=requests.adapter[kept].astype(np.int64),
-        execution_s=(requests.finish_s - requests.admitted_s)[kept],
-        adapter_bytes=sizes,
-        adapter_tokens=tokens,
+        prompt_tokens=table.prompt_tokens[kept],
+        output_tokens=outputs[kept].astype(np.int64),
+        adapter=table.adapter[kept].astype(np.int64),
+        execution_s=(table.finish_s - table.admitted_s)[kept],
+        adapter_bytes=pool.adapter_bytes,
+        adapter_tokens=pool.adapter_tokens,
     )

@@ -88,10 +88,12 @@ def rank_slots(
 
 
 def slot_grid(problem: Problem, shares: Sequence[AdapterShare]) -> list[int]:
-    """Return the numbers of slots to try: the grid up to one per adapter."""
+    """Return the numbers of slots to try: the grid up to one per adapter, which is all without slots."""
     if problem.fixed_a_max is not None:
         return [problem.fixed_a_max]
     distinct = distinct_adapters(shares)
+    if not problem.has_slots:
+        return [distinct]
     return sorted({value for value in GRID if value < distinct} | {distinct})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from capplan.errors import InputError
 from capplan.models.uncertainty import DRAWS, drawn_profiles
@@ -26,10 +26,11 @@ from capplan.planner.problem import (
     Problem,
     horizon_s,
 )
+from capplan.planner.queues import group_queues
 from capplan.planner.search.data import AdapterGroup, adapter_groups
 from capplan.planner.slots import choose_slots, slot_candidates
 from capplan.planner.validity import broken_rules
-from capplan.spec import Profile
+from capplan.spec import Profile, Queues
 from capplan.spec.limits import require_seed_count
 from capplan.spec.plan import OUT_OF_TIME
 from capplan.twin import SimulationResult
@@ -72,6 +73,20 @@ class Verifier:
     duration_s: float = SIMULATED_S
     deadline: Deadline = NEVER
     """Time at which no simulation is started."""
+    _queues: dict[Assignment, Queues | None] = field(default_factory=dict, compare=False)
+    """Initial queues by instance; shared with copies of another deadline."""
+
+    def with_queues(self, assignment: Assignment) -> Assignment:
+        """Return an instance with its initial queues, as it is simulated and planned.
+
+        Raises
+        ------
+        InfeasibleError
+            If the minimum quotas do not fit.
+        """
+        if assignment not in self._queues:
+            self._queues[assignment] = group_queues(self.problem, assignment)
+        return replace(assignment, queues=self._queues[assignment])
 
     def __call__(
         self, assignments: Sequence[Assignment], progress: Callable[[int, int], None] = no_progress
@@ -85,6 +100,7 @@ class Verifier:
         OutOfTimeError
             If the deadline passes.
         """
+        assignments = parallel_map(self.with_queues, assignments)
 
         def simulate(job: tuple[Assignment, int]) -> Evaluation:
             self.deadline.check()
@@ -109,6 +125,7 @@ class Verifier:
         OutOfTimeError
             If it ends all of them.
         """
+        assignments = parallel_map(self.with_queues, assignments)
 
         def simulate(seed: int) -> list[Evaluation]:
             if len(assignments) == 1:
@@ -138,6 +155,7 @@ class Verifier:
         if len(self.seeds) < 2:
             return tuple(verifications)
         seed = verifications[0].seeds[0]
+        assignments = [self.with_queues(each) for each in assignments]
         by_pool = [drawn_profiles(pool.profile) for pool in self.problem.pools]
 
         def simulate(profiles: Sequence[Profile]) -> list[SimulationResult]:

@@ -16,6 +16,8 @@ from capplan.spec.plan import (
     PlanBase,
     PlanEngine,
     Predicted,
+    SchedulingPrediction,
+    SizePrediction,
     Totals,
     Verification,
 )
@@ -95,7 +97,9 @@ __all__ = [
     "Queues",
     "Renewal",
     "Scheduler",
+    "SchedulingPrediction",
     "ShiftingSkew",
+    "SizePrediction",
     "Slo",
     "StepTable",
     "Steps",

@@ -118,6 +118,32 @@ class Percentiles(SpecModel):
     p99: NonNegative | None = Field(default=None, description="99th percentile.")
 
 
+class SizePrediction(SpecModel):
+    """Predicted metrics of one size class of requests."""
+
+    name: Text = Field(description="Class: small, medium, large, largest, or all.")
+    ttft_p99_s: NonNegative | None = Field(
+        default=None, description="99th percentile of the time to first token; null where none completed."
+    )
+    queue_share: Fraction | None = Field(
+        default=None,
+        description="Queueing time / time from arrival to last token; null where none completed.",
+    )
+
+
+class SchedulingPrediction(SpecModel):
+    """Predicted metrics of scheduler and adapter cache; means over the seeds."""
+
+    hit_rate: Fraction | None = Field(
+        default=None,
+        description="Share of requests whose adapter was loaded at admission; null without adapters.",
+    )
+    load_wait_ms: NonNegative | None = Field(
+        default=None, description="Mean wait of an admitted request for its adapter, in ms."
+    )
+    sizes: Many[SizePrediction] = Field(default=(), description="Size classes, ascending.")
+
+
 class Predicted(SpecModel):
     """Predicted metrics of one GPU of the group."""
 
@@ -151,6 +177,13 @@ class Predicted(SpecModel):
         default=None, description="Offered load / sustainable load."
     )
     source: Text = Field(description="Where the numbers come from, such as twin or surrogate.")
+    scheduling: SchedulingPrediction | None = Field(
+        default=None, description="Metrics of scheduler and adapter cache; absent without them."
+    )
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return without_unset(handler(self), ("scheduling",))
 
     def latency(self, bound: str) -> float | None:
         """Return the latency that a bound such as ``ttft_p99_s`` is on; None if it is not in the plan."""
@@ -294,8 +327,8 @@ class Verification(SpecModel):
     )
     not_simulated: Many[Text] = Field(
         default=(),
-        description="Settings of the plan that the verification did not simulate, such as queues; if there "
-        "are any, the plan is not ok.",
+        description="Settings of the plan that the verification did not simulate, such as queues of earlier "
+        "versions; if there are any, the plan is not ok.",
     )
 
     @model_validator(mode="after")
@@ -307,8 +340,8 @@ class Verification(SpecModel):
 
 
 def not_simulated(groups: Iterable[Group]) -> tuple[str, ...]:
-    """Return the settings of groups that the twin does not simulate."""
-    parts = [(group.queues, group.cache) for group in groups]
+    """Return the settings of groups that were not simulated: those of plans without a scheduler."""
+    parts = [(group.queues, group.cache) for group in groups if group.scheduler is None]
     has_queues = any(queues is not None for queues, _ in parts)
     has_cache = any(cache is not None and cache.policy != "lru" for _, cache in parts)
     return (*(["queues"] if has_queues else []), *(["cache"] if has_cache else []))

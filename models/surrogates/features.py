@@ -380,6 +380,8 @@ def unsupported_workload(workload: Workload, profile: Profile) -> str | None:
         return "traffic of the base model"
     if process not in ("poisson", "gamma") or getattr(arrivals, "modulation", None) is not None:
         return "arrivals other than poisson and gamma"
+    if workload.scheduling is not None:
+        return "a scheduler or an adapter cache"
     if workload.stickiness is not None:
         return "stickiness"
     if workload.length_pairs is not None:

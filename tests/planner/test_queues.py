@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from capplan import Assignment, InfeasibleError, Lengths, Profile, SimulationResult, Slo, Workload, simulate
+from capplan import Assignment, InfeasibleError, Lengths, Profile, Slo, Workload, simulate
 from capplan.planner.problem import AdapterShare, make_problem
 from capplan.planner.queues import group_queues, time_bound_s
 from capplan.spec import QueueConfig, Queues, Trace
@@ -16,33 +16,21 @@ Make = Callable[..., Workload]
 MIXED = tuple((f"a{i}", (8, 16, 64)[i % 3], 0.4) for i in range(12))
 
 
-def on_one_gpu(workload: Workload, profile: Profile) -> tuple[Queues | None, SimulationResult]:
+def on_one_gpu(workload: Workload, profile: Profile) -> Queues | None:
     problem = make_problem(workload, 1, profile)
-    assignment = Assignment(problem.shares, a_max=8)
-    engine = problem.engine
-    result = simulate(
-        workload,
-        profile,
-        a_max=8,
-        s_max=problem.s_max(problem.shares),
-        duration_s=60.0,
-        max_num_seqs=engine.max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-        max_model_len=engine.max_model_len,
-        gpu_memory_utilization=engine.gpu_memory_utilization,
-    )
-    return group_queues(problem, assignment, [result]), result
+    return group_queues(problem, Assignment(problem.shares, a_max=8))
 
 
 def made(workload: Workload, profile: Profile) -> Queues:
-    queues, _ = on_one_gpu(workload, profile)
+    queues = on_one_gpu(workload, profile)
     assert queues is not None
     return queues
 
 
 def test_the_quotas_are_the_kv_tokens_of_the_gpu(workload: Make, profile: Profile) -> None:
-    queues, result = on_one_gpu(workload(*MIXED, queues=QueueConfig()), profile)
-    assert queues is not None
+    spec = workload(*MIXED, queues=QueueConfig())
+    queues = made(spec, profile)
+    result = simulate(spec, profile, a_max=8, duration_s=60.0, max_num_seqs=256, max_num_batched_tokens=2048)
     assert len(queues.classes) > 1
     assert sum(each.quota_tokens for each in queues.classes) == result.kv_tokens
 
@@ -53,8 +41,9 @@ def test_queues_are_deterministic(workload: Make, profile: Profile) -> None:
 
 
 def test_no_queues_without_configuration_or_requests(workload: Make, profile: Profile) -> None:
-    assert on_one_gpu(workload(*MIXED), profile)[0] is None
-    assert on_one_gpu(workload(("idle", 8, 0.0), queues=QueueConfig()), profile)[0] is None
+    assert on_one_gpu(workload(*MIXED), profile) is None
+    assert on_one_gpu(workload(*MIXED, scheduler="sjf", cache="lru"), profile) is None
+    assert on_one_gpu(workload(("idle", 8, 0.0), queues=QueueConfig()), profile) is None
 
 
 @pytest.mark.parametrize("most", [1, 2])
@@ -65,14 +54,29 @@ def test_the_configuration_is_applied(workload: Make, profile: Profile, most: in
     assert (queues.wrs.form, queues.wrs.a, queues.adapter_charge) == ("output_only", 0.0, "none")
 
 
+def test_sizes_and_charges_are_those_of_predicted_outputs(workload: Make, profile: Profile) -> None:
+    """A class predictor returns few different lengths, so the largest one is a class mean."""
+    predictor = {"kind": "classes", "accuracy": 1.0}
+    spec = workload(*MIXED, scheduler={"policy": "chameleon", "predictor": predictor})
+    by_class, by_output = made(spec, profile), made(spec.replace(scheduler="chameleon"), profile)
+    assert by_class.wrs.max_prompt_tokens == by_output.wrs.max_prompt_tokens
+    assert by_class.wrs.max_output_tokens != by_output.wrs.max_output_tokens
+
+
+def test_static_queues_have_equal_quotas(workload: Make, profile: Profile) -> None:
+    queues = made(workload(*MIXED, scheduler="static"), profile)
+    quotas = [each.quota_tokens for each in queues.classes]
+    assert len(quotas) == 4
+    assert max(quotas) - min(quotas) <= 1
+
+
 def test_sizes_are_those_of_the_instance(workload: Make, profile: Profile) -> None:
     spec = workload(
         *MIXED, queues=QueueConfig(), prompt_tokens=Lengths(mean=90), output_tokens=Lengths(mean=30)
     )
     problem = make_problem(spec, 2, profile)
     half = tuple(AdapterShare(p.name, p.rank, p.rate_rps / 2, 0.5) for p in problem.shares if p.rank == 16)
-    results = [on_one_gpu(spec, profile)[1]]
-    queues = group_queues(problem, Assignment(half, a_max=4), results)
+    queues = group_queues(problem, Assignment(half, a_max=4))
     assert queues is not None
     assert (queues.wrs.max_prompt_tokens, queues.wrs.max_output_tokens) == (90, 30)
     assert len(queues.classes) == 1  # requests of one length and rank are all of one size

@@ -113,6 +113,8 @@ class CurveRuns:
     def slot_values(self) -> tuple[list[int], list[int]]:
         """Return the numbers of slots to simulate, and those on the curve that do not fit in memory."""
         distinct, chosen = distinct_adapters(self.assignment.shares), self.assignment.a_max
+        if not self.problem.has_slots:
+            return [chosen], []
         grid = sorted({value for value in GRID if value < distinct} | {distinct, chosen})
         fitting = [value for value in grid if self.problem.fits_in_memory(self._with(_SLOTS, value))]
         unfit = [value for value in grid if value not in fitting]

@@ -9,7 +9,7 @@ from capplan.planner.estimate import SEARCH_DURATION_S
 from capplan.planner.explain.curve import CurveRuns, SettingCurve, SlotCurve, knob_curves, slot_curve
 from capplan.planner.explain.headroom import Headroom, find_headroom
 from capplan.planner.explain.rebuild import RebuiltGroup, rebuild, search_seed
-from capplan.planner.explain.slot_reason import explain_slots
+from capplan.planner.explain.slot_reason import SHARED, explain_slots
 from capplan.planner.explain.what_if import PlanOutcome, WhatIf, plan_outcome, what_if
 from capplan.planner.parallel import Progress, no_progress, parallel_map
 from capplan.planner.verify import fresh_seeds
@@ -123,7 +123,9 @@ def _explain_groups(
         curve = slot_curve(runs[number], simulated("adapter slots", slot_sizes, number))
         knobs = knob_curves(runs[number], simulated("engine knobs", knob_sizes, number))
         solver = str(plan.provenance.get("solver", "its solver"))
-        why = explain_slots(curve, solver, fixed=same[0].problem.fixed_a_max is not None)
+        problem = same[0].problem
+        fixed = problem.fixed_a_max is not None
+        why = explain_slots(curve, solver, fixed=fixed) if problem.has_slots else SHARED
         names = tuple(each.group.id for each in same)
         explained.append(GroupExplanation(names, curve, why, room, knobs))
     return tuple(explained)

@@ -117,7 +117,7 @@ def _uses(
 
     detail = f"{now.kv_tokens_mean:,.0f} of {now.kv_tokens:,} tokens"
     add("kv", "KV-cache memory", [r.kv_tokens_mean / r.kv_tokens for r in runs], detail)
-    if a_max:
+    if a_max and problem.has_slots:
         scarce = a_max < distinct_adapters(assignment.shares)
         detail = f"{now.adapters_mean:.1f} of {a_max}{'' if scarce else ', one for each adapter'}"
         add("slots", "adapter slots", [r.adapters_mean / a_max for r in runs], detail, scarce)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import product
 
 from capplan.datasets import list_profiles
 from capplan.errors import InputError
@@ -86,8 +87,15 @@ def search_seed(plan: Plan) -> int:
 
 
 def _planned_workload(plan: Plan, workload: Workload, source: str) -> Workload:
-    """Return the planned workload: that of the file, or with the queues of `capplan plan --queues`."""
-    for candidate in (workload, workload.replace(queues=QueueConfig())):
+    """Return the planned workload: that of the file, or with the options of `capplan plan`."""
+    group = plan.groups[0]
+    schedulers: list[dict[str, object]] = [
+        {},
+        {"queues": QueueConfig()},
+        {"queues": None, "scheduler": group.scheduler},
+    ]
+    for scheduler, cache in product(schedulers, ({}, {"cache": group.cache})):
+        candidate = workload.model_copy(update={**scheduler, **cache})
         if candidate.digest() == plan.workload_digest:
             return candidate
     rule = f"must be the workload that the plan was made for, with digest {plan.workload_digest[:12]}..."
@@ -132,5 +140,5 @@ def _rebuild_group(
             numbers[adapter.name] += group.replicas
     pool = [each.name for each in problem.pools].index(group.pool)
     knobs = (args.max_num_seqs, pool, args.max_num_batched_tokens)
-    assignment = Assignment(tuple(shares), args.max_loras, *knobs)
+    assignment = Assignment(tuple(shares), args.max_loras, *knobs, queues=group.queues)
     return RebuiltGroup(group, replace(problem, engine=args, workload=workload), assignment)

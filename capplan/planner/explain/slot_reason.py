@@ -17,6 +17,10 @@ _EQUAL: Final = 1.005
 """Ratio of times that look equal with three digits."""
 
 
+SHARED: Final = "no slots: adapters and KV share the memory"
+"""Reason under a scheduler or a cache of the workload."""
+
+
 def explain_slots(curve: SlotCurve, solver: str, *, fixed: bool) -> str:
     """Return the reason for the number of slots by a solver, or `fixed` by the workload, in one sentence."""
     if curve.chosen == 0:
