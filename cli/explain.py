@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import typer
@@ -16,12 +15,13 @@ from capplan.cli.options import AsJson, PlanFile, command
 from capplan.cli.output import require_writable_files
 from capplan.cli.plan import base_rate_rps, binding, group_rate_rps, throughput, verdict
 from capplan.cli.progress import announce_compilation, progress_bars
+from capplan.cli.scheduling import queues_table, scheduling_words, sizes_table
 from capplan.errors import InputError
 from capplan.spec.slo import describe_latency
 
 if TYPE_CHECKING:
     from capplan.planner.explain import Explanation, Headroom, PlanOutcome, SettingCurve
-    from capplan.spec import Group, GroupVerification, Plan, Queues
+    from capplan.spec import Group, GroupVerification, Plan
 
 PlannedWorkload: TypeAlias = Annotated[
     str | None,
@@ -139,6 +139,10 @@ def _print_group(plan: Plan, group: Group) -> None:
     typer.echo(f"  {binding(group)}")
     typer.echo(f"  {verified(verdicts.get(group.id))}")
     print_table(_predicted_table(group))
+    if words := scheduling_words(group):
+        typer.echo(f"  {words}")
+    if (sizes := sizes_table(group)) is not None:
+        print_table(sizes)
     if group.queues is not None:
         print_table(queues_table(group.queues))
 
@@ -189,6 +193,8 @@ def size(group: Group) -> str:
     slots = f"{group.engine_args.max_loras} slots of rank {group.engine_args.max_lora_rank}"
     if group.engine_args.max_loras == 0:
         slots = "no slots"
+    elif group.scheduler is not None:
+        slots = "adapters and KV in one memory"
     return f"{instances}, {load}, {slots}, profile {group.profile}"
 
 
@@ -240,7 +246,9 @@ def _document(plan: Plan, explanation: Explanation | None, shown: Sequence[Group
             {
                 "id": group.id,
                 "binding": binding(group),
-                **group.model_dump(mode="json", include={"binds", "predicted", "queues"}),
+                **group.model_dump(
+                    mode="json", include={"binds", "predicted", "queues", "scheduler", "cache"}
+                ),
                 "verification": verdicts.get(group.id),
             }
             for group in shown
@@ -342,36 +350,6 @@ def _outcome_cells(gpus: int, outcome: PlanOutcome | None) -> tuple[str, ...]:
 def times(scale: float) -> str:
     """Return a multiple of the planned load."""
     return f"{scale:.2f} × load"
-
-
-_SIZES = {
-    "degree2": "lengths x adapter",
-    "degree1": "lengths + adapter",
-    "output_only": "output",
-}
-
-_CHARGES = {
-    "per_request": "prompt, output and adapter",
-    "none": "prompt and output",
-}
-
-
-def queues_table(queues: Queues) -> Table:
-    """Return one row per queue: sizes, quota, share of all quotas."""
-    total = sum(each.quota_tokens for each in queues.classes)
-    bounds = pairwise([None, *(each.upper_wrs for each in queues.classes)])
-    rows = [
-        (_range(low, high), number(each.quota_tokens), percent(each.quota_tokens / total))
-        for (low, high), each in zip(bounds, queues.classes, strict=True)
-    ]
-    sizes = f"queue by size of request\n({_SIZES[queues.wrs.form]})"
-    return Table((sizes, f"quota, tokens\n({_CHARGES[queues.adapter_charge]})", "share"), rows)
-
-
-def _range(low: float | None, high: float | None) -> str:
-    if high is None:
-        return "all" if low is None else f"{low:.3g} and more"
-    return f"below {high:.3g}" if low is None else f"{low:.3g} to {high:.3g}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,9 @@ import typer
 from capplan.cli.console import counted
 from capplan.cli.options import PlanFile, Unverified, command, read_plan
 from capplan.cli.output import require_writable_folder, write_folder
+from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
+from capplan.spec import Group, Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,15 @@ class ExportArgs:
     runtime_updates: bool = typer.Option(
         False, "--runtime-updates", help="Let clients load and unload adapters at run time."
     )
+    workload: str | None = typer.Option(
+        None,
+        metavar="FILE",
+        help="Workload that the plan was made for: a plan with a scheduler or a cache, which the target does "
+        "not have, is verified again without them.",
+    )
+    profile: str | None = typer.Option(
+        None, metavar="NAME", help="Profile that the plan rests on; default: the plan's."
+    )
     unverified: Unverified = False
     force: bool = typer.Option(False, "--force", help="Replace the directory of an earlier export.")
 
@@ -37,8 +48,65 @@ def export(args: ExportArgs) -> None:
     if args.target not in EXPORTERS:
         raise InputError(f"must be one of {', '.join(EXPORTERS)}", args.target, "--target")
     require_writable_folder(args.output, TOP_NAMES, force=args.force)
-    plan = read_plan(args.plan, unverified=args.unverified)
+    plan, verdict = _exported_plan(args)
     files = EXPORTERS[args.target](plan, port=args.port, runtime_updates=args.runtime_updates)
     scripts = frozenset(name for name in files if name.endswith(".sh"))
     write_folder(args.output, files, scripts)
+    if verdict:
+        typer.echo(verdict)
     typer.echo(f"{counted(len(scripts), 'launch script')} and routing.json written to {args.output}")
+
+
+def _exported_plan(args: ExportArgs) -> tuple[Plan, str]:
+    """Return the plan to export, and the verdict of another verification; empty without one.
+
+    Raises
+    ------
+    InputError
+        If the plan is not verified as the target serves it, unless that is not asked for.
+    """
+    plan = Plan.from_json(args.plan)
+    if args.unverified or all(group.scheduling is None for group in plan.groups):
+        return read_plan(args.plan, unverified=args.unverified), ""
+    left_out = _left_out(plan)
+    if args.workload is None:
+        read_plan(args.plan, unverified=False)
+        rule = f"is required to verify the plan without its {left_out}, which {args.target} does not have"
+        raise InputError(f"{rule}; --unverified exports it as it is", location="--workload")
+    again = _verified_again(plan, args.workload, args.profile)
+    check = again.verification
+    if not check.ok:
+        failed = next(each for each in check.groups if not each.ok)
+        rule = f"must hold without its {left_out}, which {args.target} does not have"
+        hint = "--unverified exports it as it is"
+        raise InputError(f"{rule} (group {failed.id}: {failed.note}); {hint}", location=args.plan)
+    seeds = counted(len(check.seeds), "seed")
+    slots = ", ".join(dict.fromkeys(str(group.engine_args.max_loras) for group in again.groups))
+    return again, (
+        f"verified again without {left_out}, which {args.target} does not have: ok on {seeds} of "
+        f"{check.duration_s:g} s, with {slots} adapter slots"
+    )
+
+
+def _left_out(plan: Plan) -> str:
+    """Return the scheduler and the cache of a plan, as text."""
+    pairs = dict.fromkeys(pair for group in plan.groups if (pair := _names(group)) is not None)
+    return " and ".join(f"scheduler {scheduler} and cache {cache}" for scheduler, cache in pairs)
+
+
+def _names(group: Group) -> tuple[str, str] | None:
+    pair = group.scheduling
+    return None if pair is None else (pair[0].policy, pair[1].policy)
+
+
+def _verified_again(plan: Plan, workload: str, profile: str | None) -> Plan:
+    from capplan.datasets import load_profile
+    from capplan.spec import load_workload
+
+    made_for = load_workload(workload)
+    used = None if profile is None else load_profile(profile)
+    announce_compilation()
+    from capplan.planner import verify_without_scheduling
+
+    with progress_bars() as on_progress:
+        return verify_without_scheduling(plan, made_for, profile=used, source=workload, progress=on_progress)

@@ -157,6 +157,7 @@ def groups_table(plan: Plan) -> Table:
     from capplan.spec.engine_args import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
 
     queued = any(group.queues is not None for group in plan.groups)
+    scheduled = any(group.scheduler is not None for group in plan.groups)
     knobs = {(each.engine_args.max_num_batched_tokens, each.engine_args.max_num_seqs) for each in plan.groups}
     tuned = not knobs <= {(DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS)}
     several = any(group.replicas * group.tp > 1 for group in plan.groups)
@@ -172,6 +173,7 @@ def groups_table(plan: Plan) -> Table:
         ),
         *("max\nloras", "max lora\nrank", "KV\ntokens"),
         *("tok/s\n(low..high)", *latency_heads(plan, "\n"), "served", "binds"),
+        *(["scheduler\ncache", "loaded at\nadmission"] if scheduled else []),
         *(["quotas\ntokens"] if queued else []),
         *(["max batched\ntokens", "max\nseqs"] if tuned else []),
     )
@@ -179,6 +181,9 @@ def groups_table(plan: Plan) -> Table:
     for group in plan.groups:
         predicted, args = group.predicted, group.engine_args
         queues = () if group.queues is None else group.queues.classes
+        scheduler, cache = group.scheduling or (None, None)
+        policies = DASH if scheduler is None or cache is None else f"{scheduler.policy}\n{cache.policy}"
+        hit_rate = None if predicted.scheduling is None else predicted.scheduling.hit_rate
         quotas = "\n".join(number(each.quota_tokens) for each in queues) or DASH
         rows.append(
             (
@@ -188,13 +193,14 @@ def groups_table(plan: Plan) -> Table:
                 f"{len(group.adapters):,}",
                 number(group_rate_rps(group), 2),
                 *([number(base_rate_rps(group), 2)] if based else []),
-                str(args.max_loras),
+                str(args.max_loras) if group.scheduler is None else DASH,
                 str(args.max_lora_rank),
                 number(predicted.kv_tokens),
                 "\n".join(throughput(predicted)),
                 *latency_cells(plan, group),
                 percent(predicted.served_fraction),
                 DASH if group.binds is None else group.binds.resource,
+                *([policies, percent(hit_rate)] if scheduled else []),
                 *([quotas] if queued else []),
                 *([number(args.max_num_batched_tokens), number(args.max_num_seqs)] if tuned else []),
             )

@@ -12,9 +12,11 @@ from capplan.cli.console import DASH, Table, number, percent, print_json, print_
 from capplan.cli.notes import Strict, extrapolation_line, require_no_extrapolation, trace_lines
 from capplan.cli.options import (
     AsJson,
+    CacheName,
     ProfileName,
     RayAddress,
     ReportFile,
+    SchedulerName,
     Seed,
     Workers,
     WorkloadFile,
@@ -22,9 +24,12 @@ from capplan.cli.options import (
     command,
     engine_option,
     numbers,
+    read_cache,
+    read_scheduler,
 )
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
+from capplan.cli.scheduling import pool_rows
 from capplan.cli.slot_order import (
     LEGEND,
     ONE_SEED,
@@ -78,6 +83,8 @@ class SimulateArgs:
         None, metavar="N", help="Reject arrivals beyond this many requests."
     )
     rules: str | None = typer.Option(None, metavar="NAME", help="Serving rules instead of the profile's.")
+    scheduler: SchedulerName = None
+    cache: CacheName = None
     prefix_caching: bool | None = typer.Option(
         None,
         "--prefix-caching/--no-prefix-caching",
@@ -107,7 +114,7 @@ def simulate(args: SimulateArgs) -> None:
     require_writable_files(args.report, args.requests_out)
     require_duration(args.duration_s)
     workload = load_workload(args.workload)
-    slots = _slots(args.a_max, workload)
+    slots = _slots(args, workload)
     require_seeds(args.seeds, workload)
     profile = chosen_profile(workload, args.profile)
     if profile is None:
@@ -170,12 +177,13 @@ def found_extrapolations(
     return [each.document() for each in merged(found)]
 
 
-def _slots(given: str | None, workload: Workload) -> tuple[int, ...]:
+def _slots(args: SimulateArgs, workload: Workload) -> tuple[int, ...]:
     """Return the numbers of slots to simulate, each once, in the order given."""
-    if given is not None:
-        return numbers(given, "--a-max")
-    if workload.engine.max_loras is None and not workload.adapters:
-        return (0,)
+    if args.a_max is not None:
+        return numbers(args.a_max, "--a-max")
+    shares_memory = args.scheduler or args.cache or (args.rules is None and workload.scheduling)
+    if workload.engine.max_loras is None and (shares_memory or not workload.adapters):
+        return (len(workload.adapters),)
     if workload.engine.max_loras is None:
         raise InputError("is required, unless the workload fixes engine.max_loras", location="--a-max")
     return (workload.engine.max_loras,)
@@ -193,9 +201,11 @@ def _settings(args: SimulateArgs, workload: Workload) -> dict[str, Any]:
     }
     if rank is None and workload.adapters:
         rank = allowed_lora_rank(max(a.rank for a in workload.adapters))
+    chosen = {"scheduler": read_scheduler(args.scheduler), "cache": read_cache(args.cache)}
     return {
         "s_max": rank,
         **{name: getattr(args, name) for name in plain},
+        **{name: value.model_dump(mode="json") for name, value in chosen.items() if value is not None},
         **{name: value for name, value in merged.items() if value is not None},
     }
 
@@ -324,6 +334,9 @@ def metrics_table(outcomes: Outcomes, details: Details) -> Table:
             rows.append((name, *(number(values.get(slots), decimals) for slots in outcomes)))
         hits = {slots: detail.overall.hit_rate for slots, detail in details.items()}
         rows.append(("adapter was resident", *(percent(hits.get(slots)) for slots in outcomes)))
+    rows += pool_rows(
+        [None if isinstance(each, InfeasibleError) else each.pool for each in outcomes.values()]
+    )
     return Table(("metric", *(f"a_max {slots}" for slots in outcomes)), rows)
 
 

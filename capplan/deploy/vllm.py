@@ -157,8 +157,8 @@ def _header(plan: Plan, server: Server, digest: str) -> Iterable[str]:
     yield f"Plan: sha256 {digest}, by {_in_comment(plan.created_by)}."
     yield f"Needs {group.tp} GPU(s) of kind {_in_comment(group.gpu)}; CUDA_VISIBLE_DEVICES says which."
     yield "PORT overrides the port; further arguments go to vllm."
-    if group.queues is not None or group.cache is not None:
-        yield "The plan's own queues and cache policy are left out: vLLM has no flags for them."
+    if group.scheduling is not None:
+        yield "The plan's own scheduler, queues and cache policy are left out: vLLM has no flags for them."
     engine = plan.engine_of(group)
     if engine != plan.engine:
         yield f"Engine {_in_comment(engine.name)} {_in_comment(engine.version)}, unlike other groups."

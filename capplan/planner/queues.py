@@ -85,7 +85,7 @@ class _SampleRun(NamedTuple):
 def _simulate(problem: Problem, assignment: Assignment, workload: Workload, rate_rps: float) -> _SampleRun:
     duration_s = min(max(_SAMPLE_REQUESTS / rate_rps, _MIN_DURATION_S), _MAX_DURATION_S)
     length_s = horizon_s(workload, duration_s)
-    settings = {**keywords_of(problem.engine_args(assignment)), **problem.scheduling(assignment)}
+    settings, policies = keywords_of(problem.engine_args(assignment)), problem.scheduling(assignment)
     profile = problem.pools[assignment.pool].profile
     scenarios: list[Scenario] = []  # the first is that of all requests, the others of single ones
 
@@ -94,7 +94,7 @@ def _simulate(problem: Problem, assignment: Assignment, workload: Workload, rate
         return run(scenario)
 
     options: dict[str, Any] = {"seed": _QUEUE_SEED, "duration_s": length_s, "runner": observed_run}
-    detailed = simulate_detailed(workload, profile, **options, **settings)
+    detailed = simulate_detailed(workload, profile, **options, **settings, **policies)
     return _SampleRun(scenarios[0], detailed.result, detailed.requests)
 
 

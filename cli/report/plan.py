@@ -10,7 +10,6 @@ from capplan.cli.explain import (
     curve_table,
     gpus_reason,
     provenance,
-    queues_table,
     room_table,
     times,
     verified,
@@ -21,6 +20,7 @@ from capplan.cli.notes import extrapolation_lines, plan_notes
 from capplan.cli.plan import binding, group_rate_rps, throughput, verdict
 from capplan.cli.report import page
 from capplan.cli.report.figures import Axis, Chart, Curve, bar_rows, is_wide, line_chart, plan_charts
+from capplan.cli.scheduling import queues_table, scheduling_words, sizes_table
 from capplan.spec.slo import describe_latency
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def plan_page(path: str, plan: Plan, explanation: Explanation | None) -> str:
         page.section("Groups", _groups_table(plan), page.charts(*plan_charts(plan))),
         _what_binds(plan),
         *twin,
+        *_scheduling(plan.groups),
         *_queues(plan.groups),
         _adapters(plan),
         *_moves(plan),
@@ -154,6 +155,16 @@ def _what_binds(plan: Plan) -> page.Section:
     checks = {check.id: check for check in plan.verification.groups}
     rows = [(group.id, binding(group), verified(checks.get(group.id))) for group in plan.groups]
     return page.section("Bottlenecks", Table(("group", "binds", "verdict"), rows, numbers_from=None))
+
+
+def _scheduling(groups: Sequence[Group]) -> list[page.Section]:
+    facts: dict[str, Cell] = {group.id: words for group in groups if (words := scheduling_words(group))}
+    if not facts:
+        return []
+    tables = [(group.id, *row) for group in groups if (table := sizes_table(group)) for row in table.rows]
+    head = ("group", "requests by size", "TTFT p99, s", "queueing, share of E2E")
+    sizes = [Table(head, tables, numbers_from=2)] if tables else []
+    return [page.section("Scheduler and cache", page.definitions(facts), *sizes)]
 
 
 def _queues(groups: Sequence[Group]) -> list[page.Section]:

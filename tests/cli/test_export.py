@@ -3,9 +3,11 @@ from pathlib import Path
 
 import pytest
 
+from capplan import Plan
 from capplan.deploy import vllm_files
+from capplan.spec import Cache, Scheduler
 from tests.cli.conftest import Run, error_line
-from tests.cli.examples import small_plan
+from tests.cli.examples import small_plan, write_inputs
 
 
 @pytest.fixture
@@ -86,3 +88,51 @@ def test_a_link_is_not_followed(run: Run, plan_json: Path) -> None:
     error_line(run("export", plan_json, "--target", "vllm", "-o", link, "--force"))
     assert link.readlink() == target
     assert list(target.iterdir()) == []
+
+
+def scheduled_plan(folder: Path) -> Path:
+    """Write a verified plan with a scheduler and a cache."""
+    plan = small_plan()
+    policies = {"scheduler": Scheduler(policy="chameleon"), "cache": Cache(policy="lru")}
+    plan.replace(groups=tuple(each.replace(**policies) for each in plan.groups)).to_json(folder / "plan.json")
+    return folder / "plan.json"
+
+
+def verified_as(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
+    monkeypatch.setattr("capplan.planner.verify_without_scheduling", lambda *_, **__: plan)
+
+
+def test_a_plan_with_a_scheduler_is_exported_as_verified_without_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, out = scheduled_plan(tmp_path), tmp_path / "deploy"
+    base = small_plan()
+    slots = [each.replace(engine_args=each.engine_args.replace(max_loras=3)) for each in base.groups]
+    again = base.replace(groups=tuple(slots))
+    verified_as(monkeypatch, again)
+    result = run("export", path, "--target", "vllm", "-o", out, "--workload", write_inputs(tmp_path))
+    assert result.exit_code == 0, result.output
+    line = result.stdout.splitlines()[0]
+    assert line.startswith(
+        "verified again without scheduler chameleon and cache lru, which vllm does not have"
+    )
+    assert line.endswith("with 3 adapter slots")
+    assert contents(out) == vllm_files(again)
+
+
+def test_a_plan_that_fails_without_its_scheduler_is_exported_on_demand_only(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, out = scheduled_plan(tmp_path), tmp_path / "deploy"
+    export = ("export", path, "--target", "vllm", "-o", out)
+    assert "--workload: is required to verify the plan without its scheduler" in error_line(run(*export))
+    base = small_plan()
+    verdicts = [each.replace(ok=False, note="TTFT is long") for each in base.verification.groups]
+    failed = base.verification.replace(ok=False, groups=tuple(verdicts))
+    verified_as(monkeypatch, base.replace(verification=failed))
+    line = error_line(run(*export, "--workload", write_inputs(tmp_path)))
+    assert "must hold without its scheduler chameleon and cache lru" in line
+    assert "group g0: TTFT is long" in line
+    assert not out.exists()
+    assert run(*export, "--unverified").exit_code == 0
+    assert contents(out) == vllm_files(Plan.from_json(path))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from capplan import Plan
-from capplan.spec import QueueClass, QueueConfig, Queues, Wrs
+from capplan.spec import Cache, QueueClass, QueueConfig, Queues, Scheduler, Wrs
 from tests.cli.conftest import Run, error_line
 from tests.cli.examples import WORKLOAD, small_plan, write_inputs
 
@@ -50,16 +50,59 @@ def test_the_flag_asks_for_queues_where_the_file_does_not(
     assert [workload.queues for workload in asked] == [wanted]
 
 
-def test_a_plan_with_queues_is_written_but_not_verified(run: Run, tmp_path: Path) -> None:
-    """The twin does not simulate queues, so its verdict is not one on this plan."""
+def test_a_plan_with_queues_is_verified_with_them(run: Run, tmp_path: Path) -> None:
     made = tmp_path / "plan.json"
     text = write_inputs(tmp_path, WORKLOAD + "queues: {max_queues: 2}\n")
     result = run("plan", text, "-o", made, "--seeds", "1")
-    assert result.exit_code == 1, result.output
-    assert "NOT VERIFIED: the twin does not simulate queues" in " ".join(result.stdout.split())
-    check = Plan.from_json(made).verification
-    assert (check.ok, check.not_simulated) == (False, ("queues",))
-    assert all(group.ok for group in check.groups)
+    assert result.exit_code == 0, result.output
+    plan = Plan.from_json(made)
+    assert (plan.verification.ok, plan.verification.not_simulated) == (True, ())
+    wanted = (Scheduler(policy="chameleon", queues=QueueConfig(max_queues=2)), Cache(policy="none"))
+    for group in plan.groups:
+        assert (group.scheduler, group.cache) == wanted
+        assert group.queues is not None
+        assert f"{group.queues.classes[0].quota_tokens:,}" in result.stdout
+    plan.require_verified()
+
+
+@pytest.mark.parametrize(
+    ("section", "flags", "wanted"),
+    [
+        ("", ["--scheduler", "sjf"], ("sjf", "none")),
+        ("", ["--cache", "lru"], ("fifo", "lru")),
+        ("queues: {}\n", ["--scheduler", "{policy: static}"], ("static", "none")),
+        ("scheduler: sjf\ncache: gdsf\n", ["--cache", "chameleon"], ("sjf", "chameleon")),
+    ],
+)
+def test_flags_win_over_the_file(
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    section: str,
+    flags: list[str],
+    wanted: tuple[str, str],
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("capplan.planner.plan", lambda workload, **_: asked.append(workload) or small_plan())
+    assert run("plan", write_inputs(tmp_path, WORKLOAD + section), *flags).exit_code == 0
+    ((scheduler, cache),) = [workload.scheduling for workload in asked]
+    assert (scheduler.policy, cache.policy) == wanted
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--scheduler", "chamelion"], "--scheduler: must be one of chameleon, fifo"),
+        (["--scheduler", "{policy: fifo, refesh_s: 1}"], "--scheduler.refesh_s: unknown key; did you mean"),
+        (["--cache", "lrv"], "did you mean 'lru'? (got 'lrv')"),
+        (["--scheduler", "slora", "--cache", "lru"], "cache: must be none beside scheduler slora"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    run: Run, tmp_path: Path, command: str, flags: list[str], message: str
+) -> None:
+    assert message in error_line(run(command, write_inputs(tmp_path), *flags))
 
 
 @pytest.mark.parametrize("command", ["export", "serve"])

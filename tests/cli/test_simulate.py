@@ -244,6 +244,22 @@ def test_other_rules_can_be_simulated(run: Run, workload_yaml: Path) -> None:
     assert same(told, expected(workload_yaml, a_max=4, s_max=16, **other))
 
 
+@pytest.mark.parametrize("in_file", [False, True])
+def test_a_scheduler_and_a_cache_need_no_slots(run: Run, tmp_path: Path, in_file: bool) -> None:
+    section = "scheduler: chameleon\ncache: lru\n" if in_file else ""
+    flags = [] if in_file else ["--scheduler", "chameleon", "--cache", "lru"]
+    path = write_inputs(tmp_path, WORKLOAD + section)
+    (told,) = results(run, path, *flags)
+    wanted = expected(path, a_max=13, s_max=16, scheduler="chameleon", cache="lru")
+    assert told["a_max"] == 13
+    assert same(told, {name: value for name, value in wanted.items() if name != "pool"})
+    assert told["pool"]["hits"] == wanted["pool"]["hits"] > 0
+    shown = run("simulate", path, *flags, *SHORT).stdout
+    for name in ("adapter was loaded at admission", "queueing, share of E2E", "squashed requests"):
+        assert name in shown
+    assert "squashed" not in run("simulate", write_inputs(tmp_path), "--a-max", "4", *SHORT).stdout
+
+
 def test_a_cluster_without_ray_is_one_line(
     run: Run, workload_yaml: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
