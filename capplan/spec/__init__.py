@@ -10,17 +10,14 @@ from capplan.spec.plan import (
     Group,
     GroupVerification,
     Move,
-    Percentiles,
     Plan,
     PlanAdapter,
     PlanBase,
     PlanEngine,
-    Predicted,
-    SchedulingPrediction,
-    SizePrediction,
     Totals,
     Verification,
 )
+from capplan.spec.predicted import Percentiles, Predicted, SchedulingPrediction, SizePrediction
 from capplan.spec.profile import (
     Coefficient,
     Fit,

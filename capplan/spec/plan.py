@@ -24,6 +24,7 @@ from capplan.spec.engine_args import EngineArgs
 from capplan.spec.files import parse_json, parse_yaml, read_text
 from capplan.spec.limits import beyond, input_limits
 from capplan.spec.lora_modules import TargetModules
+from capplan.spec.predicted import Predicted
 from capplan.spec.scheduling import (
     Cache,
     CacheSource,
@@ -107,98 +108,6 @@ class PlanBase(SpecModel):
 
     rate_rps: NonNegative = Field(description="Mean arrival rate of the base model over all groups.")
     share: Share = Field(description="Share of the base model's requests that goes to this group.")
-
-
-class Percentiles(SpecModel):
-    """Distribution of a latency over completed requests; null where none completed."""
-
-    mean: NonNegative | None = Field(default=None, description="Mean.")
-    p50: NonNegative | None = Field(default=None, description="Median.")
-    p95: NonNegative | None = Field(default=None, description="95th percentile.")
-    p99: NonNegative | None = Field(default=None, description="99th percentile.")
-
-
-class SizePrediction(SpecModel):
-    """Predicted metrics of one size class of requests."""
-
-    name: Text = Field(description="Class: small, medium, large, largest, or all.")
-    ttft_p99_s: NonNegative | None = Field(
-        default=None, description="99th percentile of the time to first token; null where none completed."
-    )
-    queue_share: Fraction | None = Field(
-        default=None,
-        description="Queueing time / time from arrival to last token; null where none completed.",
-    )
-
-
-class SchedulingPrediction(SpecModel):
-    """Predicted metrics of scheduler and adapter cache; means over the seeds."""
-
-    hit_rate: Fraction | None = Field(
-        default=None,
-        description="Share of requests whose adapter was loaded at admission; null without adapters.",
-    )
-    load_wait_ms: NonNegative | None = Field(
-        default=None, description="Mean wait of an admitted request for its adapter, in ms."
-    )
-    sizes: Many[SizePrediction] = Field(default=(), description="Size classes, ascending.")
-
-
-class Predicted(SpecModel):
-    """Predicted metrics of one GPU of the group."""
-
-    throughput_tok_s: NonNegative = Field(
-        description="Input + output tokens of completed requests per second."
-    )
-    low_tok_s: NonNegative | None = Field(
-        default=None,
-        description="Lower end of the 90 % interval of an hour's throughput, over seeds and the uncertainty "
-        "of the profile; null after one seed.",
-    )
-    high_tok_s: NonNegative | None = Field(default=None, description="Upper end of that interval.")
-    ttft_s: Percentiles = Field(default=Percentiles(), description="Time to first token, in seconds.")
-    tpot_ms: Percentiles = Field(
-        default=Percentiles(), description="Time per output token after the first, in ms."
-    )
-    intervals: dict[str, tuple[NonNegative, NonNegative]] = Field(
-        default={},
-        description="90 % intervals of latencies by the names of their bounds, such as ttft_p99_s.",
-    )
-    bounded: dict[str, NonNegative] = Field(
-        default={}, description="Latencies that the workload bounds, by the names of their bounds."
-    )
-    served_fraction: Fraction = Field(description="Tokens of completed requests / tokens submitted.")
-    kv_tokens: Natural = Field(description="Tokens the KV cache holds.")
-    waiting_max: Natural | None = Field(
-        default=None,
-        description="Longest queue of waiting requests over the seeds; null in plans of before it was kept.",
-    )
-    load_over_capacity: NonNegative | None = Field(
-        default=None, description="Offered load / sustainable load."
-    )
-    source: Text = Field(description="Where the numbers come from, such as twin or surrogate.")
-    scheduling: SchedulingPrediction | None = Field(
-        default=None, description="Metrics of scheduler and adapter cache; absent without them."
-    )
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return without_unset(handler(self), ("scheduling",))
-
-    def latency(self, bound: str) -> float | None:
-        """Return the latency that a bound such as ``ttft_p99_s`` is on; None if it is not in the plan."""
-        if bound in self.bounded:
-            return self.bounded[bound]
-        metric, statistic, unit = bound.split("_")
-        value: float | None = getattr(getattr(self, f"{metric}_{unit}", None), statistic, None)
-        return value
-
-    @model_validator(mode="after")
-    def _ordered_interval(self) -> Self:
-        low, high = self.low_tok_s, self.high_tok_s
-        if low is not None and high is not None and low > high:
-            raise rule_error("must not be below low_tok_s", key=("high_tok_s",), value=self.high_tok_s)
-        return self
 
 
 class Binds(SpecModel):

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from capplan import Adapter, Assignment, EngineConfig, InfeasibleError, InputError, Problem
 from capplan.planner import SolverContext
-from capplan.planner.problem import GpuPool, read_constraints, whole_adapters
+from capplan.planner.constraints import read_constraints
+from capplan.planner.problem import GpuPool, whole_adapters
 from capplan.planner.solvers import REGISTRY
 from capplan.planner.splitting import split_hot_adapters
 from capplan.testing import Capacity, example_problem
@@ -59,7 +60,7 @@ def test_apart_from_and_together_with_are_kept(data: st.DataObject) -> None:
             own[key] = tuple(dict.fromkeys((*own.get(key, ()), f"a{other}")))  # type: ignore[misc]
     try:
         problem = changed(problem, **changes)
-        read_constraints(problem.workload)
+        read_constraints(problem.workload.adapters, problem.traffic)
     except (InputError, ValueError):
         return
     try:
@@ -115,13 +116,13 @@ def test_a_pinned_adapter_is_served_from_its_pool_only() -> None:
 def test_contradicting_constraints_are_rejected(adapters: dict[str, dict[str, object]], words: str) -> None:
     problem = changed(two_pools(example_problem(0, adapters=4, gpus=4)), **adapters)
     with pytest.raises(InputError, match=words) as error:
-        read_constraints(problem.workload)
+        read_constraints(problem.workload.adapters, problem.traffic)
     assert len(str(error.value).splitlines()) == 1
 
 
 def test_without_constraints_every_adapter_is_alone() -> None:
     problem = example_problem(0, adapters=5, gpus=1)
-    constraints = read_constraints(problem.workload)
+    constraints = read_constraints(problem.workload.adapters, problem.traffic)
     assert all(first == name for name, first in constraints.leader.items())
     assert not constraints.conflicts
     assert not constraints.pinned_pool
