@@ -12,8 +12,9 @@ import numpy as np
 from capplan.engine.scheduler_output import cancel_waiting
 from capplan.serving import Limits, State, adapter_loaded, commit, finish, new_state, schedule, submit
 from capplan.serving import pooled_state as p
-from capplan.serving.size_queues import rebin
+from capplan.serving.refresh import set_queues
 from capplan.serving.state import NONE, POOLED
+from capplan.spec.scheduling import Wrs
 from capplan.testing.integrity import check_integrity, running_rows
 from capplan.testing.structures import same, snapshot
 from capplan.twin.reference.caches import CachedAdapter
@@ -64,7 +65,7 @@ class PooledWorld:
         own.bytes[0] = min(self.size_bytes[1:], default=0)
         own.tokens[:], own.cost_ns[:] = self.tokens, self.cost_ns
         state.pooled.weights[:] = self.weights
-        set_queues(state, self.queues)
+        write_queues(state, self.limits, self.queues)
         return state
 
     def new_reference(self) -> ReferencePooled:
@@ -81,28 +82,27 @@ class PooledWorld:
         return target > 0 and tokens < (self.num_blocks - self.pages[arrival.adapter]) * limits.block_size
 
 
-def set_queues(state: State, queues: SizeQueues) -> None:
-    """Write sizes, cut-offs and quotas into a state; running requests need `rebin`."""
-    pooled = state.pooled
-    pooled.queues.quota[:] = 0
-    pooled.queues.quota[: len(queues.quotas)] = queues.quotas
-    pooled.cuts[:] = np.inf
-    pooled.cuts[: len(queues.cuts)] = queues.cuts
-    pooled.counts.n_queues = len(queues.quotas)
-    wrs = pooled.wrs
-    wrs.a, wrs.b, wrs.form = queues.prompt_weight, queues.output_weight, queues.form
-    wrs.max_prompt, wrs.max_output, wrs.max_bytes = queues.max_prompt, queues.max_output, queues.max_bytes
+def write_queues(state: State, limits: Limits, queues: SizeQueues) -> None:
+    """Replace the queues of a state, and move its requests."""
+    wrs = Wrs(
+        form=("degree2", "degree1", "output_only")[queues.form],
+        a=queues.prompt_weight,
+        b=queues.output_weight,
+        max_prompt_tokens=queues.max_prompt,
+        max_output_tokens=queues.max_output,
+        max_adapter_bytes=queues.max_bytes,
+    )
+    set_queues(state, limits, wrs, np.array(queues.cuts), queues.quotas)
 
 
-def refresh_state(state: State, limits: Limits, queues: SizeQueues, at_ns: int) -> None:
-    """Replace the queues of a state as a refresh does."""
-    before = int(state.pooled.counts.n_queues)
-    set_queues(state, queues)
-    state.pooled.counts.n_queues = before
-    rebin(state, limits, len(queues.quotas))
-    own = state.pooled.adapters
+def _refresh(run: Replay, at_ns: int, queues: SizeQueues) -> None:
+    """Refresh both forms, with given queues instead of those of a window."""
+    run.reference.refresh(queues, at_ns)
+    write_queues(run.state, run.world.limits, queues)
+    own = run.state.pooled.adapters
     own.uses_before[:], own.uses[:] = own.uses, 0
-    state.pooled.counts.window_start_ns = at_ns
+    run.state.pooled.counts.window_start_ns = at_ns
+    run.events["refreshes with running requests"] += bool(run.reference.running)
 
 
 def make_pooled_world(choose: Choose, max_requests: int = 24, **switches: int) -> PooledWorld:
@@ -217,6 +217,7 @@ class Replay:
     accepted: list[int] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
+    steps: int = 0
 
 
 class Seen(NamedTuple):
@@ -241,6 +242,7 @@ def replay(world: PooledWorld, max_steps: int = 5000) -> Iterator[Seen]:
         _complete_loads(run)
         step = _schedule(run)
         output = _commit(run)
+        run.steps += 1
         run.finished += output.finished
         _abort(run, number)
         check_integrity(run.state, world.limits, world.num_blocks)
@@ -264,12 +266,6 @@ def last_of(world: PooledWorld) -> Replay:
     return run
 
 
-def _refresh(run: Replay, at_ns: int, queues: SizeQueues) -> None:
-    run.reference.refresh(queues, at_ns)
-    refresh_state(run.state, run.world.limits, queues, at_ns)
-    run.events["refreshes with running requests"] += bool(run.reference.running)
-
-
 def _submit(run: Replay, number: int) -> None:
     arrival = run.world.arrivals[number]
     taken = run.reference.submit(number, *arrival[1:4], predicted=arrival.predicted, arrival_ns=arrival.at_ns)
@@ -289,6 +285,7 @@ def _complete_loads(run: Replay) -> None:
 
 def _schedule(run: Replay) -> ReferenceStep:
     run.state.counters.now_ns = run.now_ns
+    before = _cached(run.reference)
     step = run.reference.schedule(run.now_ns)
     total = schedule(run.state, run.world.limits)
     for adapter, _ in step.loads:
@@ -303,8 +300,39 @@ def _schedule(run: Replay) -> ReferenceStep:
     same("prefetches", int(run.state.pooled.counts.n_prefetches), int(step.prefetch is not None))
     same("free blocks", int(c.free_blocks), step.free_blocks)
     compare(run.reference, run.state)
+    if not step.preempted:
+        _check_evictions(run.reference, before, step)
     _count_events(run, step)
     return step
+
+
+class _Cached(NamedTuple):
+    pinned: set[int]
+    idle: set[int]
+    wanted: set[int]
+
+
+def _cached(reference: ReferencePooled) -> _Cached:
+    pinned = reference.cache.pinned()
+    wanted = {request.adapter for request in reference.waiting}
+    return _Cached(pinned, reference.residents() - pinned, wanted)
+
+
+def _check_evictions(reference: ReferencePooled, before: _Cached, step: ReferenceStep) -> None:
+    """Assert that no adapter in use was evicted, and none that is wanted while another could go.
+
+    Only adapters that were in the same state before and after the step count.
+    """
+    after = _cached(reference)
+    reloaded = before.pinned & {adapter for adapter, _ in step.loads}
+    same("evicted while in use", reloaded | (before.pinned - reference.residents()), set())
+    if (
+        reference.limits.cache != p.NO_CACHE
+        and (before.idle - reference.residents()) & before.wanted & after.wanted
+    ):
+        adapters, now_ns = reference.cache.adapters, reference.now_ns
+        spared = (before.idle & after.idle) - before.wanted - after.wanted
+        same("kept although not wanted", {a for a in spared if adapters[a].protected_ns <= now_ns}, set())
 
 
 def _commit(run: Replay) -> ReferenceOutput:
