@@ -40,6 +40,7 @@ _AT = int_fields(
     "place",  # of this instance among those that share its link
     "paused_ns",  # time for which decoding rows have paused
     "paused_rows",  # and their number
+    "decoded_ns",  # rules for one pool: end of the last step with decodes
 )
 _ANSWERED = int_fields("answers", "answer_tokens")
 

@@ -195,7 +195,7 @@ def _wait(
     at = clock.at
     if state.counters.n_ending > 0 or at.visible_ns < counts.now_ns:
         # Async scheduling: a step is still running, and its end may allow another one.
-        note_stalls(state, trace)
+        note_stalls(state, clock, trace)
         counts.preemptions += state.counters.n_preempted
         if keeps_stats(clock):
             count_step(state, costs, clock)
@@ -219,7 +219,7 @@ def _resume(requests: Requests, clock: TwinClock, trace: TwinTrace, until_ns: in
 @inner
 def _note_admissions_only(state: State, costs: Costs, clock: TwinClock, trace: TwinTrace) -> None:
     """Note what a schedule without tokens did: requests that now wait for their adapters, and preemptions."""
-    note_stalls(state, trace)
+    note_stalls(state, clock, trace)
     trace.counts.preemptions += state.counters.n_preempted
     if keeps_stats(clock):
         count_step(state, costs, clock)
@@ -285,7 +285,7 @@ def _charge(
     """Compute the duration of the decided step, and advance the clock by it."""
     c = state.counters
     counts = trace.counts
-    note_stalls(state, trace)
+    note_stalls(state, clock, trace)
     if keeps_stats(clock):
         count_step(state, costs, clock)
     load_ns = 0
@@ -322,14 +322,21 @@ def _elapse(
     counts.now_ns += duration_ns
     clock.at.visible_ns = begin_ns if limits.async_scheduling else counts.now_ns
     sum_up(c, counts, trace.sums, duration_ns, tokens)
-    record_gaps(c, clock.at, trace.gaps, duration_ns)
+    if has_pool(state):
+        record_pool_gaps(state, clock.at, trace, duration_ns)
+    else:
+        record_gaps(c, clock.at, trace.gaps, duration_ns)
 
 
 @inner
-def note_stalls(state: State, trace: TwinTrace) -> None:
+def note_stalls(state: State, clock: TwinClock, trace: TwinTrace) -> None:
     """Record the time of the last token of rows that this step stalls or preempts."""
     for i in range(state.counters.n_stalled):
-        trace.stalled_ns[state.rows.request[state.lists.stalled[i]]] = trace.counts.now_ns
+        request = state.rows.request[state.lists.stalled[i]]
+        last_ns = trace.counts.now_ns
+        if has_pool(state):  # decoding rows may have paused
+            last_ns = max(trace.stalled_ns[request], clock.at.decoded_ns)
+        trace.stalled_ns[request] = last_ns
 
 
 @inner
@@ -367,6 +374,31 @@ def record_gaps(c: np.record, at: np.record, gaps: NDArray[np.int64], duration_n
         at.paused_rows = at.paused_ns = 0
     if decodes > 0:
         gaps[gap_bin(duration_ns)] += decodes
+
+
+@inner
+def record_pool_gaps(state: State, at: np.record, trace: TwinTrace, duration_ns: int) -> None:
+    """Count the token gaps that the step ends, under the rules for one pool.
+
+    Decoding rows pause in any number of steps of prompts, which other rows join meanwhile. Of a row that
+    joined, the last token is in ``stalled_ns``; others had it at the end of the last step with decodes.
+    """
+    c = state.counters
+    if c.step_decodes == 0:
+        at.paused_rows = max(at.paused_rows, c.n_decoding)
+        return
+    end_ns = trace.counts.now_ns
+    if at.paused_rows == 0:
+        trace.gaps[gap_bin(duration_ns)] += c.step_decodes
+    else:
+        row = c.run_head
+        while row != NONE:
+            if state.rows.since[row] >= 0:
+                last_ns = max(trace.stalled_ns[state.rows.request[row]], at.decoded_ns)
+                trace.gaps[gap_bin(end_ns - last_ns)] += 1
+            row = state.rows.following[row]
+    at.paused_rows = 0
+    at.decoded_ns = end_ns
 
 
 @inner
@@ -425,9 +457,14 @@ def record_tokens(state: State, trace: TwinTrace) -> None:
     c = state.counters
     now = trace.counts.now_ns
     for i in range(c.n_first):
-        record_first_token(trace, state.rows.request[state.lists.first[i]], now, trace.counts.load_ns)
+        request = state.rows.request[state.lists.first[i]]
+        record_first_token(trace, request, now, trace.counts.load_ns)
+        if has_pool(state):
+            trace.stalled_ns[request] = now
     for i in range(c.n_resumed):
         request = state.rows.request[state.lists.resumed[i]]
         trace.gaps[gap_bin(now - trace.stalled_ns[request])] += 1
+        if has_pool(state):
+            trace.stalled_ns[request] = now
     for i in range(c.n_finished):
         trace.finish_ns[state.rows.request[state.lists.finished[i]]] = now

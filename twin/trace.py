@@ -95,7 +95,8 @@ class TwinTrace(NamedTuple):
     finish_ns: NDArray[np.int64]
     """Clock at each request's last token; NEVER before."""
     stalled_ns: NDArray[np.int64]
-    """Clock at the last token before a request was preempted or left out of a step."""
+    """Clock at the last token before a request was preempted or left out of a step; under the rules for one
+    pool also when it began to decode."""
     status: NDArray[np.int8]
     """STATUS_RUNNING: in execution at the end; STATUS_REJECTED: rejected; 0: neither."""
     gaps: NDArray[np.int64]

@@ -6,7 +6,7 @@ Engine and twin call `refresh` at every multiple of the period, before the first
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,12 +55,13 @@ def refresh(state: State, limits: Limits, scheduler: Scheduler, at_ns: int) -> N
     is_made = scheduler.policy == "static" and pooled.counts.n_queues > 1
     if not scheduler.has_queues or is_made:
         return
-    made = _new_queues(state, scheduler, at_ns)
+    sample, rate_rps = _window(state, at_ns, round(scheduler.refresh_s * _NS_PER_S))
+    made = new_queues(sample, rate_rps, int(pooled.queues.quota.sum()), scheduler)
     if made is None:
         pooled.counts.kept_queues += 1
         return
-    classes, quotas = made
-    set_queues(state, limits, classes.wrs, classes.cuts, quotas)
+    set_queues(state, limits, made.classes.wrs, made.classes.cuts, made.quotas)
+    pooled.counts.scaled_quotas += made.is_scaled
     pooled.counts.refreshes += 1
 
 
@@ -92,38 +93,52 @@ def set_queues(
     rebin(state, limits, len(quotas))
 
 
-def _new_queues(state: State, scheduler: Scheduler, at_ns: int) -> tuple[SizeClasses, tuple[int, ...]] | None:
-    """Return new queues and their quotas; None: too few requests."""
-    sample, rate_rps = _window(state, at_ns, round(scheduler.refresh_s * _NS_PER_S))
+class NewQueues(NamedTuple):
+    """Queues made from a window."""
+
+    classes: SizeClasses
+    quotas: tuple[int, ...]
+    is_scaled: bool
+    """Whether the minima exceeded the pool and were scaled down."""
+
+
+def new_queues(sample: RequestSample, rate_rps: float, tokens: int, scheduler: Scheduler) -> NewQueues | None:
+    """Return the queues by the requests of a window; None: too few requests.
+
+    Parameters
+    ----------
+    sample
+        Requests; tokens of adapters are 0 unless they are charged.
+    rate_rps
+        Rate of all requests.
+    tokens
+        Sum of the quotas.
+    scheduler
+        Settings of the queues.
+    """
     if sample.adapter.size < LEAST_REQUESTS:
         return None
     if scheduler.policy == "static":
         classes = equal_ranges(sample, scheduler.queues)
-        return classes, equal_quotas(_tokens(state), classes.count)
+        return NewQueues(classes, equal_quotas(tokens, classes.count), is_scaled=False)
     classes = clustered_classes(sample, scheduler.queues)
     is_thin = np.bincount(classes.queue).min() < LEAST_REQUESTS
     if is_thin or np.isnan(sample.execution_s).all():
         return None
-    return classes, _quotas(state, sample, classes, rate_rps, scheduler.queues)
+    return _with_quotas(sample, classes, rate_rps, tokens, scheduler.queues)
 
 
-def _tokens(state: State) -> int:
-    """Return the sum of the quotas, which no refresh changes."""
-    return int(state.pooled.queues.quota.sum())
-
-
-def _quotas(
-    state: State, sample: RequestSample, classes: SizeClasses, rate_rps: float, config: QueueConfig
-) -> tuple[int, ...]:
-    """Return new quotas; minima beyond the pool are scaled down."""
-    charges = sample.charges("per_request")  # the state has tokens of adapters only if they are charged
+def _with_quotas(
+    sample: RequestSample, classes: SizeClasses, rate_rps: float, tokens: int, config: QueueConfig
+) -> NewQueues:
+    """Return the classes with quotas; minima beyond the pool are scaled down."""
+    charges = sample.charges("per_request")
     loads = queue_loads(charges, sample.execution_s, classes.queue, rate_rps, config.quota_size)
     bound_s = BOUND_OVER_EXECUTION * float(np.nanmean(sample.execution_s))
-    tokens = _tokens(state)
     if sum(needed_tokens(loads, bound_s, config.percentile)) > tokens:
-        state.pooled.counts.scaled_quotas += 1
-        return scaled_quotas(loads, tokens, bound_s, config.percentile)
-    return allocate_quotas(loads, tokens, bound_s, percentile=config.percentile, rest=config.rest)
+        return NewQueues(classes, scaled_quotas(loads, tokens, bound_s, config.percentile), is_scaled=True)
+    quotas = allocate_quotas(loads, tokens, bound_s, percentile=config.percentile, rest=config.rest)
+    return NewQueues(classes, quotas, is_scaled=False)
 
 
 def _window(state: State, at_ns: int, period_ns: int) -> tuple[RequestSample, float]:

@@ -47,6 +47,7 @@ def make_pooled(choose: Choose, max_requests: int = 40) -> Scenario:
     requests = base.requests
     outputs = requests.output_tokens
     predicted = np.array([choose(1, 2 * int(tokens)) if choose(0, 1) else tokens for tokens in outputs])
+    size_bytes = 100 * pages[1:] + choose(0, 99)
     refreshed = choose(0, 1)
     return base._replace(
         requests=requests._replace(predicted_tokens=predicted.astype(np.int32)),
@@ -55,7 +56,7 @@ def make_pooled(choose: Choose, max_requests: int = 40) -> Scenario:
         costs=base.costs._replace(pages=pages, disk_ns=np.zeros_like(pages)),
         pool=PoolSetup(
             adapter_pages=pages,
-            adapter_bytes=np.maximum(1, 100 * pages + choose(0, 99)),
+            adapter_bytes=np.append(size_bytes.min(), size_bytes),
             adapter_tokens=pages * block_size * choose(0, 1),
             load_ns=base.costs.load_ns,
             weights=(0.45, 0.1, 0.45),

@@ -6,24 +6,38 @@ is slow: like the engine it scans the whole waiting queue in every step, and it 
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
+from typing import TypeAlias
+
 import numpy as np
 from numpy.typing import NDArray
 
 from capplan.models.step_latency import StepFeatures, StepRanks, rank_ms, step_ms
 from capplan.serving import Limits
-from capplan.serving.state import SLORA
+from capplan.serving.pool_setup import PoolSetup
+from capplan.serving.pooled_state import DEGREE_1, DEGREE_2, OUTPUT_ONLY
+from capplan.serving.queue_design import RequestSample
+from capplan.serving.refresh import new_queues
+from capplan.serving.state import POOLED, SLORA
+from capplan.spec import Scheduler, Wrs
 from capplan.twin import trace
 from capplan.twin import trace as t
 from capplan.twin.clock import with_reloads_ns
+from capplan.twin.reference.caches import CachedAdapter
 from capplan.twin.reference.host_link import ReferenceCopier
+from capplan.twin.reference.pooled import ReferencePooled, SizeQueues
 from capplan.twin.reference.scheduler import ReferenceRequest, ReferenceScheduler, ReferenceStep
 from capplan.twin.reference.slora import ReferenceSlora
-from capplan.twin.scenario import Scenario
+from capplan.twin.scenario import NS_PER_S, Scenario
 
 
 def run_reference(scenario: Scenario) -> t.TwinTrace:
     """Simulate `scenario` to its horizon; signature and result of `capplan.twin.core.run`."""
-    return _Run(scenario).finish()
+    limits, num_blocks = scenario.limits, scenario.num_blocks
+    if scenario.pool is not None and limits.policy == POOLED:
+        return _PooledRun(scenario, reference_pool(limits, num_blocks, scenario.pool)).finish()
+    return _Run(scenario, reference_scheduler(limits, num_blocks, scenario.costs.pages)).finish()
 
 
 def reference_scheduler(
@@ -35,10 +49,32 @@ def reference_scheduler(
     return ReferenceScheduler(limits, num_blocks, pages.size - 1)
 
 
+def reference_pool(limits: Limits, num_blocks: int, pool: PoolSetup) -> ReferencePooled:
+    """Return the scheduler of an engine under the rules for one pool."""
+    columns = (pool.adapter_pages, pool.adapter_bytes, pool.adapter_tokens, pool.load_ns)
+    adapters = [CachedAdapter(*values) for values in zip(*(each.tolist() for each in columns), strict=True)]
+    queues = SizeQueues([num_blocks * limits.block_size], [])
+    if pool.queues is not None:
+        classes = pool.queues.classes
+        cuts = [each.upper_wrs for each in classes if each.upper_wrs is not None]
+        queues = size_queues(pool.queues.wrs, cuts, [each.quota_tokens for each in classes])
+    return ReferencePooled(limits, num_blocks, adapters, queues, pool.weights)
+
+
+def size_queues(wrs: Wrs, cuts: Sequence[float], quotas: Sequence[int]) -> SizeQueues:
+    """Return queues by size for the reference."""
+    form = {"degree2": DEGREE_2, "degree1": DEGREE_1, "output_only": OUTPUT_ONLY}[wrs.form]
+    maxima = wrs.max_prompt_tokens, wrs.max_output_tokens, wrs.max_adapter_bytes
+    return SizeQueues([*quotas], [*cuts], wrs.a, wrs.b, form, *maxima)
+
+
+Engine: TypeAlias = ReferenceScheduler | ReferenceSlora | ReferencePooled
+
+
 class _Run:
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, engine: Engine) -> None:
         self.scenario = scenario
-        self.engine = reference_scheduler(scenario.limits, scenario.num_blocks, scenario.costs.pages)
+        self.engine = engine
         self.copier = ReferenceCopier()
         requests = scenario.requests.arrival_ns.size
         waits = scenario.pool is not None
@@ -53,11 +89,8 @@ class _Run:
         scenario, counts = self.scenario, self.trace.counts
         asynchronous = bool(scenario.limits.async_scheduling)
         while self.now_ns < scenario.horizon_ns:
-            self._take_arrivals()
-            self._take_copies()
-            step = self.engine.schedule()
+            step = self._next_step()
             begin_ns = self.now_ns
-            self._begin_loads(step)
             if step.tokens:
                 self.now_ns += self._charge(step)
                 self._commit()
@@ -79,6 +112,19 @@ class _Run:
         self.trace.pool.link_ns = link.busy_ns + sum(each.copy_ns for each in link.waiting)
         return self.trace
 
+    def _next_step(self) -> ReferenceStep:
+        """Let the scheduler decide with what has arrived, and start the loads of the step."""
+        self._take_arrivals()
+        self._take_copies()
+        step = self._schedule()
+        self._begin_loads(step)
+        return step
+
+    def _schedule(self) -> ReferenceStep:
+        if isinstance(self.engine, ReferencePooled):
+            return self.engine.schedule(self.now_ns)
+        return self.engine.schedule()
+
     def _awaits_last_tokens(self) -> bool:
         """Return whether a step of zero duration is in flight."""
         return any(request.draining for request in self.engine.running)
@@ -94,7 +140,7 @@ class _Run:
 
     def _take_copies(self) -> None:
         for adapter in self.copier.arrived(self.visible_ns):
-            if isinstance(self.engine, ReferenceScheduler):
+            if not isinstance(self.engine, ReferenceSlora):
                 self.engine.adapter_loaded(adapter)
 
     def _take_arrivals(self) -> None:
@@ -104,15 +150,20 @@ class _Run:
         ):
             i = self.upcoming
             full = len(engine.running) + len(engine.waiting) >= self.scenario.max_in_flight
-            if full or not engine.submit(
-                i,
-                int(requests.adapter[i]),
-                int(requests.prompt_tokens[i]),
-                int(requests.output_tokens[i]),
-                shared_prefix_tokens=self.scenario.shared_prefix_tokens,
-            ):
+            if full or not self._submit(i):
                 trace.record_rejection(self.trace, i)
             self.upcoming += 1
+
+    def _submit(self, number: int, **prediction: int) -> bool:
+        requests = self.scenario.requests
+        return self.engine.submit(
+            number,
+            int(requests.adapter[number]),
+            int(requests.prompt_tokens[number]),
+            int(requests.output_tokens[number]),
+            shared_prefix_tokens=self.scenario.shared_prefix_tokens,
+            **prediction,
+        )
 
     def _charge(self, step: ReferenceStep) -> int:
         """Return the duration of a step, and record the step."""
@@ -126,7 +177,7 @@ class _Run:
             tokens=float(tokens),
             requests=float(len(running)),
             kv_tokens=float(sum(r.computed for r in running) - tokens),
-            adapters=float(len({r.adapter for r in running} - {0})),
+            adapters=float(len({r.adapter for r in running} - {0} - self._loading())),
             a_max=float(costs.a_max),
             s_max=float(costs.s_max),
             waiting=float(len(engine.waiting)),
@@ -154,6 +205,10 @@ class _Run:
         sums.adapter_ns += features.adapters * duration_ns
         return duration_ns
 
+    def _loading(self) -> set[int]:
+        """Return the adapters for which running requests wait."""
+        return set()
+
     def _computed(self, step: ReferenceStep, running: StepFeatures) -> StepFeatures:
         """Return the contents of a step, without the requests that pause in a batch of prompts (S-LoRA)."""
         if self.scenario.limits.policy != SLORA or not step.admitted:
@@ -171,7 +226,8 @@ class _Run:
             counts.adapter_loads += 1
             counts.disk_loads += from_disk
             if limits.load_beside or limits.policy == SLORA:
-                self.copier.begin(adapter, self.now_ns, load_ns, announce=bool(limits.load_beside))
+                ahead = adapter == step.prefetch
+                self.copier.begin(adapter, self.now_ns, load_ns, bool(limits.load_beside), ahead)
         if step.loads and not step.tokens:
             trace.record_loads(self.trace, self.now_ns, len(step.loads))
 
@@ -226,7 +282,7 @@ class _Run:
         self, step: ReferenceStep, features: StepFeatures, duration_ns: int, load_ns: int
     ) -> None:
         adapter_of = {r.number: r.adapter for r in self.engine.running}
-        for number in step.admitted:
+        for number in step.admitted if self.scenario.limits.policy != POOLED else ():
             if self.scenario.limits.load_beside:
                 self._record_wait(number, adapter_of[number])
             trace.record_admission(self.trace, number, adapter_of[number], self.now_ns, load_ns)
@@ -266,3 +322,89 @@ class _Run:
             self.last_token_ns[number] = self.now_ns
         for number in output.finished:
             self.trace.finish_ns[number] = self.now_ns
+
+
+class _PooledRun(_Run):
+    """A run under the rules for one pool."""
+
+    def __init__(self, scenario: Scenario, engine: ReferencePooled) -> None:
+        super().__init__(scenario, engine)
+        self.pooled = engine
+        self.refreshes_ns = deque(scenario.refreshes_ns)
+
+    def finish(self) -> t.TwinTrace:
+        record = super().finish()
+        if self.refreshes_ns:
+            self._refresh_until(self.scenario.horizon_ns)
+        for name in t.POOL_COUNTS:
+            record.pool[name] = self.pooled.counts[name]
+        return record
+
+    def _next_step(self) -> ReferenceStep:
+        self._refresh_until(self.now_ns)
+        step = super()._next_step()
+        for number in step.admitted:
+            self._record_admission(number)
+        if not step.tokens:
+            self.trace.counts.preemptions += len(step.preempted)
+        return step
+
+    def _submit(self, number: int, **prediction: int) -> bool:
+        requests = self.scenario.requests
+        if requests.predicted_tokens.size:
+            prediction["predicted"] = int(requests.predicted_tokens[number])
+        return super()._submit(number, arrival_ns=int(requests.arrival_ns[number]), **prediction)
+
+    def _record_admission(self, number: int) -> None:
+        """Record the time until the adapter of an admitted request is loaded."""
+        adapter = int(self.scenario.requests.adapter[number])
+        self.copier.promote(adapter, self.now_ns)
+        wait_ns = self.copier.wait_ns(adapter, self.now_ns)
+        trace.record_admission_with_wait(self.trace, number, adapter, self.now_ns, wait_ns)
+
+    def _loading(self) -> set[int]:
+        return {a for a in self.pooled.residents() if self.pooled.cache.adapters[a].loading}
+
+    def _computed(self, step: ReferenceStep, running: StepFeatures) -> StepFeatures:
+        """Return the contents of a step: requests that pause or wait for their adapters have no part."""
+        in_step = {number for number, _ in step.tokens}
+        parts = [r for r in self.pooled.running if r.number in in_step]
+        if any(r.is_decoding for r in parts):
+            return running._replace(requests=float(len(parts)))
+        adapters = {r.adapter for r in parts} - {0}
+        return running._replace(requests=float(len(parts)), kv_tokens=0.0, adapters=float(len(adapters)))
+
+    def _refresh_until(self, now_ns: int) -> None:
+        """Do the refreshes that are due."""
+        while self.refreshes_ns and self.refreshes_ns[0] <= now_ns and self.scenario.scheduler is not None:
+            at_ns = self.refreshes_ns.popleft()
+            queues = self._new_queues(self.scenario.scheduler, at_ns)
+            if queues is None:
+                self.pooled.cache.rotate_uses(at_ns)
+            else:
+                self.pooled.refresh(queues, at_ns)
+                self.pooled.counts["refreshes"] += 1
+
+    def _new_queues(self, scheduler: Scheduler, at_ns: int) -> SizeQueues | None:
+        """Return queues by the requests of the last window; None: the old ones stay."""
+        engine = self.pooled
+        begun_ns = at_ns - round(scheduler.refresh_s * NS_PER_S)
+        seen = [request for request in engine.window if begun_ns < request.arrival_ns <= at_ns]
+        adapters = engine.cache.adapters
+        is_made = scheduler.policy == "static" and len(engine.queues.quotas) > 1
+        if not scheduler.has_queues or is_made or not seen:
+            return None
+        execution_ns = np.array([request.execution_ns for request in seen], np.float64)
+        sample = RequestSample(
+            prompt_tokens=np.array([request.prompt for request in seen]),
+            output_tokens=np.array([request.predicted for request in seen]),
+            adapter=np.array([request.adapter for request in seen]),
+            execution_s=np.where(execution_ns < 0, np.nan, execution_ns / NS_PER_S),
+            adapter_bytes=np.array([adapter.size_bytes for adapter in adapters]),
+            adapter_tokens=np.array([adapter.tokens for adapter in adapters]),
+        )
+        rate_rps = len(seen) * NS_PER_S / (at_ns - begun_ns)
+        made = new_queues(sample, rate_rps, sum(engine.queues.quotas), scheduler)
+        return (
+            None if made is None else size_queues(made.classes.wrs, made.classes.cuts.tolist(), made.quotas)
+        )
