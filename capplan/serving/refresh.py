@@ -123,7 +123,7 @@ def new_queues(sample: RequestSample, rate_rps: float, tokens: int, scheduler: S
         return NewQueues(classes, equal_quotas(tokens, classes.count), is_scaled=False)
     classes = clustered_classes(sample, scheduler.queues)
     is_thin = np.bincount(classes.queue).min() < LEAST_REQUESTS
-    if is_thin or np.isnan(sample.execution_s).all():
+    if is_thin or not np.nan_to_num(sample.execution_s).any():  # unknown, or a step each
         return None
     return _with_quotas(sample, classes, rate_rps, tokens, scheduler.queues)
 

@@ -170,6 +170,16 @@ def test_a_thin_queue_keeps_the_queues_as_they_are() -> None:
     assert state.pooled.counts.kept_queues == 1
 
 
+@pytest.mark.parametrize("execution_ns", [-1, 0])
+def test_executions_of_no_known_length_keep_the_queues_as_they_are(execution_ns: int) -> None:
+    """Requests of one token end within the step of their admission."""
+    state, limits = engine()
+    fill(state, limits, 400, seed=0, until_ns=PERIOD_NS)
+    state.pooled.window.execution_ns[:] = execution_ns
+    refresh(state, limits, CHAMELEON, PERIOD_NS)
+    assert (state.pooled.counts.refreshes, state.pooled.counts.kept_queues) == (0, 1)
+
+
 def test_requests_of_other_windows_do_not_count() -> None:
     """Those that arrive after the time of the refresh belong to the next one."""
     state, limits = engine()
