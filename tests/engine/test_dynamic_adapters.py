@@ -22,7 +22,10 @@ MODES: dict[str, dict[str, Any]] = {
     "vllm": {"rules": "vllm-0.8", "enable_prefix_caching": False},
     "pages": {"rules": "capplan", "memory": "unified", "shared_prefix_tokens": 4},
     "slora": {"rules": "slora", "num_kv_blocks": 60},
+    "chameleon": {"scheduler": "chameleon", "cache": "chameleon", "num_kv_blocks": 60},
+    "chunks": {"scheduler": {"policy": "fifo", "chunked": True}, "cache": "none", "num_kv_blocks": 60},
 }
+SLOTLESS = ("slora", "chameleon", "chunks")
 every_mode = pytest.mark.parametrize("mode", MODES)
 
 
@@ -34,7 +37,7 @@ def tiny(mode: str = "capplan", adapters: Any = None, **more: Any) -> Engine:
         "max_loras": 2,
         "max_lora_rank": 8,
         "max_adapters": 5,
-        "max_cpu_loras": None if mode == "slora" else 3,
+        "max_cpu_loras": None if mode in SLOTLESS else 3,
         "max_model_len": 64,
         "max_num_batched_tokens": 40,
     }
@@ -228,6 +231,27 @@ def test_an_aborted_request_frees_its_resources(mode: str) -> None:
         assert len(requests[0].output) == 6
         engine.abort(requests[0])
         assert requests[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("stage", ["waiting", "loading", "prefilling", "decoding"])
+def test_a_request_aborted_at_any_stage_returns_its_quota(stage: str) -> None:
+    with tiny("chameleon", virtual_time=True, max_num_batched_tokens=8) as engine:
+        request = submitted(engine, "a", prompt=20, max_tokens=9)
+        other = submitted(engine, "b")
+        if stage != "waiting":
+            assert engine.step() is None  # admitted, and its adapter is being loaded
+            assert request.running
+        if stage in ("prefilling", "decoding"):
+            engine.wait_for_adapter()
+            engine.step()
+            assert not request.output
+        while stage == "decoding" and len(request.output) < 2:
+            engine.step()
+        engine.abort(request)
+        check_engine(engine)
+        assert run_out(engine) == [other]
+        pooled = engine.core.state.pooled
+        assert pooled.queues.outstanding.sum() == pooled.counts.reserved == pooled.counts.pinned_pages == 0
 
 
 @every_mode

@@ -438,8 +438,9 @@ def test_a_file_system_that_hangs_holds_neither_other_loads_nor_the_end(
         {"rules": "capplan", "max_loras": 1, "max_cpu_loras": 1},
         {"rules": "vllm-0.8", "max_loras": 1, "enable_prefix_caching": True, "shared_prefix_tokens": 8},
         {"rules": "slora"},
+        {"scheduler": "chameleon", "cache": "chameleon"},
     ],
-    ids=["capplan", "vllm", "slora"],
+    ids=["capplan", "vllm", "slora", "chameleon"],
 )
 def test_disconnects_of_clients_leak_nothing(rules: dict[str, Any]) -> None:
     rng = random.Random(0)

@@ -90,10 +90,10 @@ def test_a_stop_token_ends_a_request_and_frees_its_resources() -> None:
         assert engine.core.requests == {}
 
 
-@pytest.mark.parametrize("rules", ["slora", "vllm-0.8", "vllm-0.32-async", "capplan"])
+@pytest.mark.parametrize("rules", ["slora", "vllm-0.8", "vllm-0.32-async", "capplan", "chameleon"])
 def test_stop_tokens_free_everything_in_a_small_engine(rules: str) -> None:
     """Unused adapters free the pages that they share with KV."""
-    memory = "unified" if rules == "slora" else "slots"
+    memory = "unified" if rules in ("slora", "chameleon") else "slots"
     prompts = [[i, i + 1, i + 2] for i in range(24)]
     names = ["abc"[i % 3] for i in range(24)]
     with tiny(rules=rules, memory=memory, num_kv_blocks=45, max_num_seqs=3) as engine:
@@ -101,6 +101,18 @@ def test_stop_tokens_free_everything_in_a_small_engine(rules: str) -> None:
         assert len(done) == 24
         assert engine.step() is None
         check_engine(engine)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_requests_that_outgrow_their_predictions_give_the_same_tokens(chunked: bool) -> None:
+    """Adapters, prompts and growth take the whole memory, so that requests are preempted and recomputed."""
+    expected = answers(tiny(), max_tokens=40)
+    scheduler = {"policy": "chameleon", "chunked": chunked}
+    engine = tiny(scheduler=scheduler, cache="chameleon", num_kv_blocks=45, max_model_len=60)
+    engine.predictor.predict = lambda *_: 1  # type: ignore[method-assign]
+    assert answers(engine, max_tokens=40) == expected
+    counts = engine.core.state.pooled.counts
+    assert min(counts.overruns, counts.recomputes, counts.evictions) > 0
 
 
 def test_async_scheduling_changes_no_tokens_and_ends_requests_that_no_decision_has_seen() -> None:

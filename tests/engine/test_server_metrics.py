@@ -8,6 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from capplan.engine.server.metrics import Histogram
+from capplan.spec import QueueClass, Queues, Wrs
 from tests.engine.live import Live, live
 from tests.engine.test_faults import complete, send
 
@@ -90,6 +91,36 @@ def test_gauges_of_running_and_waiting_requests(server: Live) -> None:
     afterwards = samples(server)
     assert afterwards["vllm:num_requests_running"] == afterwards["vllm:kv_cache_usage_perc"] == 0
     assert afterwards["vllm:request_success_total{finished_reason=abort}"] == 5
+
+
+def test_a_shared_pool_has_metrics_of_its_queues_and_cached_adapters() -> None:
+    wrs = Wrs(a=0.4, b=0.6, max_prompt_tokens=100, max_output_tokens=100, max_adapter_bytes=1)
+    classes = (QueueClass(upper_wrs=0.5, quota_tokens=400), QueueClass(upper_wrs=None, quota_tokens=2000))
+    queues = Queues(wrs=wrs, adapter_charge="none", classes=classes)
+    pool = {"scheduler": "chameleon", "cache": "lru", "queues": queues, "max_num_seqs": 2}
+    with live({"a": 8, "b": 4}, pool) as running:
+        before = samples(running)
+        for name in "bbb":
+            assert complete(running, model=name, max_tokens=3, ignore_eos=True).status == 200
+        grown = {name: value - before[name] for name, value in samples(running).items()}
+        assert grown["capplan:adapter_cache_hits_total"] == 2
+        assert grown["capplan:adapter_cache_misses_total"] == 1
+        assert grown["capplan:adapters_cached"] == 1
+        assert grown["capplan:adapter_prefetches_total{outcome=wasted}"] == 0
+        for name in ("adapter_evictions", "bypasses", "squashes", "overruns"):
+            assert grown[f"capplan:{name}_total"] == 0
+        connection = http.client.HTTPConnection(running.url.removeprefix("http://"), timeout=60)
+        asked = {"model": "a", "prompt": [[1, 2]] * 5, "max_tokens": 300, "stream": True}
+        connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
+        connection.getresponse().readline()
+        now = samples(running)
+        connection.close()
+        by_queue = [
+            [now[f"capplan:queue_{name}{{queue={number}}}"] for number in (0, 1)]
+            for name in ("requests_waiting", "quota_tokens", "outstanding_tokens")
+        ]
+        assert by_queue == [[0, 3], [400, 2000], [0, 2 * 302]]
+        running.check_idle()
 
 
 def test_buckets_include_their_bound() -> None:

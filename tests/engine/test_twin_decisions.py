@@ -3,20 +3,28 @@
 The reference twin shares no code with the compiled rules of the engine.
 """
 
-from collections import deque
-from collections.abc import Sequence
-from typing import Final
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
 
 import numpy as np
 import pytest
 
-from capplan.engine import Engine, ModelConfig, SamplingParams
+from capplan.engine import Engine, ModelConfig, SamplingParams, engine_core
 from capplan.engine.lora.loader import VirtualLoader
 from capplan.engine.scheduler_output import Decision
-from capplan.serving import RULES, ServingRules, serving_rules
+from capplan.engine.settings import EngineOptions
+from capplan.serving import RULES, Limits, ServingRules, State
+from capplan.serving.refresh import refresh
+from capplan.serving.state import POOLED
+from capplan.spec import QueueClass, Queues, Scheduler, Wrs
+from capplan.twin.reference.caches import CachedAdapter
 from capplan.twin.reference.host_link import ReferenceCopier
 from capplan.twin.reference.loop import reference_scheduler
+from capplan.twin.reference.pooled import ReferencePooled, SizeQueues
 from capplan.twin.reference.scheduler import ReferenceScheduler, ReferenceStep
+from capplan.twin.reference.slora import ReferenceSlora
 from tests.engine.engines import TimedRequest, check_engine, replay
 
 TINY = ModelConfig(
@@ -31,24 +39,26 @@ TINY = ModelConfig(
     max_positions=96,
 )
 MS = 1_000_000
+ReferenceSchedulers = ReferenceScheduler | ReferenceSlora | ReferencePooled
 _PAGES_PER_RANK: Final = 13
 """Pages of one token that a rank of an adapter of `TINY` takes in the pool."""
 
 
-def draw(seed: int, rules: str) -> tuple[Engine, list[TimedRequest]]:
+def draw(seed: int, requests: int = 20, **settings: Any) -> tuple[Engine, list[TimedRequest]]:
     """Return a random engine, so small that requests and adapters compete, and its requests."""
     rng = np.random.default_rng(seed)
-    slotless = serving_rules(rules).unified_memory
+    options = EngineOptions.parse(settings)
+    slotless = options.serving_rules().unified_memory
     adapters = {f"a{i}": int(rng.integers(1, 3 if slotless else 9)) for i in range(rng.integers(2, 7))}
     a_max = int(rng.integers(1, len(adapters) + 1))
-    shared = int(rng.choice([0, 0, 9]))
+    shared = 0 if slotless else int(rng.choice([0, 0, 9]))
     block_size = int(rng.integers(2, 6))
     spare = int(rng.integers(0, 6)) + (8 * _PAGES_PER_RANK // block_size if slotless else 0)
     engine = Engine(
         TINY,
         adapters,
         virtual_time=True,
-        rules=rules,
+        **settings,
         max_loras=a_max,
         max_cpu_loras=None if slotless else int(rng.integers(a_max, len(adapters) + 1)),
         block_size=block_size,
@@ -61,7 +71,7 @@ def draw(seed: int, rules: str) -> tuple[Engine, list[TimedRequest]]:
     beginning = rng.integers(0, TINY.vocab_size, shared).tolist()
     arrivals = []
     now_ns = 0
-    for _ in range(20):
+    for _ in range(requests):
         now_ns += int(rng.integers(0, 6 * MS)) if rng.random() < 0.5 else 0
         prompt = beginning + rng.integers(0, TINY.vocab_size, rng.integers(1, 25)).tolist()
         name = None if rng.random() < 0.1 else f"a{rng.integers(len(adapters))}"
@@ -70,20 +80,73 @@ def draw(seed: int, rules: str) -> tuple[Engine, list[TimedRequest]]:
     return engine, arrivals
 
 
+class Recorded:
+    """Predictions of an engine, drawn at random, its first queues, and those of its refreshes."""
+
+    def __init__(self, engine: Engine, seed: int) -> None:
+        self.predicted: list[int] = []
+        self.queues = size_queues(engine.core.state)
+        self.refreshes: deque[tuple[int, SizeQueues | None]] = deque()
+        self._rng = np.random.default_rng(seed)
+        engine.predictor.predict = self._predict  # type: ignore[method-assign]
+
+    def _predict(self, prompt_tokens: int, adapter: int, arrival_ns: int, declared: int) -> int:
+        self.predicted.append(int(self._rng.integers(1, 2 * declared + 1)))
+        return self.predicted[-1]
+
+    def refresh(self, state: State, limits: Limits, scheduler: Scheduler, at_ns: int) -> None:
+        """Refresh the queues of the engine, and record them; None: they stay."""
+        before = int(state.pooled.counts.refreshes)
+        refresh(state, limits, scheduler, at_ns)
+        is_new = state.pooled.counts.refreshes > before
+        self.refreshes.append((at_ns, size_queues(state) if is_new else None))
+
+
+def size_queues(state: State) -> SizeQueues:
+    """Return the present queues of a state."""
+    pooled = state.pooled
+    count, wrs = int(pooled.counts.n_queues), pooled.wrs
+    maxima = (int(wrs.form), int(wrs.max_prompt), int(wrs.max_output), int(wrs.max_bytes))
+    quotas = pooled.queues.quota[:count].tolist()
+    return SizeQueues(quotas, pooled.cuts[: count - 1].tolist(), float(wrs.a), float(wrs.b), *maxima)
+
+
+def reference_of(engine: Engine, queues: SizeQueues | None) -> ReferenceSchedulers:
+    """Return the reference of an engine's scheduler."""
+    core = engine.core
+    pages, blocks = core.state.adapters.pages, engine.sizes.num_blocks
+    if queues is None:
+        return reference_scheduler(core.limits, blocks, pages)
+    own = core.state.pooled.adapters
+    columns = (pages.tolist(), own.bytes.tolist(), own.tokens.tolist(), own.cost_ns.tolist())
+    adapters = [CachedAdapter(*each) for each in zip(*columns, strict=True)]
+    return ReferencePooled(core.limits, blocks, adapters, queues, core.state.pooled.weights.tolist())
+
+
 class TwinReplay:
     """The reference twin under an engine's measured durations.
 
     Parameters
     ----------
+    recorded
+        Predictions and queues of the engine, under rules that use them.
     stretch
         Factor of the durations of steps.
     """
 
-    def __init__(self, engine: Engine, arrivals: Sequence[TimedRequest], stretch: int = 1) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        arrivals: Sequence[TimedRequest],
+        recorded: Recorded | None = None,
+        stretch: int = 1,
+    ) -> None:
         core = engine.core
         assert isinstance(core.loader, VirtualLoader)
         self.limits = core.limits
-        self.twin = reference_scheduler(core.limits, engine.sizes.num_blocks, core.state.adapters.pages)
+        self.predicted = [0] * len(arrivals) if recorded is None else recorded.predicted
+        self.refreshes = deque() if recorded is None else recorded.refreshes
+        self.twin = reference_of(engine, None if recorded is None else recorded.queues)
         self.shared = engine.options.shared_prefix_tokens
         self.numbers = {None: 0} | {name: i for i, name in enumerate(engine.adapters, start=1)}
         self.arrivals = deque(enumerate(arrivals, start=1))
@@ -97,8 +160,8 @@ class TwinReplay:
         decisions = []
         while True:
             self._take_events()
-            step = self.twin.schedule()
             begin_ns = self.now_ns
+            step = self._schedule()
             if step.tokens or step.loads:
                 decisions.append(Decision(begin_ns, step.tokens, step.preempted, step.loads))
             self._start_loads(step)
@@ -118,14 +181,28 @@ class TwinReplay:
                     return decisions
                 self.now_ns = self.visible_ns = min(events)
 
+    def _schedule(self) -> ReferenceStep:
+        if not isinstance(self.twin, ReferencePooled):
+            return self.twin.schedule()
+        while self.refreshes and self.refreshes[0][0] <= self.now_ns:
+            at_ns, queues = self.refreshes.popleft()
+            if queues is None:
+                self.twin.cache.rotate_uses(at_ns)
+            else:
+                self.twin.refresh(queues, at_ns)
+        return self.twin.schedule(self.now_ns)
+
     def _take_events(self) -> None:
         while self.arrivals and self.arrivals[0][1].arrival_ns <= self.visible_ns:
-            number, (_, prompt, name, params) = self.arrivals.popleft()
-            self.twin.submit(
-                number, self.numbers[name], len(prompt), params.max_tokens, shared_prefix_tokens=self.shared
-            )
+            number, (arrival_ns, prompt, name, params) = self.arrivals.popleft()
+            request = (number, self.numbers[name], len(prompt), params.max_tokens)
+            if isinstance(self.twin, ReferencePooled):
+                predicted = self.predicted[number - 1]
+                self.twin.submit(*request, predicted=predicted, arrival_ns=arrival_ns)
+            else:
+                self.twin.submit(*request, shared_prefix_tokens=self.shared)
         for adapter in self.copier.arrived(self.visible_ns):
-            assert isinstance(self.twin, ReferenceScheduler)
+            assert isinstance(self.twin, ReferenceScheduler | ReferencePooled)
             self.twin.adapter_loaded(adapter)
 
     def _start_loads(self, step: ReferenceStep) -> None:
@@ -136,11 +213,11 @@ class TwinReplay:
             self.copier.begin(adapter, self.now_ns, duration_ns, announce=True)
 
 
-@pytest.mark.parametrize("rules", RULES, ids=lambda rules: rules.name)
+@pytest.mark.parametrize("rules", [r for r in RULES if r.policy != POOLED], ids=lambda rules: rules.name)
 def test_decisions_equal_the_twins_under_measured_durations(rules: ServingRules) -> None:
     preemptions = loads = from_disk = chunks = 0
     for seed in range(20 if rules.name in ("vllm-0.8", "capplan") else 6):
-        engine, arrivals = draw(seed, rules.name)
+        engine, arrivals = draw(seed, rules=rules.name)
         engine.core.decisions = []
         answers = replay(engine, arrivals)
         assert all(answer is not None for answer in answers)
@@ -154,9 +231,72 @@ def test_decisions_equal_the_twins_under_measured_durations(rules: ServingRules)
     assert min(seen) > 2  # otherwise the comparison is weak
 
 
+SYSTEMS: Final[Mapping[str, tuple[Any, Any]]] = MappingProxyType(
+    {
+        "chameleon": ("chameleon", "chameleon"),
+        "chameleon-chunked": ({"policy": "chameleon", "chunked": True}, "fairshare"),
+        "no-bypass": ({"policy": "chameleon", "bypass": False}, "gdsf"),
+        "no-cache": ("chameleon", "none"),
+        "histogram": ("chameleon", {"policy": "chameleon", "prefetch": "histogram"}),
+        "static": ("static", "lru"),
+        "fifo": ("fifo", "none"),
+        "fifo-every-ten": ({"policy": "fifo", "admit_every": 10}, "lru"),
+        "no-sched": ("fifo", "chameleon"),
+        "sjf": ({"policy": "sjf", "ageing_s": 0.02}, "gdsf"),
+        "sjf-chunked": ({"policy": "sjf", "chunked": True}, {"policy": "lru", "prefetch": "none"}),
+    }
+)
+
+
+QUEUED: Final = ("chameleon", "chameleon-chunked", "no-bypass", "no-cache", "histogram", "static")
+
+
+def drawn_queues(rng: np.random.Generator) -> Queues | None:
+    """Return up to three queues for the requests of `draw`."""
+    cuts = sorted(rng.uniform(0.05, 0.6, rng.integers(0, 3)).tolist())
+    wrs = Wrs(a=0.4, b=0.6, max_prompt_tokens=25, max_output_tokens=20, max_adapter_bytes=1500)
+    classes = tuple(
+        QueueClass(upper_wrs=cut, quota_tokens=int(rng.integers(40, 500))) for cut in (*cuts, None)
+    )
+    return Queues(wrs=wrs, classes=classes)
+
+
+def replayed_in_one_pool(
+    monkeypatch: pytest.MonkeyPatch, seed: int, requests: int, system: str, **scheduler: Any
+) -> Counter[str]:
+    """Check that an engine decides as the reference twin, with wrong predictions; return its counts."""
+    given, cache = SYSTEMS[system]
+    chosen = {**({"policy": given} if isinstance(given, str) else given), **scheduler}
+    queues = drawn_queues(np.random.default_rng(seed)) if chosen["policy"] == "chameleon" else None
+    engine, arrivals = draw(seed, requests, scheduler=chosen, cache=cache, queues=queues)
+    recorded = Recorded(engine, seed)
+    monkeypatch.setattr(engine_core, "refresh", recorded.refresh)
+    engine.core.decisions = []
+    assert all(answer is not None for answer in replay(engine, arrivals))
+    assert engine.core.decisions == TwinReplay(engine, arrivals, recorded).decisions()
+    check_engine(engine)
+    counts = engine.core.state.pooled.counts
+    return Counter(dict(zip(counts.dtype.names or (), counts.tolist(), strict=True)))
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_decisions_in_one_pool_equal_the_twins(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(20):
+        seen += replayed_in_one_pool(monkeypatch, seed, 14, system, refresh_s=0.02)
+    names = ["misses", "evictions", *(["overruns"] if system in QUEUED else [])]
+    assert min(seen[name] for name in names) > 2  # otherwise the comparison is weak
+    assert seen["bypasses"] > 0 or system != "chameleon"
+
+
+def test_queues_refreshed_between_steps_equal_the_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = replayed_in_one_pool(monkeypatch, 3, 450, "chameleon", refresh_s=0.6, queues={"max_queues": 2})
+    assert seen["refreshes"] > 0
+
+
 def test_other_durations_lead_to_other_decisions() -> None:
     for seed in range(20):
-        engine, arrivals = draw(seed, "vllm-0.8")
+        engine, arrivals = draw(seed, rules="vllm-0.8")
         engine.core.decisions = []
         replay(engine, arrivals)
         engine.records.extend([engine.records[-1]] * 1000)  # other durations lead to other numbers of steps
