@@ -71,6 +71,8 @@ class LoopSettings:
     """As for `capplan serve`, or `SMALL`: with random weights, of `config`."""
     config: Mapping[str, Any] = field(default_factory=lambda: SMALL_LLAMA)
     device: str = "cpu"
+    rules: str | None = None
+    """Of the profiled engine; None: its default."""
     threads: int = 1
     adapters: int = 24
     ranks: tuple[int, ...] = (8, 16, 32)
@@ -125,6 +127,7 @@ class ClosedLoop:
         flags = {
             "--model": self.model,
             "--device": setting.device,
+            "--rules": setting.rules,
             "--threads": setting.threads,
             "--a-max": ",".join(map(str, setting.slots)),
             "--ranks": ",".join(map(str, setting.ranks)),
@@ -139,12 +142,16 @@ class ClosedLoop:
         output = self._run("profile", "engine", "--json", "--quiet", *flag_words(flags))
         return bool(json.loads(output)["is_complete"])
 
-    def plan(self) -> None:
-        """Calibrate, and plan for a share of the plan's own capacity estimate."""
+    def calibrate(self) -> None:
+        """Make a profile of the tables, if it is missing."""
         if not self.profile.exists():
             report = self.folder / "profile.html"
             flags = {"-o": self.profile, "--report": report, "--form": self.setting.form}
             self._run("calibrate", str(self.engine), *flag_words(flags))
+
+    def plan(self) -> None:
+        """Calibrate, and plan for a share of the plan's own capacity estimate."""
+        self.calibrate()
         guess_rps = 0.5 * self._saturated_rps()
         load = self._planned("guess-", guess_rps)["predicted"]["load_over_capacity"] or PLANNED
         self._planned("", PLANNED * guess_rps / load)

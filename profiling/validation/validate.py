@@ -322,7 +322,7 @@ def server_command(
     block_size = profile.engine.block_size
     more = {
         "--served-model-name": plan.base_model,
-        "--rules": plan.engine_of(group).rules,
+        **_scheduling_flags(plan, group),
         "--block-size": block_size,
         "--dtype": options.dtype,
         "--device": options.device,
@@ -335,6 +335,22 @@ def server_command(
     }
     words = engine_words(group.engine_args.replace(**options.engine_args), more)
     return ServerCommand(options.model or plan.base_model, _sources(group), words, options.threads)
+
+
+def _scheduling_flags(plan: Plan, group: Group) -> dict[str, str | None]:
+    """Return the flags of a group's rules, or of its scheduler, cache and queues."""
+    if group.scheduling is None:
+        return {"--rules": plan.engine_of(group).rules}
+    parts = zip(("--scheduler", "--cache", "--queues"), (*group.scheduling, group.queues), strict=True)
+    return {flag: None if part is None else part.model_dump_json() for flag, part in parts}
+
+
+def _scheduling_fields(plan: Plan, group: Group) -> dict[str, Any]:
+    """Return the settings of a simulation for the same."""
+    if group.scheduling is None:
+        return {"rules": plan.engine_of(group).rules}
+    scheduler, cache = group.scheduling
+    return {"scheduler": scheduler, "cache": cache, "queues": group.queues}
 
 
 def _sources(group: Group) -> Mapping[str, str | int]:
@@ -421,7 +437,7 @@ def _validate_group(
     """Simulate and load one instance of a group; compare with the twin and the baselines."""
     args = group.engine_args.replace(**options.engine_args)
     scaled_requests, planned = (group_workload(group, workload, rate) for rate in (options.rate_scale, 1.0))
-    fields: dict[str, Any] = {**keywords_of(args), "rules": plan.engine_of(group).rules}
+    fields: dict[str, Any] = {**keywords_of(args), **_scheduling_fields(plan, group)}
     fields |= {"duration_s": options.duration_s, "seed": options.seed}
     predicted = simulate(scaled_requests, profile, **fields)
     schedule = schedule_of(

@@ -8,8 +8,10 @@ import pytest
 
 from benchmarks.stand_in_servers import METRICS
 from capplan import Adapter, Lengths, Profile, Workload
+from capplan.cli.options import read_cache, read_queues, read_scheduler
 from capplan.profiling.load.bench import LoadProgress
 from capplan.profiling.validation.validate import KV_CAPACITY, ValidationOptions, server_command, validate
+from capplan.spec import QueueClass, Queues, Wrs
 from tests.cli.examples import MODEL, profile_document, small_plan
 from tests.profiling.load.servers import listening, plain, toy_server
 from tests.profiling.load.test_run import quick
@@ -86,3 +88,15 @@ def test_a_server_is_started_with_the_chosen_kernel(kernel: str | None) -> None:
         assert "--lora-kernel" not in words
     else:
         assert words[words.index("--lora-kernel") + 1] == kernel
+
+
+def test_a_server_is_started_with_scheduler_cache_and_queues_of_its_group() -> None:
+    wrs = Wrs(a=0.4, b=0.6, max_prompt_tokens=9, max_output_tokens=9, max_adapter_bytes=9)
+    classes = (QueueClass(upper_wrs=0.5, quota_tokens=9), QueueClass(upper_wrs=None, quota_tokens=9))
+    group = PLAN.groups[0].replace(scheduler="static", cache="gdsf", queues=Queues(wrs=wrs, classes=classes))
+    words = server_command(PLAN, group, PROFILE, WORKLOAD, 64_000, 10, ValidationOptions()).words()
+    given = {flag: words[words.index(flag) + 1] for flag in ("--scheduler", "--cache", "--queues")}
+    assert read_scheduler(given["--scheduler"]) == group.scheduler
+    assert read_cache(given["--cache"]) == group.cache
+    assert read_queues(given["--queues"]) == group.queues
+    assert "--rules" not in words
