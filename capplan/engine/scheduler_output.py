@@ -15,6 +15,7 @@ from capplan.compile import jit
 from capplan.serving import NONE, Limits, State
 from capplan.serving.adapter_slots import release_adapter
 from capplan.serving.caches import evict
+from capplan.serving.pooled_state import PooledState
 from capplan.serving.running import free_row
 from capplan.serving.size_queues import leave_queue
 from capplan.serving.slora import drop_unused
@@ -160,7 +161,7 @@ def cancel_waiting(state: State, limits: Limits, row: int) -> None:
 def evict_unused(state: State, adapter: int) -> None:
     """Remove an adapter without requests from slots and host; its next request loads it again."""
     c, adapters = state.counters, state.adapters
-    if state.pooled.rows.size > 0:  # the host keeps every adapter
+    if isinstance(state.pooled, PooledState):  # the host keeps every adapter
         if adapters.resident[adapter]:
             evict(state, adapter)
         return
