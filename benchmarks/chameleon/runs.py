@@ -1,31 +1,25 @@
-"""Simulated cases of the evaluation, and the highest load within the SLO."""
+"""Simulated cases of the evaluation: scenario, TTFT over the measured part, and what the table reads."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final, TypeAlias
 
 import numpy as np
+from capplan.twin.policies import choose_policies
+from capplan.twin.pool_metrics import pool_metrics
 from numpy.typing import NDArray
 
-from benchmarks.chameleon.setting import (
-    A40,
-    LENGTH_FACTOR,
-    SLO_S,
-    SLORA_KNEE_RPS,
-    Platform,
-    at_rate,
-    profile,
-    workload,
-)
+from benchmarks.chameleon.setting import A40, SLO_S, Platform, at_rate, profile, workload
+from benchmarks.chameleon.systems import SYSTEMS
 from capplan import Workload
 from capplan.twin import build_scenario
 from capplan.twin.core import run
 from capplan.twin.scenario import NS_PER_S, Scenario
-from capplan.twin.trace import STATUS_REJECTED, TwinTrace
+from capplan.twin.trace import NEVER, STATUS_REJECTED, TwinTrace
 
 HORIZON_S: Final = 1800.0
 WARM_UP_S: Final = 300.0
@@ -45,22 +39,22 @@ class Case:
     rps: float
     seed: int
     mix: str = "up"
+    """Preset workload, ``chameleon-`` and this."""
     platform: Platform = A40
     horizon_s: float = HORIZON_S
 
     def at(self, rps: float) -> Case:
-        return Case(self.system, rps, self.seed, self.mix, self.platform, self.horizon_s)
+        return replace(self, rps=rps)
 
     @property
-    def name(self) -> str:
-        return (
-            f"{self.platform.name}.{self.mix}.{self.system}.{self.rps:.4g}rps.{self.horizon_s:g}s.{self.seed}"
-        )
+    def group(self) -> str:
+        """Name of everything but the rate."""
+        return f"{self.platform.name}.{self.mix}.{self.system}.{self.horizon_s:g}s.seed{self.seed}"
 
 
-@lru_cache(maxsize=8)
-def lengths_scaled(mix: str, traces: str) -> Workload:
-    return workload(mix, LENGTH_FACTOR, traces=traces)
+@lru_cache(maxsize=16)
+def scaled_workload(mix: str, traces: str) -> Workload:
+    return workload(mix, traces=traces)
 
 
 def slora_scenario(load: Workload, platform: Platform, duration_s: float, seed: int) -> Scenario:
@@ -69,11 +63,19 @@ def slora_scenario(load: Workload, platform: Platform, duration_s: float, seed: 
     return build_scenario(load, profile(platform), args, duration_s=duration_s, seed=seed)
 
 
-def ttft_s(scenario: Scenario, trace: TwinTrace, request_ms: float) -> NDArray[np.float64]:
+def case_scenario(case: Case, traces: str) -> Scenario:
+    load, system = at_rate(scaled_workload(case.mix, traces), case.rps), SYSTEMS[case.system]
+    serving = profile(case.platform)
+    policies = choose_policies(load, serving, scheduler=system.scheduler, cache=system.cache)
+    args = case.platform.args(len(load.adapters))
+    return build_scenario(load, serving, args, duration_s=case.horizon_s, seed=case.seed, policies=policies)
+
+
+def ttft_s(scenario: Scenario, trace: TwinTrace, overhead_s: float) -> NDArray[np.float64]:
     """Return the TTFT, or the wait so far; infinite if rejected."""
     answered = (trace.first_ns >= 0) & (trace.first_ns <= scenario.horizon_ns)
     until_ns = np.where(answered, trace.first_ns, scenario.horizon_ns)
-    waited = (until_ns - scenario.requests.arrival_ns) / NS_PER_S + request_ms / 1e3
+    waited = (until_ns - scenario.requests.arrival_ns) / NS_PER_S + overhead_s
     return np.where(trace.status == STATUS_REJECTED, np.inf, waited)
 
 
@@ -88,13 +90,42 @@ def percentile_s(times_s: NDArray[np.float64], percent: float) -> float:
     return float(np.percentile(times_s, percent, method="higher")) if times_s.size else 0.0
 
 
-def slora_p99_s(load: Workload, platform: Platform, rps: float, seed: int) -> float:
-    scenario = slora_scenario(at_rate(load, rps), platform, HORIZON_S, seed)
-    times_s = ttft_s(scenario, run(scenario), profile(platform).host.value("request_ms"))
-    return percentile_s(measured(scenario, times_s), 99)
+def p99_s(case: Case, traces: str) -> float:
+    """Return the P99 TTFT of a case."""
+    scenario = case_scenario(case, traces)
+    overhead_s = profile(case.platform).host.value("request_ms") / 1e3
+    return percentile_s(measured(scenario, ttft_s(scenario, run(scenario), overhead_s)), 99)
 
 
-def highest(holds: Callable[[float], bool], start: float = SLORA_KNEE_RPS) -> float:
+def numbers(case: Case, traces: str) -> Numbers:
+    """Return what the rows of the table read of a case."""
+    scenario = case_scenario(case, traces)
+    overhead_s = profile(case.platform).host.value("request_ms") / 1e3
+    trace = run(scenario)
+    times_s = measured(scenario, ttft_s(scenario, trace, overhead_s))
+    pool = pool_metrics(scenario, trace, overhead_s)
+    assert pool is not None
+    submitted = scenario.requests.arrival_ns.size
+    return {
+        "ttft_p99_s": percentile_s(times_s, 99),
+        "ttft_p50_s": percentile_s(times_s, 50),
+        "ttft_max_s": float(times_s.max(initial=0.0)),
+        "submitted": submitted,
+        "unfinished": int((trace.finish_ns == NEVER).sum()),
+        "rejected": int(trace.counts.rejected),
+        "preemptions": int(trace.counts.preemptions),
+        "hit_rate": pool.hit_rate,
+        "load_wait_ms_mean": pool.load_wait_ms.mean,
+        "load_wait_ms_p99": pool.load_wait_ms.p99,
+        "queue_shares": {size.name: size.queue_share for size in pool.sizes},
+        "queue_s": {size.name: size.queue_s.mean for size in pool.sizes},
+        "squashed": pool.squashes / submitted,
+        "evictions": pool.evictions,
+        "link_utilization": pool.link_utilization,
+    }
+
+
+def highest(holds: Callable[[float], bool], start: float) -> float:
     """Return a rate that holds and is within 1 % of one that does not; 0 if none holds."""
     low, high = start, start * _FIRST_STEP
     if holds(start):

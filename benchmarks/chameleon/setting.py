@@ -1,9 +1,11 @@
 """Chameleon's setting (sections 3 and 5): GPUs, S-LoRA's engine and the workload.
 
 What the paper gives is restated. What it does not give is fixed here, from S-LoRA's published behaviour and
-code alone, before any other system was simulated:
+code alone:
 
-- GPU: datasheets, with the shares of their peaks that `capplan profile roofline` assumes.
+- GPU: datasheets, with the shares of their peaks that `capplan profile roofline` assumes for bandwidth and
+  host link. `COMPUTE_SHARE` of the peak of arithmetic is the share with which S-LoRA's knee on the A40 is the
+  paper's 8.6 RPS (``--part settle``). S-LoRA's measured prefill on an H100 reaches 0.39.
 - Host: the shipped profile of S-LoRA on an H100, fitted to measured runs. Its time per prompt, per request
   and step, and per request outside the engine is kept; so is its base time of a step less the time to read
   the weights there (7.6 ms).
@@ -12,17 +14,20 @@ code alone, before any other system was simulated:
   the 30 ms that a load takes (Fig. 14; rank 128, the largest). With tensor parallelism every GPU is copied
   to in turn (section 3.2).
 - Adapter kernels in prefill: of the TTFT of a medium prompt at rank 128 on an idle engine, 17.5 % is loading
-  and 60 % loading and adapter (Fig. 2). With a load of 30 ms that is 69 ms of base model, 451 tokens at the
-  roofline (medium prompts of the paper's source have 256 to 1,024), and 73 ms of adapter. On other GPUs and
-  models these kernels scale with arithmetic and with the elements of an adapter.
+  and 60 % loading and adapter (Fig. 2). With a load of 30 ms that is 69 ms of base model, which gives the
+  length of the prompt, and 73 ms of adapter. On other GPUs and models these kernels scale with arithmetic and
+  with the elements of an adapter.
 - Adapter kernels in decode: each request reads its rows of A and B (true rank).
 - Lengths: Azure's times `LENGTH_FACTOR`, with which 5 x the mean time of a request alone, its load included,
-  is the SLO of 5 s (``--part factor``).
-- Memory: the A40 has `POOL_TOKENS` for KV and adapters. S-LoRA asks its user for that number
-  (``--max_total_token_num``, 6,000 unless given), and the paper does not say it. With it S-LoRA's knee is
-  the paper's 8.6 RPS (``--part pool``); with 0.9 of the 48 GB it would be 17 RPS. On the A100 S-LoRA's knees
-  are not published, and the pool is 0.9 of the memory less the weights.
+  is the SLO of 5 s (``--part settle``).
+- Memory: `MEMORY_SHARE` of the GPU, less the weights, is for KV and adapters. The paper's S-LoRA violates the
+  SLO "well before it can fully utilize all the available GPU memory", so memory is not what bounds it.
 - Popularity inside a rank: Zipf's law with exponent 1, small ranks the popular ones where ranks differ.
+
+An earlier version took the roofline's share of arithmetic, 0.75, and a pool of 6,900 tokens with which the
+knee is 8.6 RPS as well. It contradicted the sentence about memory. It was given up after the first
+simulations of Chameleon, which was below S-LoRA there: in so small a pool its quotas, which charge every
+request its whole output and its adapter, bound the batch.
 """
 
 from __future__ import annotations
@@ -61,10 +66,10 @@ LOAD_SHARE: Final = 0.175
 ADAPTER_SHARE: Final = 0.60 - LOAD_SHARE
 LARGEST_RANK: Final = 128
 
-LENGTH_FACTOR: Final = 0.152
-POOL_TOKENS: Final = 6_900
+COMPUTE_SHARE: Final = 0.345
+LENGTH_FACTOR: Final = 0.146
 MEMORY_SHARE: Final = 0.9
-"""Of the A100's memory, for weights and pool."""
+"""Of a GPU's memory, for weights, KV and adapters."""
 MAX_MODEL_LEN: Final = 2048
 """Positions of Llama-7B."""
 MAX_NUM_SEQS: Final = 1000
@@ -82,8 +87,8 @@ class Platform:
     tp: int = 1
     memory_gib: float | None = None
     """Memory of a GPU; None: as on the datasheet."""
-    pool_tokens: int | None = None
-    """Tokens of KV and adapters; None: what the memory leaves."""
+    compute: float = COMPUTE_SHARE
+    """Share of the peak of arithmetic that prefill reaches."""
 
     @property
     def name(self) -> str:
@@ -92,8 +97,6 @@ class Platform:
 
     def pool(self) -> int:
         """Return the tokens of KV and adapters."""
-        if self.pool_tokens is not None:
-            return self.pool_tokens
         arch = model_arch(self.model)
         room = MEMORY_SHARE * self.memory_bytes() - weight_bytes(arch, self.tp)
         return int(room // kv_bytes_per_token(arch, self.tp))
@@ -115,7 +118,7 @@ class Platform:
         )
 
 
-A40: Final = Platform(pool_tokens=POOL_TOKENS)
+A40: Final = Platform()
 
 
 @lru_cache(maxsize=32)
@@ -123,7 +126,7 @@ def profile(platform: Platform = A40) -> Profile:
     """Return the profile of S-LoRA on a platform."""
     sheet, arch, tp = gpu_sheet(platform.gpu), model_arch(platform.model), platform.tp
     measured = load_profile(SLORA_H100)
-    physics = _physics(measured)
+    physics = _physics(measured, platform.compute)
     engine = EngineChoice(rules="slora", kernel=Kernel.MBGMV)
     plain = roofline_profile(
         sheet, arch, engine, tp, Assumptions(physics=physics), "python -m benchmarks.chameleon"
@@ -147,10 +150,12 @@ def profile(platform: Platform = A40) -> Profile:
     )
 
 
-def _physics(measured: Profile) -> Efficiencies:
+def _physics(measured: Profile, compute: float) -> Efficiencies:
     """Return the roofline's shares, with S-LoRA's host time of a step instead of kernel launches."""
     read_ms = 1e3 * weight_bytes(measured.model) / (Efficiencies.bandwidth * H100_BYTES_PER_S)
-    return Efficiencies(kernel_us=0.0, step_ms=measured.step_latency.value("base_ms") - read_ms)
+    return Efficiencies(
+        compute=compute, kernel_us=0.0, step_ms=measured.step_latency.value("base_ms") - read_ms
+    )
 
 
 def _loading(platform: Platform, physics: Efficiencies) -> dict[str, float]:

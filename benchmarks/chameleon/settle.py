@@ -1,22 +1,32 @@
-"""The two numbers of the setting that are solved for: the length factor and the pool of the A40."""
+"""The two numbers of the setting that are solved for: length factor and share of arithmetic."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 from typing import Final
 
 import numpy as np
 
-from benchmarks.chameleon.runs import highest, lengths_scaled, slora_p99_s, slora_scenario
+from benchmarks.chameleon.runs import (
+    HORIZON_S,
+    highest,
+    measured,
+    percentile_s,
+    slora_scenario,
+    ttft_s,
+)
 from benchmarks.chameleon.setting import (
     A40,
+    COMPUTE_SHARE,
     LENGTH_FACTOR,
-    POOL_TOKENS,
     SLO_FACTOR,
     SLO_S,
     SLORA_KNEE_RPS,
+    Platform,
     at_rate,
     profile,
     workload,
@@ -30,46 +40,47 @@ _ALONE_S: Final = 100_000.0
 _PRECISION: Final = 0.002
 
 
-def alone_s(load: Workload) -> float:
+def alone_s(load: Workload, platform: Platform = A40) -> float:
     """Return the mean time of a request of 2,000 that are alone in the engine, load included."""
-    scenario = slora_scenario(at_rate(load, _ALONE_RPS), A40, _ALONE_S, 0)
+    scenario = slora_scenario(at_rate(load, _ALONE_RPS), platform, _ALONE_S, 0)
     trace = run(scenario)
     ended = trace.finish_ns >= 0
     in_engine_s = (trace.finish_ns - scenario.requests.arrival_ns)[ended] / NS_PER_S
     return float(np.mean(in_engine_s)) + profile(A40).host.value("request_ms") / 1e3
 
 
-def length_factor(traces: str) -> float:
+def length_factor(traces: str, platform: Platform = A40) -> float:
     """Return the factor on lengths for which `SLO_FACTOR` times the mean time alone is the SLO."""
     low, high = 0.02, 1.0
     while high / low > 1.0 + _PRECISION:
         middle = math.sqrt(low * high)
-        within = SLO_FACTOR * alone_s(workload(factor=middle, traces=traces)) <= SLO_S
+        within = SLO_FACTOR * alone_s(workload(factor=middle, traces=traces), platform) <= SLO_S
         low, high = (middle, high) if within else (low, middle)
     return low
 
 
-def slora_knee_rps(traces: str, pool_tokens: int, seeds: int) -> list[float]:
-    """Return S-LoRA's knee per seed with a pool of so many tokens."""
-    platform, load = replace(A40, pool_tokens=pool_tokens), lengths_scaled("up", traces)
-    return [
-        highest(lambda rps, s=seed: slora_p99_s(load, platform, rps, s) <= SLO_S) for seed in range(seeds)
-    ]
+def slora_knee_rps(load: Workload, platform: Platform, seeds: int) -> list[float]:
+    """Return S-LoRA's knee per seed."""
+    overhead_s = profile(platform).host.value("request_ms") / 1e3
+
+    def holds(seed: int, rps: float) -> bool:
+        scenario = slora_scenario(at_rate(load, rps), platform, HORIZON_S, seed)
+        times_s = ttft_s(scenario, run(scenario), overhead_s)
+        return percentile_s(measured(scenario, times_s), 99) <= SLO_S
+
+    return [highest(partial(holds, seed), SLORA_KNEE_RPS) for seed in range(seeds)]
 
 
-def factor_report(traces: str) -> str:
-    found = length_factor(traces)
+def report(traces: str, seeds: int) -> Iterator[str]:
+    """Yield the length factor and S-LoRA's knee around the share of arithmetic of the setting."""
     alone = alone_s(workload(factor=LENGTH_FACTOR, traces=traces))
-    return f"length factor {found:.4f}; with {LENGTH_FACTOR:g} a request alone takes {alone:.3f} s"
-
-
-def pool_report(traces: str, seeds: int) -> str:
-    lines = []
-    for pool in (POOL_TOKENS - 200, POOL_TOKENS, POOL_TOKENS + 200, None):
-        tokens = replace(A40, pool_tokens=pool).pool()
-        knees = slora_knee_rps(traces, tokens, seeds)
+    yield f"setting: factor {LENGTH_FACTOR:g}, a request alone takes {alone:.3f} s"
+    for share in (COMPUTE_SHARE - 0.02, COMPUTE_SHARE, COMPUTE_SHARE + 0.02):
+        platform = replace(A40, compute=share)
+        factor = length_factor(traces, platform)
+        knees = slora_knee_rps(workload(factor=factor, traces=traces), platform, seeds)
         span = f"{min(knees):.2f} to {max(knees):.2f}"
-        lines.append(
-            f"pool {tokens}: S-LoRA's knee {fmean(knees):.2f} ({span}), the paper's {SLORA_KNEE_RPS}"
+        yield (
+            f"arithmetic {share:.3f}: factor {factor:.3f}, S-LoRA's knee {fmean(knees):.2f} ({span}), "
+            f"the paper's {SLORA_KNEE_RPS}"
         )
-    return "\n".join(lines)
