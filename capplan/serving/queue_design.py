@@ -12,9 +12,6 @@ from capplan.serving.quotas import allocate_quotas, queue_loads
 from capplan.serving.size_clusters import choose_clustering, classify, cluster_sizes, cut_offs, subsample
 from capplan.spec.scheduling import MOST_QUEUES, AdapterCharge, QueueClass, QueueConfig, Queues, SizeForm, Wrs
 
-PROMPT_WEIGHT: Final = 0.4
-OUTPUT_WEIGHT: Final = 0.6
-"""Weights of prompt and output (Chameleon, section 4.3.1)."""
 _MAX_LENGTH_PERCENTILE: Final = 99.9
 """Percentile of lengths that has size 1; the paper does not define its largest lengths."""
 
@@ -69,7 +66,7 @@ class SizeClasses:
 
 def clustered_classes(sample: RequestSample, config: QueueConfig) -> SizeClasses:
     """Return queues by clusters of request sizes."""
-    wrs = size_weights(sample, config.size)
+    wrs = size_weights(sample, config.size, config.prompt_weight)
     sizes = request_sizes(wrs, sample)
     clustered = subsample(sizes)
     most = min(config.max_queues, MOST_QUEUES)
@@ -82,7 +79,7 @@ def clustered_classes(sample: RequestSample, config: QueueConfig) -> SizeClasses
 
 def equal_ranges(sample: RequestSample, config: QueueConfig) -> SizeClasses:
     """Return 4 queues of equal ranges of sizes between the smallest and the largest (Chameleon, Fig. 22)."""
-    wrs = size_weights(sample, config.size)
+    wrs = size_weights(sample, config.size, config.prompt_weight)
     sizes = request_sizes(wrs, sample)
     cuts = np.unique(np.linspace(sizes.min(), sizes.max(), MOST_QUEUES + 1)[1:-1])
     return SizeClasses(wrs, cuts, classify(sizes, cuts))
@@ -145,13 +142,13 @@ def design_queues(
     )
 
 
-def size_weights(sample: RequestSample, form: SizeForm) -> Wrs:
-    """Return the weights of request sizes, with the maxima of a sample."""
-    alone = form == "output_only"
+def size_weights(sample: RequestSample, form: SizeForm, prompt_weight: float = 0.4) -> Wrs:
+    """Return the weights of request sizes, with the maxima of a sample (Chameleon, section 4.3.1)."""
+    of_prompt = 0.0 if form == "output_only" else prompt_weight
     return Wrs(
         form=form,
-        a=0.0 if alone else PROMPT_WEIGHT,
-        b=1.0 if alone else OUTPUT_WEIGHT,
+        a=of_prompt,
+        b=1.0 - of_prompt,
         max_prompt_tokens=_max_length(sample.prompt_tokens),
         max_output_tokens=_max_length(sample.output_tokens),
         max_adapter_bytes=int(sample.adapter_bytes.max()),

@@ -54,6 +54,9 @@ class QueueConfig(SpecModel):
         description="How size is computed: degree2 multiplies lengths by the adapter, degree1 adds it, "
         "output_only counts nothing but the output.",
     )
+    prompt_weight: Fraction = Field(
+        default=0.4, description="Weight of the prompt in the size; that of the predicted output is the rest."
+    )
     clusters: ClusterRule = Field(
         default="elbow",
         description="What chooses the number of queues: elbow, wcss (the paper's words, which always give "
