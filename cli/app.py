@@ -104,6 +104,7 @@ _COMMANDS: Final = {
     "plan": "Plan which adapters share which GPUs, with which engine settings, and verify it with the twin.",
     "compare": "Compare solvers on a workload: raw answers, and the verdict of the twin on fresh seeds.",
     "simulate": "Simulate one GPU that serves the whole workload.",
+    "tune": "Search settings of Chameleon's scheduler and cache, and compare them on held-out windows.",
     "explain": "Explain a plan: bottleneck of each group, predictions, verification, and the number of GPUs.",
     "report": "Write a plan as one HTML page that works offline: groups, predictions, bottlenecks, adapters.",
     "export": "Write a launch script per server, and routing.json with the shares of every adapter.",

@@ -1,0 +1,62 @@
+"""Search of scheduler and cache settings against held-out windows."""
+
+import numpy as np
+import pytest
+
+from capplan import Adapter, InputError, Workload
+from capplan.datasets import load_profile
+from capplan.planner.tuning import TuneOptions, fragment, tune
+from capplan.spec import Cache, Lengths, Scheduler
+from capplan.spec.scheduling import cache_of, scheduler_of
+
+PROFILE = "h100-64g/llama-2-7b/s-lora-c1ddf48"
+
+
+@pytest.fixture(scope="module")
+def workload() -> Workload:
+    return Workload(
+        base_model="meta-llama/Llama-2-7b-hf",
+        profile=PROFILE,
+        adapters=[Adapter(name=f"a{i}", rank=(8, 128)[i % 2], rate_rps=1.0) for i in range(12)],
+        prompt_tokens=Lengths(mean=200, std=200),
+        output_tokens=Lengths(mean=60, std=60),
+    )
+
+
+OPTIONS = TuneOptions(duration_s=80.0, trials=4)
+
+
+def test_found_settings_are_no_worse_on_the_search_windows_and_the_same_for_a_seed(workload):
+    profile = load_profile(PROFILE)
+    progress = []
+    tuned = tune(workload, profile, OPTIONS, lambda *done: progress.append(done))
+    assert progress == [(trial, 4) for trial in (1, 2, 3, 4)]
+    assert tuned.trials == 4
+    assert tuned.window_s == 20.0
+    assert tuned.found.search_p99_s <= tuned.before.search_p99_s
+    assert tuned.before.scheduler == Scheduler(policy="chameleon")
+    assert np.isfinite([tuned.found.held_out_p99_s, tuned.before.held_out_p99_s]).all()
+    assert tune(workload, profile, OPTIONS) == tuned
+
+
+def test_a_fragment_of_a_workload_file_holds_the_settings(workload):
+    tuned = tune(workload, load_profile(PROFILE), OPTIONS)
+    document = fragment(tuned.found)
+    assert scheduler_of(document["scheduler"]) == tuned.found.scheduler
+    assert cache_of(document["cache"]) == tuned.found.cache
+
+
+def test_what_cannot_be_tuned_is_refused(workload):
+    profile = load_profile(PROFILE)
+    fifo = workload.model_copy(update={"scheduler": Scheduler(policy="fifo")})
+    with pytest.raises(InputError, match="scheduler: must be chameleon"):
+        tune(fifo, profile, OPTIONS)
+    lru = workload.model_copy(
+        update={"scheduler": Scheduler(policy="chameleon"), "cache": Cache(policy="lru")}
+    )
+    with pytest.raises(InputError, match="cache: must be chameleon"):
+        tune(lru, profile, OPTIONS)
+    with pytest.raises(InputError, match="--windows: must be at least 2"):
+        TuneOptions(windows=1)
+    with pytest.raises(InputError, match="--duration: must give every one"):
+        tune(workload, profile, TuneOptions(duration_s=0.01))
