@@ -9,8 +9,6 @@ from functools import lru_cache
 from typing import Any, Final, TypeAlias
 
 import numpy as np
-from capplan.twin.policies import choose_policies
-from capplan.twin.pool_metrics import pool_metrics
 from numpy.typing import NDArray
 
 from benchmarks.chameleon.setting import A40, SLO_S, Platform, at_rate, profile, workload
@@ -18,6 +16,8 @@ from benchmarks.chameleon.systems import SYSTEMS
 from capplan import Workload
 from capplan.twin import build_scenario
 from capplan.twin.core import run
+from capplan.twin.policies import choose_policies
+from capplan.twin.pool_metrics import pool_metrics
 from capplan.twin.scenario import NS_PER_S, Scenario
 from capplan.twin.trace import NEVER, STATUS_REJECTED, TwinTrace
 

@@ -185,16 +185,21 @@ def _prefill_ms_per_krank(platform: Platform, physics: Efficiencies) -> float:
     sheet, arch = gpu_sheet(A40.gpu), model_arch(A40.model)
     engine = EngineChoice(rules="slora", kernel=Kernel.MBGMV)
     steps = step_coefficients(sheet, arch, 1, engine, Assumptions(physics=physics))
-    on_a40 = LOAD_MS * ADAPTER_SHARE / LOAD_SHARE / (medium_ktokens(steps) * LARGEST_RANK)
+    on_a40 = (
+        LOAD_MS
+        * ADAPTER_SHARE
+        / LOAD_SHARE
+        / (medium_ktokens(steps["base_ms"], steps["ms_per_ktoken"]) * LARGEST_RANK)
+    )
     served, elements = gpu_sheet(platform.gpu), model_arch(platform.model)
     work = adapter_bytes(elements, 1, ATTENTION_MODULES) / adapter_bytes(arch, 1, ATTENTION_MODULES)
     return on_a40 * work / platform.tp * sheet.flop_per_s / served.flop_per_s
 
 
-def medium_ktokens(steps: dict[str, float]) -> float:
+def medium_ktokens(base_step_ms: float, ms_per_ktoken: float) -> float:
     """Return the prompt whose prefill takes the base model's share of the TTFT in Fig. 2."""
     base_ms = LOAD_MS * (1.0 - LOAD_SHARE - ADAPTER_SHARE) / LOAD_SHARE
-    ktokens = (base_ms - steps["base_ms"]) / steps["ms_per_ktoken"]
+    ktokens = (base_ms - base_step_ms) / ms_per_ktoken
     if ktokens > GRAPH_TOKENS / 1e3:
         raise ValueError("the prompt is longer than the roofline's first chord")
     return ktokens

@@ -1,0 +1,34 @@
+"""Share of the TTFT that an adapter's load takes on an idle engine (Fig. 5)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from benchmarks.chameleon.setting import A40, LARGEST_RANK, Platform, medium_ktokens, profile
+from capplan.models.memory import gpu_load_ms
+from capplan.models.step_latency import (
+    StepFeatures,
+    StepRanks,
+    coefficient_array,
+    latency_code,
+    rank_ms,
+    step_ms,
+)
+
+_GPU: Final = "a100-80g"
+_MODEL: Final = "llama-3.1-70b"
+"""Its adapter of rank 32 on q, k, v and o has the 250 MiB that the paper gives (256 MB)."""
+
+
+def load_share(rank: int, tp: int) -> float:
+    """Return the share of a medium prompt, the one of Fig. 2."""
+    served = profile(Platform(_GPU, _MODEL, tp))
+    on_a40 = profile(A40).step_latency
+    tokens = 1e3 * medium_ktokens(on_a40.value("base_ms"), on_a40.value("ms_per_ktoken"))
+    form = latency_code(served.step_latency.form, served.engine.kernel)
+    coefficients = coefficient_array(served.step_latency)
+    features = StepFeatures(tokens, 1.0, 0.0, 1.0, 1.0, LARGEST_RANK, 0.0, 1.0, 1.0)
+    ranks = StepRanks(0.0, 1.0, 0.0, 1.0, tokens, rank, 0.0, rank, tokens * rank)
+    prefill_ms = step_ms(form, coefficients, features) + rank_ms(form, coefficients, LARGEST_RANK, ranks)
+    load_ms = gpu_load_ms(served.loading, rank, LARGEST_RANK)
+    return load_ms / (load_ms + prefill_ms)
