@@ -151,7 +151,8 @@ def _print_explained(group: Group, explanation: Explanation | None) -> None:
     for each in () if explanation is None else explanation.groups:
         if group.id == each.ids[0]:
             typer.echo(f"  {each.why_a_max}")
-            print_table(curve_table(each.curve))
+            if group.scheduler is None:
+                print_table(curve_table(each.curve))
             for curve in each.knobs:
                 print_table(curve_table(curve))
             typer.echo(f"  {each.room.words}")

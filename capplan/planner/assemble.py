@@ -13,7 +13,7 @@ from capplan.planner.bound import lower_bound, lower_bound_gpus
 from capplan.planner.deadline import NEVER, Deadline
 from capplan.planner.evaluate import find_bottleneck, known_values
 from capplan.planner.intervals import prediction_interval
-from capplan.planner.parallel import parallel_map, parallel_until
+from capplan.planner.parallel import parallel_until
 from capplan.planner.previous import (
     PreviousInstance,
     moved_adapters,
@@ -70,7 +70,7 @@ def build_plan(
     workload = problem.workload
     old = () if previous is None else previous_instances(previous)
     names, moves = name_groups(problem, assignments, old)
-    planned = parallel_map(verifier.with_queues, assignments)
+    planned = verifier.with_queues(assignments)
     found = parallel_until(partial(find_bottleneck, problem), planned, deadline)
     bottlenecks = [(None, None) if each is None else each for each in found]
     columns = zip(names, planned, verifications, bottlenecks, strict=True)

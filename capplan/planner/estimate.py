@@ -25,6 +25,7 @@ from capplan.planner.deadline import NEVER, Deadline
 from capplan.planner.evaluate import Evaluation, evaluate
 from capplan.planner.parallel import estimate_all
 from capplan.planner.problem import AdapterShare, Assignment, Estimate, Estimator, Problem
+from capplan.planner.queues import with_queues
 from capplan.spec import STARVED_BELOW, Workload
 from capplan.twin import SimulationResult
 from capplan.twin.metrics import bound_value
@@ -102,13 +103,14 @@ class TwinEstimator:
     def _run(self, assignment: Assignment, seed: int) -> Evaluation | None:
         args = self.problem.engine_args(assignment)
         knobs = (args.max_loras, args.max_num_seqs, args.max_num_batched_tokens)
-        key = (frozenset(assignment.shares), *knobs, assignment.queues, assignment.pool, seed)
+        key = (frozenset(assignment.shares), *knobs, assignment.pool, seed)
         if key not in self._cache:
             self.deadline.check()
             scale = 1.0 / (1.0 - self.problem.workload.headroom)
             try:
+                planned = with_queues(self.problem, assignment)
                 problem = self.problem.pessimistic
-                self._cache[key] = evaluate(problem, assignment, seed, self.duration_s, scale)
+                self._cache[key] = evaluate(problem, planned, seed, self.duration_s, scale)
             except InfeasibleError:
                 self._cache[key] = None
         run = self._cache[key]

@@ -10,8 +10,10 @@ from typing import Any, Final, Literal, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from capplan.errors import InfeasibleError
 from capplan.planner.deadline import NEVER, Deadline
 from capplan.planner.problem import SIMULATED_S, Assignment, Problem, distinct_adapters, horizon_s
+from capplan.planner.queues import with_queues
 from capplan.spec import Binds, Slo, Workload
 from capplan.spec.plan import PLAN_ROUTER
 from capplan.spec.slo import describe_latency
@@ -179,8 +181,15 @@ def describe_violation(problem: Problem, evaluation: Evaluation) -> str:
 
 
 def describe_failure(problem: Problem, assignment: Assignment) -> str:
-    """Return the bound that an instance breaks by the twin at the load over (1 - headroom), as text."""
+    """Return the bound that an instance breaks by the twin at the load over (1 - headroom), as text.
+
+    It may also be that the quotas of its queues do not fit.
+    """
     scale = 1.0 / (1.0 - problem.workload.headroom)
+    try:
+        assignment = with_queues(problem, assignment)
+    except InfeasibleError as error:
+        return error.message
     evaluation = evaluate(problem.pessimistic, assignment, 0, SIMULATED_S, scale)
     return describe_violation(problem, evaluation) or "no bound breaks on one seed of the twin"
 

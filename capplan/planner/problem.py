@@ -283,6 +283,11 @@ class Problem:
         return traffic_of(self.workload)
 
     @cached_property
+    def known_queues(self) -> dict[Assignment, Queues | None]:
+        """Initial queues designed so far, by instance."""
+        return {}
+
+    @cached_property
     def constraints(self) -> Constraints:
         """Placement constraints of the workload."""
         return read_constraints(self.workload.adapters, self.traffic)

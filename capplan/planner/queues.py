@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -26,6 +27,22 @@ _MIN_DURATION_S: Final = 300.0
 _MAX_DURATION_S: Final = 86_400.0
 _BOUND_OVER_ISOLATED: Final = 5.0
 """Default bound on E2E, relative to the mean time of a request alone (Chameleon, section 5.1)."""
+
+
+def with_queues(problem: Problem, assignment: Assignment) -> Assignment:
+    """Return an instance with its initial queues, as it is simulated and planned.
+
+    Raises
+    ------
+    InfeasibleError
+        If the minimum quotas do not fit.
+    """
+    if assignment.queues is not None:
+        return assignment
+    known = problem.known_queues
+    if assignment not in known:
+        known[assignment] = group_queues(problem, assignment)
+    return replace(assignment, queues=known[assignment])
 
 
 def group_queues(problem: Problem, assignment: Assignment) -> Queues | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 
-from capplan.errors import InputError
+from capplan.errors import InfeasibleError, InputError
 from capplan.models.uncertainty import DRAWS, drawn_profiles
 from capplan.planner.deadline import NEVER, Deadline, OutOfTimeError
 from capplan.planner.evaluate import (
@@ -26,11 +27,11 @@ from capplan.planner.problem import (
     Problem,
     horizon_s,
 )
-from capplan.planner.queues import group_queues
+from capplan.planner.queues import with_queues
 from capplan.planner.search.data import AdapterGroup, adapter_groups
 from capplan.planner.slots import choose_slots, slot_candidates
 from capplan.planner.validity import broken_rules
-from capplan.spec import Profile, Queues
+from capplan.spec import Profile
 from capplan.spec.limits import require_seed_count
 from capplan.spec.plan import OUT_OF_TIME
 from capplan.twin import SimulationResult
@@ -73,20 +74,16 @@ class Verifier:
     duration_s: float = SIMULATED_S
     deadline: Deadline = NEVER
     """Time at which no simulation is started."""
-    _queues: dict[Assignment, Queues | None] = field(default_factory=dict, compare=False)
-    """Initial queues by instance; shared with copies of another deadline."""
 
-    def with_queues(self, assignment: Assignment) -> Assignment:
-        """Return an instance with its initial queues, as it is simulated and planned.
+    def with_queues(self, assignments: Sequence[Assignment]) -> list[Assignment]:
+        """Return the instances with their initial queues.
 
         Raises
         ------
         InfeasibleError
-            If the minimum quotas do not fit.
+            If the minimum quotas of one do not fit.
         """
-        if assignment not in self._queues:
-            self._queues[assignment] = group_queues(self.problem, assignment)
-        return replace(assignment, queues=self._queues[assignment])
+        return parallel_map(partial(with_queues, self.problem), assignments)
 
     def __call__(
         self, assignments: Sequence[Assignment], progress: Callable[[int, int], None] = no_progress
@@ -96,11 +93,11 @@ class Verifier:
         Raises
         ------
         InfeasibleError
-            If an assignment does not fit in memory.
+            If an assignment does not fit in memory, or the minimum quotas of its queues do not.
         OutOfTimeError
             If the deadline passes.
         """
-        assignments = parallel_map(self.with_queues, assignments)
+        assignments = self.with_queues(assignments)
 
         def simulate(job: tuple[Assignment, int]) -> Evaluation:
             self.deadline.check()
@@ -125,7 +122,7 @@ class Verifier:
         OutOfTimeError
             If it ends all of them.
         """
-        assignments = parallel_map(self.with_queues, assignments)
+        assignments = self.with_queues(assignments)
 
         def simulate(seed: int) -> list[Evaluation]:
             if len(assignments) == 1:
@@ -155,7 +152,7 @@ class Verifier:
         if len(self.seeds) < 2:
             return tuple(verifications)
         seed = verifications[0].seeds[0]
-        assignments = [self.with_queues(each) for each in assignments]
+        assignments = self.with_queues(assignments)
         by_pool = [drawn_profiles(pool.profile) for pool in self.problem.pools]
 
         def simulate(profiles: Sequence[Profile]) -> list[SimulationResult]:
@@ -357,7 +354,18 @@ def _move_load(
         if not fitting:
             return {}
         moved[gpu] = replace(before, shares=shares, a_max=fitting[0])
+        if not _has_quotas(problem, moved[gpu]):
+            return {}
     return moved
+
+
+def _has_quotas(problem: Problem, assignment: Assignment) -> bool:
+    """Tell whether the minimum quotas of the instance's queues fit."""
+    try:
+        with_queues(problem, assignment)
+    except InfeasibleError:
+        return False
+    return True
 
 
 def _load_tok_s(problem: Problem, shares: Iterable[AdapterShare]) -> float:

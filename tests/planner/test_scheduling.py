@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from capplan import Plan, Profile, Workload, plan, simulate
+from capplan import InfeasibleError, Lengths, Plan, Profile, Workload, plan, simulate
 from capplan.planner import verify_without_scheduling
 from capplan.planner.explain.curve import CurveRuns, slot_curve
 from capplan.planner.explain.rebuild import rebuild
 from capplan.planner.problem import Assignment, make_problem
+from capplan.planner.queues import group_queues
 from capplan.planner.slots import slot_grid
 from capplan.spec import Cache, Group, Scheduler
 from capplan.twin.simulate import keywords_of
@@ -115,3 +116,18 @@ def test_a_workload_without_the_keys_has_a_plan_as_before(planned: Plan) -> None
     text = group.replace(predicted=predicted).model_dump_json()
     assert '"scheduler"' not in text
     assert '"scheduling"' not in text
+
+
+def test_quotas_that_do_not_fit_on_one_gpu_are_a_reason_for_two(workload: Make, profile: Profile) -> None:
+    """They depend on the load of each GPU, so a search that ignored them would end in an error."""
+    busy = tuple((f"a{i}", (8, 64)[i % 2], 0.35) for i in range(24))
+    lengths = {"prompt_tokens": Lengths(mean=500, std=400), "output_tokens": Lengths(mean=200, std=150)}
+    spec = workload(*busy, **lengths, **SETTINGS)
+    made = plan(spec, gpus=3, profile=profile, seeds=1)
+    one = Assignment(make_problem(spec, 1, profile).shares, len(busy))
+    with pytest.raises(InfeasibleError, match="queues: quotas need at least"):
+        group_queues(make_problem(spec, 1, profile), one)
+    assert len(made.groups) == 2
+    assert made.verification.ok
+    with pytest.raises(InfeasibleError, match="queues: quotas need at least"):
+        plan(spec, gpus=1, profile=profile, seeds=1)
