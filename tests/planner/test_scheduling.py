@@ -7,6 +7,8 @@ import pytest
 
 from capplan import InfeasibleError, Lengths, Plan, Profile, Workload, plan, simulate
 from capplan.planner import verify_without_scheduling
+from capplan.planner.estimate import TwinEstimator
+from capplan.planner.evaluate import describe_failure
 from capplan.planner.explain.curve import CurveRuns, slot_curve
 from capplan.planner.explain.rebuild import rebuild
 from capplan.planner.problem import Assignment, make_problem
@@ -118,16 +120,16 @@ def test_a_workload_without_the_keys_has_a_plan_as_before(planned: Plan) -> None
     assert '"scheduling"' not in text
 
 
-def test_quotas_that_do_not_fit_on_one_gpu_are_a_reason_for_two(workload: Make, profile: Profile) -> None:
-    """They depend on the load of each GPU, so a search that ignored them would end in an error."""
+def test_an_instance_whose_quotas_do_not_fit_does_not_hold(workload: Make, profile: Profile) -> None:
+    """The search then takes another GPU; a search that ignored quotas would end in an error."""
     busy = tuple((f"a{i}", (8, 64)[i % 2], 0.35) for i in range(24))
     lengths = {"prompt_tokens": Lengths(mean=500, std=400), "output_tokens": Lengths(mean=200, std=150)}
-    spec = workload(*busy, **lengths, **SETTINGS)
-    made = plan(spec, gpus=3, profile=profile, seeds=1)
-    one = Assignment(make_problem(spec, 1, profile).shares, len(busy))
+    problem = make_problem(workload(*busy, **lengths, **SETTINGS), 2, profile)
+    whole = Assignment(problem.shares, len(busy))
+    half = Assignment(problem.shares[::2], len(busy))
     with pytest.raises(InfeasibleError, match="queues: quotas need at least"):
-        group_queues(make_problem(spec, 1, profile), one)
-    assert len(made.groups) == 2
-    assert made.verification.ok
-    with pytest.raises(InfeasibleError, match="queues: quotas need at least"):
-        plan(spec, gpus=1, profile=profile, seeds=1)
+        group_queues(problem, whole)
+    twin = TwinEstimator(problem, 0, duration_s=300.0)
+    assert twin(whole).starved
+    assert not twin(half).starved
+    assert describe_failure(problem, whole).startswith("queues: quotas need at least")
