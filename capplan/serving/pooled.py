@@ -80,6 +80,8 @@ def schedule_pooled(state: State, limits: Limits) -> int:
         tokens = _start_prompts(state, limits, limits.max_num_batched_tokens)
         if tokens == 0:
             tokens = _decode(state, limits)
+        if tokens == 0:  # if all decoding rows were preempted, prompts have their blocks
+            tokens = _start_prompts(state, limits, limits.max_num_batched_tokens)
     counts.step_kind = NO_STEP if tokens == 0 else DECODES if tokens == c.step_decodes else PROMPTS
     adapter = adapter_to_prefetch(state, limits)
     if adapter != NONE and has_memory(state, limits, NONE, state.adapters.pages[adapter]):

@@ -22,8 +22,9 @@ from capplan.spec import QueueClass, Queues, Scheduler, Wrs
 from capplan.twin.reference.caches import CachedAdapter
 from capplan.twin.reference.host_link import ReferenceCopier
 from capplan.twin.reference.loop import reference_scheduler
-from capplan.twin.reference.pooled import ReferencePooled, SizeQueues
+from capplan.twin.reference.pooled import ReferencePooled
 from capplan.twin.reference.scheduler import ReferenceScheduler, ReferenceStep
+from capplan.twin.reference.size_queues import SizeQueues
 from capplan.twin.reference.slora import ReferenceSlora
 from tests.engine.engines import TimedRequest, check_engine, replay
 

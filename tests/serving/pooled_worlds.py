@@ -18,8 +18,9 @@ from capplan.spec.scheduling import Wrs
 from capplan.testing.integrity import check_integrity, running_rows
 from capplan.testing.structures import same, snapshot
 from capplan.twin.reference.caches import CachedAdapter
-from capplan.twin.reference.pooled import PooledRequest, ReferencePooled, SizeQueues
+from capplan.twin.reference.pooled import ReferencePooled
 from capplan.twin.reference.scheduler import ReferenceOutput, ReferenceStep
+from capplan.twin.reference.size_queues import PooledRequest, SizeQueues
 from tests.serving.worlds import Choose, scheduled
 
 MS = 1_000_000
@@ -62,7 +63,6 @@ class PooledWorld:
         state.adapters.pages[:] = self.pages
         own = state.pooled.adapters
         own.bytes[:] = self.size_bytes
-        own.bytes[0] = min(self.size_bytes[1:], default=0)
         own.tokens[:], own.cost_ns[:] = self.tokens, self.cost_ns
         state.pooled.weights[:] = self.weights
         write_queues(state, self.limits, self.queues)
@@ -134,7 +134,8 @@ def make_pooled_world(choose: Choose, max_requests: int = 24, **switches: int) -
         refresh_ns=choose(100, 2000) * MS,
     )._replace(**switches)
     total = num_blocks * block_size
-    size_bytes = (0, *(each * 100 + choose(0, 99) for each in pages[1:]))
+    size_bytes = tuple(each * 100 + choose(0, 99) for each in pages[1:])
+    size_bytes = (min(size_bytes), *size_bytes)
     tokens_per_page = 0 if crowded or choose(0, 2) == 0 else block_size
 
     def queues() -> SizeQueues:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,8 @@ from capplan.testing import check_integrity
 from capplan.testing.integrity import running_rows
 from tests.serving.pooled_worlds import (
     EVENTS,
+    MS,
+    Arrival,
     PooledWorld,
     Replay,
     events_of,
@@ -18,6 +21,7 @@ from tests.serving.pooled_worlds import (
     make_pooled_world,
     replay,
 )
+from tests.serving.test_chameleon_batch import world_of
 from tests.serving.worlds import seeded
 
 SEEDS = range(200)
@@ -46,6 +50,17 @@ def test_an_engine_without_requests_has_all_its_tokens_and_blocks(replays: list[
         assert run.state.pooled.counts.reserved == 0
         resident = run.state.adapters.pages[run.state.adapters.resident == 1].sum()
         assert run.state.counters.free_blocks == run.world.num_blocks - resident
+
+
+@pytest.mark.parametrize("chunked", [0, 1])
+def test_a_prompt_takes_the_blocks_of_the_last_decoding_request(chunked: int) -> None:
+    """Request 1 outgrows its prediction while the adapter of request 0 is loaded, and fills the memory."""
+    arrivals = [Arrival(0, 3, 3, 1, 1), Arrival(0, 0, 4, 12, 1)]
+    world = world_of(arrivals, [200], [], num_blocks=20, chunked=chunked)
+    seen = list(replay(replace(world, cost_ns=(0, 0, 0, 65 * MS))))
+    full = next(each.step for each in seen if each.step.preempted)
+    assert (full.preempted, full.tokens) == ([1], [(0, 3)])
+    assert seen[-1].replay.finished == [0, 1]
 
 
 def _states_with_bypassers() -> Iterator[tuple[PooledWorld, State]]:

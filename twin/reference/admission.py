@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from capplan.twin.reference.pooled import PooledRequest, ReferencePooled
+    from capplan.twin.reference.pooled import ReferencePooled
+    from capplan.twin.reference.size_queues import PooledRequest
 
 
 class QueueAdmission:

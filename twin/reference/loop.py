@@ -7,7 +7,6 @@ is slow: like the engine it scans the whole waiting queue in every step, and it 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -15,21 +14,16 @@ from numpy.typing import NDArray
 
 from capplan.models.step_latency import StepFeatures, StepRanks, rank_ms, step_ms
 from capplan.serving import Limits
-from capplan.serving.pool_setup import PoolSetup
-from capplan.serving.pooled_state import DEGREE_1, DEGREE_2, OUTPUT_ONLY
-from capplan.serving.queue_design import RequestSample
-from capplan.serving.refresh import new_queues
 from capplan.serving.state import POOLED, SLORA
-from capplan.spec import Scheduler, Wrs
 from capplan.twin import trace
 from capplan.twin import trace as t
 from capplan.twin.clock import with_reloads_ns
-from capplan.twin.reference.caches import CachedAdapter
 from capplan.twin.reference.host_link import ReferenceCopier
-from capplan.twin.reference.pooled import ReferencePooled, SizeQueues
+from capplan.twin.reference.pooled import ReferencePooled
 from capplan.twin.reference.scheduler import ReferenceRequest, ReferenceScheduler, ReferenceStep
+from capplan.twin.reference.set_up import reference_pool, refreshed_queues
 from capplan.twin.reference.slora import ReferenceSlora
-from capplan.twin.scenario import NS_PER_S, Scenario
+from capplan.twin.scenario import Scenario
 
 
 def run_reference(scenario: Scenario) -> t.TwinTrace:
@@ -47,25 +41,6 @@ def reference_scheduler(
     if limits.policy == SLORA:
         return ReferenceSlora(limits, num_blocks, pages.tolist())
     return ReferenceScheduler(limits, num_blocks, pages.size - 1)
-
-
-def reference_pool(limits: Limits, num_blocks: int, pool: PoolSetup) -> ReferencePooled:
-    """Return the scheduler of an engine under the rules for one pool."""
-    columns = (pool.adapter_pages, pool.adapter_bytes, pool.adapter_tokens, pool.load_ns)
-    adapters = [CachedAdapter(*values) for values in zip(*(each.tolist() for each in columns), strict=True)]
-    queues = SizeQueues([num_blocks * limits.block_size], [])
-    if pool.queues is not None:
-        classes = pool.queues.classes
-        cuts = [each.upper_wrs for each in classes if each.upper_wrs is not None]
-        queues = size_queues(pool.queues.wrs, cuts, [each.quota_tokens for each in classes])
-    return ReferencePooled(limits, num_blocks, adapters, queues, pool.weights)
-
-
-def size_queues(wrs: Wrs, cuts: Sequence[float], quotas: Sequence[int]) -> SizeQueues:
-    """Return queues by size for the reference."""
-    form = {"degree2": DEGREE_2, "degree1": DEGREE_1, "output_only": OUTPUT_ONLY}[wrs.form]
-    maxima = wrs.max_prompt_tokens, wrs.max_output_tokens, wrs.max_adapter_bytes
-    return SizeQueues([*quotas], [*cuts], wrs.a, wrs.b, form, *maxima)
 
 
 Engine: TypeAlias = ReferenceScheduler | ReferenceSlora | ReferencePooled
@@ -378,33 +353,4 @@ class _PooledRun(_Run):
         """Do the refreshes that are due."""
         while self.refreshes_ns and self.refreshes_ns[0] <= now_ns and self.scenario.scheduler is not None:
             at_ns = self.refreshes_ns.popleft()
-            queues = self._new_queues(self.scenario.scheduler, at_ns)
-            if queues is None:
-                self.pooled.cache.rotate_uses(at_ns)
-            else:
-                self.pooled.refresh(queues, at_ns)
-                self.pooled.counts["refreshes"] += 1
-
-    def _new_queues(self, scheduler: Scheduler, at_ns: int) -> SizeQueues | None:
-        """Return queues by the requests of the last window; None: the old ones stay."""
-        engine = self.pooled
-        begun_ns = at_ns - round(scheduler.refresh_s * NS_PER_S)
-        seen = [request for request in engine.window if begun_ns < request.arrival_ns <= at_ns]
-        adapters = engine.cache.adapters
-        is_made = scheduler.policy == "static" and len(engine.queues.quotas) > 1
-        if not scheduler.has_queues or is_made or not seen:
-            return None
-        execution_ns = np.array([request.execution_ns for request in seen], np.float64)
-        sample = RequestSample(
-            prompt_tokens=np.array([request.prompt for request in seen]),
-            output_tokens=np.array([request.predicted for request in seen]),
-            adapter=np.array([request.adapter for request in seen]),
-            execution_s=np.where(execution_ns < 0, np.nan, execution_ns / NS_PER_S),
-            adapter_bytes=np.array([adapter.size_bytes for adapter in adapters]),
-            adapter_tokens=np.array([adapter.tokens for adapter in adapters]),
-        )
-        rate_rps = len(seen) * NS_PER_S / (at_ns - begun_ns)
-        made = new_queues(sample, rate_rps, sum(engine.queues.quotas), scheduler)
-        return (
-            None if made is None else size_queues(made.classes.wrs, made.classes.cuts.tolist(), made.quotas)
-        )
+            self.pooled.refresh(refreshed_queues(self.pooled, self.scenario.scheduler, at_ns), at_ns)

@@ -8,79 +8,15 @@ Tests compare the two.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 
 from capplan.serving import Limits
-from capplan.serving.pooled_state import (
-    BY_HISTOGRAM,
-    DEGREE_2,
-    NO_PREFETCH,
-    OUTPUT_ONLY,
-    QUEUES,
-    SJF,
-)
+from capplan.serving.pooled_state import BY_HISTOGRAM, NO_PREFETCH, QUEUES, SJF
 from capplan.twin.reference.admission import QueueAdmission
 from capplan.twin.reference.caches import CachedAdapter, ReferenceCache
-from capplan.twin.reference.scheduler import ReferenceOutput, ReferenceRequest, ReferenceStep
+from capplan.twin.reference.scheduler import ReferenceOutput, ReferenceStep
+from capplan.twin.reference.size_queues import PooledRequest, SizeQueues
 
 _REQUESTS_TO_PREFETCH_FOR = 64
-
-
-@dataclass(eq=False)
-class PooledRequest(ReferenceRequest):
-    """A request in flight under these rules."""
-
-    arrival: int = 0
-    """Its place in the order of arrival."""
-    arrival_ns: int = 0
-    predicted: int = 0
-    """Predicted output tokens."""
-    queue: int = 0
-    admission: int = 0
-    """Its place in the order of admission."""
-    admitted_ns: int | None = None
-    """First admission."""
-    execution_ns: int = -1
-    """From that to its end; -1: unknown."""
-    charge: int = 0
-    book: list[int] = field(default_factory=list)
-    """Running: its charge by queue."""
-    reserved: int = 0
-    """Running: reserved blocks."""
-    bypassed: PooledRequest | None = None
-    """Running: the request that it overtook because of memory."""
-    squashed: bool = False
-    is_decoding: bool = False
-    """Running: whether its known sequence was complete in an earlier step."""
-
-
-@dataclass
-class SizeQueues:
-    """Size of a request, and the queues by size."""
-
-    quotas: list[int]
-    cuts: list[float]
-    """Sizes between the queues, ascending."""
-    prompt_weight: float = 0.4
-    output_weight: float = 0.6
-    form: int = DEGREE_2
-    max_prompt: int = 1
-    max_output: int = 1
-    max_bytes: int = 1
-
-    def size(self, prompt: int, predicted: int, size_bytes: int) -> float:
-        """Return the weighted request size."""
-        prompt_part = min(prompt / self.max_prompt, 1.0)
-        output_part = min(predicted / self.max_output, 1.0)
-        adapter_part = min(size_bytes / self.max_bytes, 1.0)
-        lengths = self.prompt_weight * prompt_part + self.output_weight * output_part
-        if self.form == OUTPUT_ONLY:
-            return lengths
-        return lengths * adapter_part if self.form == DEGREE_2 else (lengths + adapter_part) / 2
-
-    def queue_of(self, size: float) -> int:
-        """Return the queue of a size."""
-        return sum(cut <= size for cut in self.cuts)
 
 
 class ReferencePooled:
@@ -216,6 +152,7 @@ class ReferencePooled:
         if target > self.largest_output(new):
             return False
         new.predicted = min(predicted or target, self.largest_output(new))
+        new.predicted_at_first = new.predicted
         new.arrival_ns = arrival_ns
         new.arrival = self.arrivals
         self.arrivals += 1
@@ -229,9 +166,7 @@ class ReferencePooled:
 
     def queue_of(self, request: PooledRequest) -> int:
         """Return the size queue of a request."""
-        adapters = self.cache.adapters
-        smallest = min((adapter.size_bytes for adapter in adapters[1:]), default=0)
-        size_bytes = adapters[request.adapter].size_bytes if request.adapter else smallest
+        size_bytes = self.cache.adapters[request.adapter].size_bytes
         return self.queues.queue_of(self.queues.size(request.prompt, request.predicted, size_bytes))
 
     def adapters_in_use(self) -> set[int]:
@@ -252,10 +187,13 @@ class ReferencePooled:
             self._leave(request)
         self.waiting = [r for r in self.waiting if r.number != number]
 
-    def refresh(self, queues: SizeQueues, at_ns: int) -> None:
-        """Replace the queues: waiting requests change queue, and running ones are booked on their own."""
-        self.queues = queues
+    def refresh(self, queues: SizeQueues | None, at_ns: int) -> None:
+        """Begin a window of uses, and replace the queues unless None: running requests are booked anew."""
         self.cache.rotate_uses(at_ns)
+        if queues is None:
+            return
+        self.queues = queues
+        self.counts["refreshes"] += 1
         for request in [*self.waiting, *self.running]:
             request.queue = self.queue_of(request)
         for request in self.running:
@@ -332,6 +270,8 @@ class ReferencePooled:
         else:
             prompts = self._prompts(limits.max_num_batched_tokens)
             decodes = [] if prompts else self._decodes()
+            if not decodes and not prompts:  # all decoding requests may have been preempted
+                prompts = self._prompts(limits.max_num_batched_tokens)
         self.had_prompts = bool(prompts)
         self.decodes += bool(decodes)
         step = sorted([*prompts, *decodes], key=lambda part: part[0].admission)
