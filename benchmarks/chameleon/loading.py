@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from benchmarks.chameleon.setting import A40, LARGEST_RANK, Platform, medium_ktokens, profile
+from benchmarks.chameleon.setting import A40, LARGEST_RANK, Platform, medium_ktokens, physics_of, profile
 from capplan.models.memory import gpu_load_ms
 from capplan.models.step_latency import (
     StepFeatures,
@@ -23,8 +23,7 @@ _MODEL: Final = "llama-3.1-70b"
 def load_share(rank: int, tp: int) -> float:
     """Return the share of a medium prompt, the one of Fig. 2."""
     served = profile(Platform(_GPU, _MODEL, tp))
-    on_a40 = profile(A40).step_latency
-    tokens = 1e3 * medium_ktokens(on_a40.value("base_ms"), on_a40.value("ms_per_ktoken"))
+    tokens = 1e3 * medium_ktokens(physics_of(A40))
     form = latency_code(served.step_latency.form, served.engine.kernel)
     coefficients = coefficient_array(served.step_latency)
     features = StepFeatures(tokens, 1.0, 0.0, 1.0, 1.0, LARGEST_RANK, 0.0, 1.0, 1.0)

@@ -16,37 +16,52 @@ FRACTIONS: Final = (0.70, 0.93, 1.05)
 """Low, medium and high load over S-LoRA's knee (6, 8 and 9 RPS over 8.6)."""
 CHAMELEON: Final = "chameleon"
 A100: Final = "a100-80g"
+COUNTS: Final = (10, 50, 100, 150, 200)
+VARIANTS: Final = (
+    "slora-every-step",
+    "no-sched-ten-steps",
+    "chameleon-ten-steps",
+    "chameleon-uncharged",
+    "chameleon-chunked",
+    "chunked",
+    "sjf",
+)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: the paper's value, ours per seed, and whether the mean is inside the band."""
+    """One figure: the paper's value, ours per seed, and the band of the mean."""
 
     figure: str
     paper: str
     values: Sequence[float]
-    band: tuple[float, float] | None
-    inside: bool | None = None
-    """None: as the band says."""
+    """Empty: a statement that holds or not."""
+    band: tuple[float, float] | None = None
     unit: str = ""
     band_text: str = ""
+    holds: bool | None = None
+    """Whether we are inside; None: by the band, and without one the row is not judged."""
 
     def cells(self) -> list[str]:
         """Return the row as text."""
-        mean = fmean(self.values)
-        low, high = self.band or (0.0, 0.0)
-        inside = low <= mean <= high if self.inside is None else self.inside
-        band = self.band_text or f"{_short(low)} to {_short(high)}"
-        spread = (
-            f" ({_short(min(self.values))} to {_short(max(self.values))})" if len(self.values) > 1 else ""
-        )
-        return [
-            self.figure,
-            self.paper,
-            f"{_short(mean)}{spread}{self.unit}",
-            band,
-            "yes" if inside else "no",
-        ]
+        inside = self.holds
+        if inside is None and self.band is not None:
+            inside = self.band[0] <= fmean(self.values) <= self.band[1]
+        band = self.band_text or "–"
+        if self.band is not None and not self.band_text:
+            band = f"{_short(self.band[0])} to {_short(self.band[1])}"
+        return [self.figure, self.paper, self._ours(), band, _said(inside)]
+
+    def _ours(self) -> str:
+        if not self.values:
+            return _said(self.holds)
+        low, high = _short(min(self.values)), _short(max(self.values))
+        spread = f" ({low} to {high})" if low != high else ""
+        return f"{_short(fmean(self.values))}{spread}{self.unit}"
+
+
+def _said(holds: bool | None) -> str:
+    return "–" if holds is None else "yes" if holds else "no"
 
 
 def _short(value: float) -> str:
@@ -69,7 +84,7 @@ def _all_of(numbers: Sequence[Numbers], key: str) -> list[float]:
 def knees(lab: Lab) -> Iterator[Row]:
     """Fig. 11: highest load within the SLO."""
     slora = lab.knees(BASELINE)
-    yield Row("S-LoRA's knee, RPS (Fig. 11)", f"{SLORA_KNEE_RPS}", slora, None, True, band_text="settled")
+    yield Row("S-LoRA's knee, RPS (Fig. 11)", f"{SLORA_KNEE_RPS}", slora)
     for system, paper, band in (
         (CHAMELEON, "1.5", (1.25, 1.8)),
         ("no-sched", "1.2", (1.05, 1.4)),
@@ -79,40 +94,29 @@ def knees(lab: Lab) -> Iterator[Row]:
 
 
 def variants(lab: Lab) -> Iterator[Row]:
-    """Knees of systems that the paper has no figure for."""
+    """Knees of further systems, and what all finish under overload; not judged."""
     slora = lab.knees(BASELINE)
-    for system in (
-        "slora-every-step",
-        "no-sched-ten-steps",
-        "chameleon-ten-steps",
-        "chameleon-uncharged",
-        "chameleon-chunked",
-        "chunked",
-        "sjf",
-    ):
-        yield Row(
-            f"knee, {system} / S-LoRA", "–", _ratios(lab.knees(system), slora), None, True, band_text="–"
-        )
+    for system in VARIANTS:
+        yield Row(f"knee, {system} / S-LoRA", "–", _ratios(lab.knees(system), slora))
+    for system in (BASELINE, CHAMELEON, *VARIANTS):
+        served = _all_of(lab.at(system, 2.0 * lab.knee()), "finished_rps")
+        yield Row(f"requests finished at twice S-LoRA's knee, {system}", "–", served, unit=" RPS")
 
 
 def cuts(lab: Lab) -> Iterator[Row]:
     """Figs. 11 and 13: TTFT at low, medium and high load."""
-    for name, key, papers, bounds in (
-        ("P99", "ttft_p99_s", (14.7, 24.6, 80.7), (5.0, 12.0, 55.0)),
-        ("P50", "ttft_p50_s", (13.9, 20.9, 48.1), (3.0, 8.0, 25.0)),
+    for name, papers, bounds in (
+        ("p99", (14.7, 24.6, 80.7), (5.0, 12.0, 55.0)),
+        ("p50", (13.9, 20.9, 48.1), (3.0, 8.0, 25.0)),
     ):
         means = []
         for fraction, paper, least in zip(FRACTIONS, papers, bounds, strict=True):
             rps = fraction * lab.knee()
-            found = _cuts(lab.at(CHAMELEON, rps), lab.at(BASELINE, rps), key)
+            found = _cuts(lab.at(CHAMELEON, rps), lab.at(BASELINE, rps), f"ttft_{name}_s")
             means.append(fmean(found))
-            figure = f"{name} TTFT cut at {fraction:.2f} of S-LoRA's knee"
-            yield Row(figure, f"{paper} %", found, (least, 100.0), unit=" %", band_text=f"> {least:g} %")
-        if name == "P99":
-            rising = means == sorted(means)
-            yield Row(
-                "P99 TTFT cut increases with load", "yes", [float(rising)], None, rising, band_text="yes"
-            )
+            figure = f"{name.upper()} TTFT cut at {fraction:.2f} of S-LoRA's knee"
+            yield Row(figure, f"{paper} %", found, (least, 100.0), " %", f"> {least:g} %")
+        yield _statement(f"{name.upper()} TTFT cut increases with load", means == sorted(means))
 
 
 def loading(lab: Lab) -> Iterator[Row]:
@@ -120,12 +124,12 @@ def loading(lab: Lab) -> Iterator[Row]:
     rps = _medium(lab)
     ours, slora = lab.at(CHAMELEON, rps), lab.at(BASELINE, rps)
     hits = [100.0 * rate for rate in _all_of(ours, "hit_rate")]
-    yield Row("hit rate at medium load (Fig. 14)", "75 %", hits, (60.0, 90.0), unit=" %")
-    both = _all_of(slora, "load_wait_ms_p99"), _all_of(ours, "load_wait_ms_p99")
-    text = (
-        f"load on the critical path, P99, S-LoRA {fmean(both[0]):.3g} ms / Chameleon {fmean(both[1]):.3g} ms"
-    )
-    yield Row(text, "30 / 6 ms", _ratios(*both), (3.0, float("inf")), band_text=">= 3")
+    yield Row("hit rate at medium load (Fig. 14)", "75 %", hits, (60.0, 90.0), " %")
+    waits = {name: _all_of(found, "load_wait_ms_p99") for name, found in (("S-LoRA", slora), ("ours", ours))}
+    yield Row("load on the critical path, P99, S-LoRA", "30 ms", waits["S-LoRA"], unit=" ms")
+    yield Row("load on the critical path, P99, Chameleon", "6 ms", waits["ours"], unit=" ms")
+    at_least = fmean(waits["S-LoRA"]) >= 3.0 * fmean(waits["ours"])
+    yield _statement("the former is at least 3 times the latter", at_least)
 
 
 def policies(lab: Lab) -> Iterator[Row]:
@@ -136,70 +140,62 @@ def policies(lab: Lab) -> Iterator[Row]:
     for system, paper in (("chameleon-lru", 18), ("chameleon-fairshare", 22), (CHAMELEON, 26)):
         found = _cuts(lab.at(system, rps), slora, "ttft_p99_s")
         means.append(fmean(found))
-        yield Row(f"P99 TTFT cut, {system} (Fig. 17)", f"{paper} %", found, None, True, " %", "order")
-    ordered = means[0] < means[1] < means[2]
-    yield Row("LRU < FairShare < Chameleon", "yes", [float(ordered)], None, ordered, band_text="yes")
+        yield Row(f"P99 TTFT cut over S-LoRA, {system} (Fig. 17)", f"{paper} %", found, unit=" %")
+    yield _statement("LRU < FairShare < Chameleon", means[0] < means[1] < means[2])
+    evictions = [float(count) for count in _all_of(lab.at(CHAMELEON, rps), "evictions")]
+    yield Row("evictions in half an hour, Chameleon", "–", evictions)
 
 
 def queueing(lab: Lab) -> Iterator[Row]:
     """Figs. 8 and 16: share of E2E spent queueing, by size, at high load."""
     rps = _high(lab)
     slora, sjf, ours = (lab.at(system, rps) for system in (BASELINE, "sjf", CHAMELEON))
-    small = [100.0 * each["queue_shares"]["small"] for each in slora]
-    large = [100.0 * each["queue_shares"]["large"] for each in slora]
-    yield Row("queueing share, FIFO, small (Fig. 16)", "28.6 %", small, None, True, " %", "order")
-    ordered = fmean(small) > fmean(large)
-    yield Row("queueing share, FIFO, large", "12 %", large, None, ordered, " %", "below small")
+    shares = {}
+    for size, paper in (("small", "28.6 %"), ("large", "12 %")):
+        shares[size] = [100.0 * each["queue_shares"][size] for each in slora]
+        yield Row(f"queueing share of E2E, FIFO, {size} (Fig. 16)", paper, shares[size], unit=" %")
+    yield _statement("FIFO: small above large", fmean(shares["small"]) > fmean(shares["large"]))
     worst = [100.0 * max(each["queue_shares"].values()) for each in ours]
-    yield Row(
-        "queueing share, Chameleon, worst class", "< 8 %", worst, (0.0, 10.0), unit=" %", band_text="< 10 %"
-    )
-    waits = [[each["queue_s"][name] for each in sjf] for name in ("large", "small")]
-    text = f"wait, SJF, large {fmean(waits[0]):.3g} s / small {fmean(waits[1]):.3g} s (Fig. 8)"
-    yield Row(text, "5.15 / 1.5 s", _ratios(*waits), (1.0, float("inf")), band_text="order")
+    yield Row("queueing share, Chameleon, worst class", "< 8 %", worst, (0.0, 10.0), " %", "< 10 %")
+    for size, paper in (("small", "1.5 s"), ("large", "5.15 s")):
+        waits = [each["queue_s"][size] for each in sjf]
+        yield Row(f"mean wait, SJF, {size} (Fig. 8)", paper, waits, unit=" s")
 
 
 def predictors(lab: Lab) -> Iterator[Row]:
-    """Fig. 19: accuracy of the predictor at medium load with a burst at 300 s."""
+    """Fig. 19: accuracy of the predictor at medium load, with a burst at 300 s and every 600 s."""
     rps, mix = _medium(lab), "up-burst"
     exact = lab.at("predictor-100", rps, mix)
-    for system, paper, band in ((CHAMELEON, "equal", (-10.0, 10.0)), ("predictor-60", "worse", None)):
+    for system, accuracy, paper, band in (
+        (CHAMELEON, 80, "equal", (-10.0, 10.0)),
+        ("predictor-60", 60, "higher", None),
+    ):
         found = [-cut for cut in _cuts(lab.at(system, rps, mix), exact, "ttft_p99_s")]
-        accuracy = 80 if system == CHAMELEON else 60
-        figure = f"P99 TTFT, predictor {accuracy} % against 100 % (Fig. 19)"
-        yield Row(figure, paper, found, band, None if band else True, " %", "" if band else "–")
+        yield Row(f"P99 TTFT, predictor {accuracy} % over 100 % (Fig. 19)", paper, found, band, " %")
 
 
 def details(lab: Lab) -> Iterator[Row]:
     """Figs. 18 and 22: static queues at high load, histogram prefetch at medium load; squashes."""
     high, medium = _high(lab), _medium(lab)
-    found = _cuts(lab.at(CHAMELEON, high), lab.at("static", high), "ttft_p99_s")
-    yield Row("P99 TTFT cut over static queues, high load (Fig. 22)", "10 %", found, (3.0, 25.0), unit=" %")
-    ours = lab.at(CHAMELEON, medium)
-    found = _cuts(lab.at("chameleon-histogram", medium), ours, "ttft_p99_s")
-    yield Row(
-        "P99 TTFT cut by histogram prefetch, medium load (Fig. 18)", "8.8 %", found, (2.0, 15.0), unit=" %"
-    )
-    squashed = [100.0 * share for share in _all_of(lab.at(CHAMELEON, high), "squashed")]
-    yield Row("squashed requests, high load (4.3.3)", "<= 5 %", squashed, (0.0, 5.0), unit=" %")
+    ours = lab.at(CHAMELEON, high)
+    found = _cuts(ours, lab.at("static", high), "ttft_p99_s")
+    yield Row("P99 TTFT cut over static queues, high load (Fig. 22)", "10 %", found, (3.0, 25.0), " %")
+    found = _cuts(lab.at("chameleon-histogram", medium), lab.at(CHAMELEON, medium), "ttft_p99_s")
+    yield Row("P99 TTFT cut by histogram prefetch, medium load (Fig. 18)", "8.8 %", found, (2.0, 15.0), " %")
+    squashed = [100.0 * share for share in _all_of(ours, "squashed")]
+    yield Row("squashed requests, high load (section 4.3.3)", "<= 5 %", squashed, (0.0, 5.0), " %", "<= 5 %")
 
 
 def adapters(lab: Lab) -> Iterator[Row]:
-    """Fig. 20: most adapters within the SLO at 9.5 RPS of the paper."""
+    """Fig. 20: most adapters within the SLO at 9.5 / 8.6 of S-LoRA's knee."""
     rps = 9.5 / SLORA_KNEE_RPS * lab.knee()
-    most = {}
-    for system in (CHAMELEON, BASELINE):
-        for mix in ("up", "pp"):
-            held = [
-                count
-                for count in (10, 50, 100, 150, 200)
-                if fmean(_all_of(lab.at(system, rps, f"{mix}-{count}"), "ttft_p99_s")) <= SLO_S
-            ]
-            most[system, mix] = max(held, default=0)
-    for mix, name, paper in (("up", "uniform", 100), ("pp", "power law", 150)):
-        ours, slora = most[CHAMELEON, mix], most[BASELINE, mix]
-        text = f"adapters within the SLO at 1.10 of S-LoRA's knee, {name}: S-LoRA {slora}, Chameleon"
-        yield Row(text, f"10, {paper}", [ours], None, ours >= 5 * slora and ours > 0, band_text=">= 5 x")
+    for mix, name, papers in (("up", "uniform", (10, 100)), ("pp", "power law", (10, 150))):
+        most = []
+        for system, paper in zip((BASELINE, CHAMELEON), papers, strict=True):
+            held = [count for count in COUNTS if _p99_s(lab, system, rps, f"{mix}-{count}") <= SLO_S]
+            most.append(max(held, default=0))
+            yield Row(f"adapters within the SLO, {name}, {system} (Fig. 20)", f"{paper}", [most[-1]])
+        yield _statement(f"{name}: at least 5 times as many", most[1] >= 5 * most[0] and most[1] > 0)
 
 
 def scale(lab: Lab) -> Iterator[Row]:
@@ -208,22 +204,11 @@ def scale(lab: Lab) -> Iterator[Row]:
     for gib, paper in ((24.0, 1.4), (48.0, 1.6), (None, 1.9)):
         found = _knee_ratios(lab, "a100-7b", Platform(A100, memory_gib=gib))
         means.append(fmean(found))
-        yield Row(
-            f"knee ratio, A100 {gib or 80:g} GB, 7B, 500 adapters (Fig. 24)",
-            f"{paper}",
-            found,
-            None,
-            True,
-            "",
-            "–",
-        )
-    rising = means == sorted(means)
-    yield Row("knee ratio increases with memory", "yes", [float(rising)], None, rising, band_text="yes")
+        yield Row(f"knee ratio, A100 {gib or 80:g} GB, 7B (Fig. 24)", f"{paper}", found)
+    yield _statement("knee ratio increases with memory", means == sorted(means))
     for size, paper in (("7b", 1.86), ("13b", 1.41), ("30b", 1.67)):
         found = _knee_ratios(lab, f"a100-{size}", Platform(A100, f"llama-{size}"))
-        yield Row(
-            f"knee ratio, A100 80 GB, {size} (Fig. 23)", f"{paper}", found, (1.2, 10.0), band_text="> 1.2"
-        )
+        yield Row(f"knee ratio, A100 80 GB, {size} (Fig. 23)", f"{paper}", found, (1.2, 10.0), "", "> 1.2")
 
 
 def parallel(lab: Lab) -> Iterator[Row]:
@@ -232,48 +217,29 @@ def parallel(lab: Lab) -> Iterator[Row]:
     for tp in (1, 2, 4):
         platform = Platform(A100, tp=tp)
         rps = FRACTIONS[2] * lab.knee("a100-7b", platform)
-        found = _cuts(
-            lab.at(CHAMELEON, rps, "a100-7b", platform),
-            lab.at(BASELINE, rps, "a100-7b", platform),
-            "ttft_p99_s",
-        )
+        ours, slora = (lab.at(system, rps, "a100-7b", platform) for system in (CHAMELEON, BASELINE))
+        found = _cuts(ours, slora, "ttft_p99_s")
         means.append(fmean(found))
-        yield Row(
-            f"P99 TTFT cut, TP {tp}, high load (Fig. 25)",
-            "95.8 %" if tp == 4 else "–",
-            found,
-            None,
-            True,
-            " %",
-            "–",
-        )
-    rising = means[0] < means[1] < means[2]
-    yield Row("cut: TP 4 > TP 2 > TP 1", "yes", [float(rising)], None, rising, band_text="yes")
+        paper = "95.8 %" if tp == 4 else "–"
+        yield Row(f"P99 TTFT cut, TP {tp}, high load (Fig. 25)", paper, found, unit=" %")
+    yield _statement("cut: TP 4 > TP 2 > TP 1", means[0] < means[1] < means[2])
 
 
 def link(lab: Lab) -> Iterator[Row]:
-    """Fig. 4: S-LoRA with 1, 50 and 500 adapters of rank 32 at 8 RPS of the paper; Fig. 5: 70B."""
+    """Fig. 4: S-LoRA with 1, 50 and 500 adapters of rank 32 at medium load; Fig. 5: Llama-70B."""
     rps = _medium(lab)
-    one = lab.at(BASELINE, rps, "pcie-1")
+    one = _all_of(lab.at(BASELINE, rps, "pcie-1"), "ttft_p99_s")
     for count, paper in ((50, 1.69), (500, 2.60)):
-        many = lab.at(BASELINE, rps, f"pcie-{count}")
-        found = _ratios(_all_of(many, "ttft_p99_s"), _all_of(one, "ttft_p99_s"))
-        yield Row(
-            f"P99 TTFT, LoRA-{count} / LoRA-1 (Fig. 4)", f"{paper}", found, (paper - 0.35, paper + 0.35)
-        )
-    for tp in (2, 4, 8):
-        for rank in (8, 32, 128):
-            found = [100.0 * load_share(rank, tp)]
-            ours = rank == 32 and tp == 4
-            yield Row(
-                f"loading share of TTFT, 70B, rank {rank}, TP {tp} (Fig. 5)",
-                "68 %" if ours else "rising",
-                found,
-                (53.0, 83.0) if ours else None,
-                None if ours else True,
-                " %",
-                "" if ours else "–",
-            )
+        found = _ratios(_all_of(lab.at(BASELINE, rps, f"pcie-{count}"), "ttft_p99_s"), one)
+        band = (round(paper - 0.35, 2), round(paper + 0.35, 2))
+        yield Row(f"P99 TTFT, LoRA-{count} / LoRA-1 (Fig. 4)", f"{paper}", found, band)
+    shares = {(rank, tp): 100.0 * load_share(rank, tp) for rank in (8, 32, 128) for tp in (2, 4, 8)}
+    for (rank, tp), share in shares.items():
+        band, paper = ((53.0, 83.0), "68 %") if (rank, tp) == (32, 4) else (None, "–")
+        yield Row(f"loading share of TTFT, 70B, rank {rank}, TP {tp} (Fig. 5)", paper, [share], band, " %")
+    rising = all(shares[8, tp] < shares[32, tp] < shares[128, tp] for tp in (2, 4, 8))
+    rising = rising and all(shares[rank, 2] < shares[rank, 4] < shares[rank, 8] for rank in (8, 32, 128))
+    yield _statement("it rises with rank and TP", rising)
 
 
 def starvation(lab: Lab) -> Iterator[Row]:
@@ -281,17 +247,21 @@ def starvation(lab: Lab) -> Iterator[Row]:
     rps = 0.95 * fmean(lab.knees(CHAMELEON))
     hour = [Case(CHAMELEON, rps, seed, horizon_s=3600.0) for seed in range(lab.seeds)]
     waits = _all_of(lab.measure(hour), "ttft_max_s")
-    yield Row(
-        "longest TTFT in an hour at 0.95 of Chameleon's knee",
-        "bounded",
-        waits,
-        (0.0, 60.0),
-        unit=" s",
-        band_text="< 60 s",
-    )
+    figure = "longest TTFT in an hour at 0.95 of Chameleon's knee"
+    yield Row(figure, "bounded", waits, (0.0, 60.0), " s", "< 60 s")
     wrong = lab.at("predictor-0", _medium(lab))
-    lost = [float(each["rejected"]) for each in wrong]
+    lost = [float(count) for count in _all_of(wrong, "rejected")]
     yield Row("requests lost, predictions always wrong", "0", lost, (0.0, 0.0), band_text="0")
+    preempted = [float(count) for count in _all_of(wrong, "preemptions")]
+    yield Row("preemptions, predictions always wrong", "–", preempted)
+
+
+def _statement(figure: str, holds: bool) -> Row:
+    return Row(figure, "yes", (), band_text="yes", holds=holds)
+
+
+def _p99_s(lab: Lab, system: str, rps: float, mix: str) -> float:
+    return fmean(_all_of(lab.at(system, rps, mix), "ttft_p99_s"))
 
 
 def _knee_ratios(lab: Lab, mix: str, platform: Platform) -> list[float]:

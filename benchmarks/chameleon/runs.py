@@ -111,7 +111,7 @@ def numbers(case: Case, traces: str) -> Numbers:
         "ttft_p50_s": percentile_s(times_s, 50),
         "ttft_max_s": float(times_s.max(initial=0.0)),
         "submitted": submitted,
-        "unfinished": int((trace.finish_ns == NEVER).sum()),
+        "finished_rps": float((trace.finish_ns != NEVER).sum() / case.horizon_s),
         "rejected": int(trace.counts.rejected),
         "preemptions": int(trace.counts.preemptions),
         "hit_rate": pool.hit_rate,

@@ -4,8 +4,9 @@ What the paper gives is restated. What it does not give is fixed here, from S-Lo
 code alone:
 
 - GPU: datasheets, with the shares of their peaks that `capplan profile roofline` assumes for bandwidth and
-  host link. `COMPUTE_SHARE` of the peak of arithmetic is the share with which S-LoRA's knee on the A40 is the
-  paper's 8.6 RPS (``--part settle``). S-LoRA's measured prefill on an H100 reaches 0.39.
+  host link. Arithmetic reaches `COMPUTE_SHARE` of its peak, as S-LoRA's measured prefill on an H100 does. A
+  step takes the longer of reading the weights and arithmetic: a roofline's chord between them, which fits
+  graphs of up to 512 tokens, adds a third to a prompt of 180.
 - Host: the shipped profile of S-LoRA on an H100, fitted to measured runs. Its time per prompt, per request
   and step, and per request outside the engine is kept; so is its base time of a step less the time to read
   the weights there (7.6 ms).
@@ -24,10 +25,10 @@ code alone:
   SLO "well before it can fully utilize all the available GPU memory", so memory is not what bounds it.
 - Popularity inside a rank: Zipf's law with exponent 1, small ranks the popular ones where ranks differ.
 
-An earlier version took the roofline's share of arithmetic, 0.75, and a pool of 6,900 tokens with which the
-knee is 8.6 RPS as well. It contradicted the sentence about memory. It was given up after the first
-simulations of Chameleon, which was below S-LoRA there: in so small a pool its quotas, which charge every
-request its whole output and its adapter, bound the batch.
+Two earlier versions were settled by S-LoRA's knee of 8.6 RPS: one by the memory (6,900 tokens), which
+contradicted the sentence about memory and bound Chameleon's batch, since its quotas charge every request its
+whole output and its adapter; one by the share of arithmetic (0.345, with the chord). Nothing is settled by a
+knee any more.
 """
 
 from __future__ import annotations
@@ -45,12 +46,11 @@ from capplan.models.roofline import (
     Efficiencies,
     EngineChoice,
     roofline_profile,
-    step_coefficients,
 )
-from capplan.models.step_latency import ADDITIVE, GRAPH_TOKENS
+from capplan.models.step_latency import ADDITIVE, GRAPH_TOKENS, TABLE
 from capplan.profiling.load.requests import scaled
 from capplan.serving import adapter_bytes, kv_bytes_per_token, weight_bytes
-from capplan.spec import Kernel, ModelArch
+from capplan.spec import Kernel, ModelArch, StepTable
 from capplan.spec.lora_modules import ATTENTION_MODULES
 
 SLORA_H100: Final = "h100-64g/llama-2-7b/s-lora-c1ddf48"
@@ -66,8 +66,8 @@ LOAD_SHARE: Final = 0.175
 ADAPTER_SHARE: Final = 0.60 - LOAD_SHARE
 LARGEST_RANK: Final = 128
 
-COMPUTE_SHARE: Final = 0.345
-LENGTH_FACTOR: Final = 0.146
+COMPUTE_SHARE: Final = 0.39
+LENGTH_FACTOR: Final = 0.150
 MEMORY_SHARE: Final = 0.9
 """Of a GPU's memory, for weights, KV and adapters."""
 MAX_MODEL_LEN: Final = 2048
@@ -126,13 +126,17 @@ def profile(platform: Platform = A40) -> Profile:
     """Return the profile of S-LoRA on a platform."""
     sheet, arch, tp = gpu_sheet(platform.gpu), model_arch(platform.model), platform.tp
     measured = load_profile(SLORA_H100)
-    physics = _physics(measured, platform.compute)
+    physics = physics_of(platform)
     engine = EngineChoice(rules="slora", kernel=Kernel.MBGMV)
     plain = roofline_profile(
         sheet, arch, engine, tp, Assumptions(physics=physics), "python -m benchmarks.chameleon"
     )
     steps = {name: each.value for name, each in plain.step_latency.coefficients.items()}
     steps["ms_per_prefill_krank"] = _prefill_ms_per_krank(platform, physics)
+    roof = _roof(platform, physics)
+    steps["base_ms"] -= roof.read_ms
+    steps["ms_per_ktoken"] -= roof.chord_ms_per_ktoken
+    steps["ms_per_ktoken_beyond_graphs"] = 0.0
     for name in ("ms_per_request", "ms_per_prefill"):
         steps[name] = measured.step_latency.value(name)
     source = "see benchmarks/chameleon/setting.py"
@@ -143,19 +147,54 @@ def profile(platform: Platform = A40) -> Profile:
     return plain.replace(
         name=f"chameleon/{platform.name}",
         gpu=plain.gpu.replace(memory_bytes=platform.memory_bytes()),
-        step_latency=assumed_model(ADDITIVE.name, steps, source),
+        step_latency=assumed_model(ADDITIVE.name, steps, source).replace(
+            form=TABLE.name, tables=roof.tables()
+        ),
         memory=assumed_model(MEMORY_FORM, {**memory, "reserved_bytes": reserved}, source),
         loading=assumed_model(LOADING_FORM, _loading(platform, physics), source),
         host=assumed_model(plain.host.form, request, source),
     )
 
 
-def _physics(measured: Profile, compute: float) -> Efficiencies:
-    """Return the roofline's shares, with S-LoRA's host time of a step instead of kernel launches."""
-    read_ms = 1e3 * weight_bytes(measured.model) / (Efficiencies.bandwidth * H100_BYTES_PER_S)
-    return Efficiencies(
-        compute=compute, kernel_us=0.0, step_ms=measured.step_latency.value("base_ms") - read_ms
+@dataclass(frozen=True)
+class _Roof:
+    """Time of the base model's products in a step: the longer of reading weights and arithmetic."""
+
+    read_ms: float
+    ms_per_ktoken: float
+
+    @property
+    def chord_ms_per_ktoken(self) -> float:
+        """Slope of the roofline's chord, which the tables replace."""
+        return max(0.0, self.ms_per_ktoken - 1e3 * self.read_ms / GRAPH_TOKENS)
+
+    def tables(self) -> dict[str, StepTable]:
+        crossing = 1e3 * self.read_ms / self.ms_per_ktoken
+        points = [1.0, crossing, 2.0 * crossing]
+        none = {"requests": (1.0, 2.0), "kv_tokens": (1.0, 2.0)}
+        return {
+            "tokens_ms": StepTable.of({"tokens": points}, [self.read_ms, self.read_ms, 2.0 * self.read_ms]),
+            "requests_ms": StepTable.of(none, [[0.0, 0.0], [0.0, 0.0]]),
+        }
+
+
+def _roof(platform: Platform, physics: Efficiencies) -> _Roof:
+    sheet, arch = gpu_sheet(platform.gpu), model_arch(platform.model)
+    embedding = arch.dtype_bytes * arch.vocab_size * arch.hidden_size / platform.tp
+    read = weight_bytes(arch, platform.tp) - embedding  # one row per token of the embeddings
+    operations = 2e3 * read / arch.dtype_bytes
+    return _Roof(
+        read_ms=1e3 * read / (physics.bandwidth * sheet.bytes_per_s),
+        ms_per_ktoken=1e3 * operations / (physics.compute * sheet.flop_per_s),
     )
+
+
+def physics_of(platform: Platform) -> Efficiencies:
+    """Return the roofline's shares, with S-LoRA's host time of a step instead of kernel launches."""
+    measured = load_profile(SLORA_H100)
+    read_ms = 1e3 * weight_bytes(measured.model) / (Efficiencies.bandwidth * H100_BYTES_PER_S)
+    host_ms = measured.step_latency.value("base_ms") - read_ms
+    return Efficiencies(compute=platform.compute, kernel_us=0.0, step_ms=host_ms)
 
 
 def _loading(platform: Platform, physics: Efficiencies) -> dict[str, float]:
@@ -183,26 +222,16 @@ def _link_ms_per_rank(platform: Platform, arch: ModelArch, physics: Efficiencies
 def _prefill_ms_per_krank(platform: Platform, physics: Efficiencies) -> float:
     """Return the cost of adapters in prefill: that of the A40, scaled by arithmetic and elements."""
     sheet, arch = gpu_sheet(A40.gpu), model_arch(A40.model)
-    engine = EngineChoice(rules="slora", kernel=Kernel.MBGMV)
-    steps = step_coefficients(sheet, arch, 1, engine, Assumptions(physics=physics))
-    on_a40 = (
-        LOAD_MS
-        * ADAPTER_SHARE
-        / LOAD_SHARE
-        / (medium_ktokens(steps["base_ms"], steps["ms_per_ktoken"]) * LARGEST_RANK)
-    )
+    on_a40 = LOAD_MS * ADAPTER_SHARE / LOAD_SHARE / (medium_ktokens(physics) * LARGEST_RANK)
     served, elements = gpu_sheet(platform.gpu), model_arch(platform.model)
     work = adapter_bytes(elements, 1, ATTENTION_MODULES) / adapter_bytes(arch, 1, ATTENTION_MODULES)
     return on_a40 * work / platform.tp * sheet.flop_per_s / served.flop_per_s
 
 
-def medium_ktokens(base_step_ms: float, ms_per_ktoken: float) -> float:
-    """Return the prompt whose prefill takes the base model's share of the TTFT in Fig. 2."""
+def medium_ktokens(physics: Efficiencies) -> float:
+    """Return the prompt whose prefill, bound by arithmetic, has the base model's share of Fig. 2."""
     base_ms = LOAD_MS * (1.0 - LOAD_SHARE - ADAPTER_SHARE) / LOAD_SHARE
-    ktokens = (base_ms - base_step_ms) / ms_per_ktoken
-    if ktokens > GRAPH_TOKENS / 1e3:
-        raise ValueError("the prompt is longer than the roofline's first chord")
-    return ktokens
+    return (base_ms - physics.step_ms) / _roof(A40, physics).ms_per_ktoken
 
 
 def workload(mix: str = "up", factor: float = LENGTH_FACTOR, *, traces: str) -> Workload:

@@ -1,10 +1,9 @@
-"""The two numbers of the setting that are solved for: length factor and share of arithmetic."""
+"""The number of the setting that is solved for, the length factor; and S-LoRA's knee with it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from typing import Final
@@ -21,7 +20,6 @@ from benchmarks.chameleon.runs import (
 )
 from benchmarks.chameleon.setting import (
     A40,
-    COMPUTE_SHARE,
     LENGTH_FACTOR,
     SLO_FACTOR,
     SLO_S,
@@ -72,15 +70,10 @@ def slora_knee_rps(load: Workload, platform: Platform, seeds: int) -> list[float
 
 
 def report(traces: str, seeds: int) -> Iterator[str]:
-    """Yield the length factor and S-LoRA's knee around the share of arithmetic of the setting."""
+    """Yield the length factor of the SLO, and S-LoRA's knee, which settles nothing."""
     alone = alone_s(workload(factor=LENGTH_FACTOR, traces=traces))
     yield f"setting: factor {LENGTH_FACTOR:g}, a request alone takes {alone:.3f} s"
-    for share in (COMPUTE_SHARE - 0.02, COMPUTE_SHARE, COMPUTE_SHARE + 0.02):
-        platform = replace(A40, compute=share)
-        factor = length_factor(traces, platform)
-        knees = slora_knee_rps(workload(factor=factor, traces=traces), platform, seeds)
-        span = f"{min(knees):.2f} to {max(knees):.2f}"
-        yield (
-            f"arithmetic {share:.3f}: factor {factor:.3f}, S-LoRA's knee {fmean(knees):.2f} ({span}), "
-            f"the paper's {SLORA_KNEE_RPS}"
-        )
+    factor = length_factor(traces)
+    knees = slora_knee_rps(workload(factor=factor, traces=traces), A40, seeds)
+    span = f"{min(knees):.2f} to {max(knees):.2f}"
+    yield f"factor {factor:.3f}, S-LoRA's knee {fmean(knees):.2f} ({span}), the paper's {SLORA_KNEE_RPS}"
