@@ -97,6 +97,18 @@ _PLANNED: Final[Mapping[str, Sequence[str]]] = {
     "engine.max_num_seqs": COUNTS,
     "move_cost": LARGE,
     "queues": ("{max_queues: 1000000000}", "{percentile: 0.9999999999999999}", "{size: output_only}"),
+    "scheduler": (
+        "chamelion",
+        "{policy: chameleon, refresh_s: 1e-300}",
+        "{policy: sjf, ageing_s: 1e308, predictor: {kind: classes, accuracy: 1e-300}}",
+        "{policy: static, admit_every: 9007199254740993}",
+        '{policy: sjf, predictor: {kind: learned, file: "/dev/zero"}}',
+    ),
+    "cache": (
+        "{policy: chameleon, weights: {size: 1e308, frequency: 1e308}}",
+        "{policy: gdsf, prefetch: histogram}",
+        "{policy: lru, weights: {size: 1}}",
+    ),
     "previous_plan": ("/dev/zero", "./workload.yaml", '"absent.json"', '"' + "p" * 5000 + '"'),
     "objective": ("min_cost", "max_throughput", "3"),
     "pools": (

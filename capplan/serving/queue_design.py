@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,8 +13,8 @@ from capplan.serving.quotas import allocate_quotas, queue_loads
 from capplan.serving.size_clusters import choose_clustering, classify, cluster_sizes, cut_offs, subsample
 from capplan.spec.scheduling import MOST_QUEUES, AdapterCharge, QueueClass, QueueConfig, Queues, SizeForm, Wrs
 
-_MAX_LENGTH_PERCENTILE: Final = 99.9
-"""Percentile of lengths that has size 1; the paper does not define its largest lengths."""
+_MAX_LENGTH_QUANTILE: Final = 0.999
+"""Quantile of lengths that has size 1; the paper does not define its largest lengths."""
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -156,7 +157,9 @@ def size_weights(sample: RequestSample, form: SizeForm, prompt_weight: float = 0
 
 
 def _max_length(tokens: Ints) -> int:
-    return max(1, int(np.percentile(tokens, _MAX_LENGTH_PERCENTILE, method="higher")))
+    """Return the percentile of lengths, the higher of two neighbours."""
+    at = math.ceil((tokens.size - 1) * _MAX_LENGTH_QUANTILE)
+    return max(1, int(np.partition(tokens, at)[at]))
 
 
 def request_sizes(wrs: Wrs, sample: RequestSample) -> Floats:

@@ -134,7 +134,8 @@ def _with_quotas(
     """Return the classes with quotas; minima beyond the pool are scaled down."""
     charges = sample.charges("per_request")
     loads = queue_loads(charges, sample.execution_s, classes.queue, rate_rps, config.quota_size)
-    bound_s = BOUND_OVER_EXECUTION * float(np.nanmean(sample.execution_s))
+    known = ~np.isnan(sample.execution_s)
+    bound_s = BOUND_OVER_EXECUTION * float(sample.execution_s[known].mean())
     if sum(needed_tokens(loads, bound_s, config.percentile)) > tokens:
         return NewQueues(classes, scaled_quotas(loads, tokens, bound_s, config.percentile), is_scaled=True)
     quotas = allocate_quotas(loads, tokens, bound_s, percentile=config.percentile, rest=config.rest)

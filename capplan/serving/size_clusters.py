@@ -49,7 +49,7 @@ def cluster_sizes(sizes: Floats, most: int) -> tuple[Clustering, ...]:
     distinct sizes.
     """
     values, counts = np.unique(sizes, return_counts=True)
-    centred = values - np.average(values, weights=counts)  # sums of squares far from 0 would cancel
+    centred = values - counts @ values / sizes.size  # sums of squares far from 0 would cancel
     sums = np.zeros((3, values.size + 1))
     np.cumsum([counts, counts * centred, counts * centred**2], axis=1, out=sums[:, 1:])
     most = min(most, values.size)
