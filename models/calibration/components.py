@@ -79,10 +79,10 @@ def fit_memory(path: str | Path, base: Profile) -> FittedModel:
     share = column.get("gpu_memory_utilization", np.full(len(frame), _UTILIZATION))
     budget = base.gpu.memory_bytes * share - weight_bytes(base.model, base.tp)
     taken = budget - column["kv_tokens"] * per_token
-    if (taken <= 0.0).any():
-        row = int(np.argmax(taken <= 0.0))
+    if (taken < 0.0).any():
+        row = int(np.argmax(taken < 0.0))
         most = int(budget[row] // per_token)
-        rule = f"must be below {most}, all that a {base.gpu.name} has left beside the weights"
+        rule = f"must be at most {most}, all that a {base.gpu.name} has left beside the weights"
         raise InputError(rule, float(column["kv_tokens"][row]), f"{path}: kv_tokens, row {row + 1}")
     slots = np.array([slot_bytes(base.model, base.engine, int(s), base.tp) for s in column["s_max"]], float)
     columns = {

@@ -19,6 +19,7 @@ from capplan.models.calibration.components import (
     held_kv_tokens,
 )
 from capplan.models.memory import disk_load_ms, gpu_load_ms, kv_tokens
+from capplan.serving import kv_bytes_per_token, weight_bytes
 from tests.twin.examples import part, profile
 
 CONFIG = {
@@ -86,12 +87,20 @@ def test_the_cost_of_sequences_stays_if_the_table_does_not_determine_it(
     assert fitted.fit.error < 0.5
 
 
+def test_an_engine_without_slots_has_all_memory_beside_the_weights(engine: Profile, tmp_path: Path) -> None:
+    room_bytes = 0.9 * engine.gpu.memory_bytes - weight_bytes(engine.model)
+    frame = start_ups(engine, (64,))
+    frame["kv_tokens"] = int(room_bytes // kv_bytes_per_token(engine.model))
+    frame.to_csv(tmp_path / "memory.csv", index=False)
+    assert fit_memory(tmp_path / "memory.csv", engine).fit.error < 0.1
+
+
 def test_more_kv_than_the_gpu_holds_is_refused(engine: Profile, tmp_path: Path) -> None:
     frame = start_ups(engine, (64,))
     frame.loc[3, "kv_tokens"] = 10_000_000
     frame.to_csv(tmp_path / "memory.csv", index=False)
     with pytest.raises(
-        InputError, match=r"kv_tokens, row 4: must be below \d+, all that a Test GPU has left"
+        InputError, match=r"kv_tokens, row 4: must be at most \d+, all that a Test GPU has left"
     ):
         fit_memory(tmp_path / "memory.csv", engine)
 
