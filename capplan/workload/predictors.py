@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InputError
-from capplan.spec import Predictor
+from capplan.spec import Predictor, read_text
 
 if TYPE_CHECKING:
     from xgboost import Booster
@@ -135,17 +134,13 @@ def read_predictor(file: str) -> tuple[Booster, NDArray[np.int64]]:
     from xgboost import Booster
     from xgboost.core import XGBoostError
 
-    try:
-        content = Path(file).read_bytes()
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise InputError(f"must be a readable file ({reason})", file, "predictor.file") from None
+    content = read_text(file)
     wrong = InputError("must be a file written by capplan workload predictor", file, "predictor.file")
     try:
         if not isinstance(json.loads(content), Mapping):
             raise wrong
         model = Booster()
-        model.load_model(bytearray(content))
+        model.load_model(bytearray(content.encode()))
         tokens = np.array(json.loads(model.attr(CLASS_TOKENS) or "null"), np.int64)
     except (ValueError, TypeError, XGBoostError):
         raise wrong from None

@@ -102,7 +102,7 @@ def test_a_wrong_file_is_refused(content, tmp_path: Path):
     file = tmp_path / "predictor.json"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(InputError, match=r"predictor\.file"):
+    with pytest.raises(InputError, match=r"predictor\.(file|json)"):
         predicted_tokens(LONG_TAILED, Predictor(kind="learned", file=str(file)), 0)
 
 
@@ -111,3 +111,8 @@ def test_too_few_or_equal_outputs_cannot_be_learned():
         train_predictor(requests_of([1, 2, 3]))
     with pytest.raises(InputError, match="different lengths"):
         train_predictor(requests_of([7] * 500))
+
+
+def test_a_file_without_an_end_is_refused():
+    with pytest.raises(InputError, match=r"/dev/zero: must be a file, not a device"):
+        predicted_tokens(LONG_TAILED, Predictor(kind="learned", file="/dev/zero"), 0)
