@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.serving import NONE, State
-from capplan.serving.pooled_state import PooledState
+from capplan.serving import NONE, Limits, State, new_state
 from capplan.serving.routers.choose import ASK_RANKS, RoutingRule
 from capplan.serving.routers.fleet import Fleet, new_fleet
 from capplan.serving.state import POOLED
-from capplan.serving.structures import Heap, Records, new_heap
+from capplan.serving.structures import new_heap
 from capplan.twin import trace as t
 from capplan.twin.clock import new_answered, new_clock
 from capplan.twin.cluster.loop import REFRESH_DUE, new_cursor, serve
@@ -192,45 +191,33 @@ def grow(laid: Laid, instance: int) -> None:
     """Double the table of requests in flight of an instance."""
     member = laid.members[instance]
     rows = min(2 * member.state.rows.size, member.max_in_flight)
-    laid.members[instance] = member._replace(state=with_rows(member.state, rows))
+    laid.members[instance] = member._replace(state=with_rows(member.state, member.limits, rows))
     store_member(laid.cluster.memory, instance, laid.members[instance])
 
 
-def with_rows(state: State, rows: int) -> State:
-    """Return the state with more rows; arrays of other sizes are shared."""
+def with_rows(state: State, limits: Limits, rows: int) -> State:
+    """Return the state with more rows, in the shape of an empty one; arrays of other sizes are shared.
+
+    The state has rows for `max_num_seqs` requests, or for all.
+    """
     before = state.rows.size
     state.counters.n_free_rows += rows - before
+    empty = new_state(rows, state.adapters.size - 1, int(state.counters.capacity), limits)
     in_phase = state.in_phase
-    if in_phase.shape[1] > state.phase.size:  # prefix caching: sentinels come behind the rows
+    if limits.prefix_caching:  # sentinels come behind the rows
         moved = np.where(in_phase >= before, in_phase + (rows - before), in_phase)
-        in_phase = np.full((2, rows + state.phase.size), -1, np.int64)
+        in_phase = empty.in_phase
         in_phase[:, :before] = moved[:, :before]
         in_phase[:, rows:] = moved[:, before:]
-    return state._replace(
-        rows=_longer(state.rows, rows),
-        finish=_longer_heap(state.finish, rows),
-        in_phase=in_phase,
-        pooled=_with_rows(state.pooled, rows),
-    )
+    longer: State = _longer(state._replace(in_phase=in_phase), empty)
+    return longer
 
 
-def _with_rows(pooled: PooledState, rows: int) -> PooledState:
-    """Return the state of the rules for one pool with more rows, if they are in use."""
-    if not isinstance(pooled, PooledState):
-        return pooled
-    before = pooled.rows.size
-    book = np.zeros((rows, pooled.book.shape[1]), np.int64)
-    book[:before] = pooled.book
-    return pooled._replace(
-        rows=_longer(pooled.rows, rows), book=book, outgrow=_longer_heap(pooled.outgrow, rows)
-    )
-
-
-def _longer_heap(heap: Heap, size: int) -> Heap:
-    return Heap(_longer(heap.items, size), heap.size)
-
-
-def _longer(records: Records, size: int) -> Records:
-    longer = np.zeros(size, records.dtype)
-    longer[: records.size] = records
-    return longer.view(np.recarray)
+def _longer(part: Any, empty: Any) -> Any:
+    """Return a part of a state, with rows as in that of a larger state, which is overwritten."""
+    if isinstance(part, tuple):
+        return type(part)(*map(_longer, part, empty))
+    if isinstance(part, np.ndarray) and part.shape != empty.shape:
+        empty[: len(part)] = part
+        return empty
+    return part

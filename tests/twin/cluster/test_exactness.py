@@ -1,5 +1,7 @@
 """Each instance of the cluster twin equals the one-GPU twin; routers only distribute requests."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,14 +11,16 @@ from capplan.serving.routers import ROUTERS, Dlora, Toppings
 from capplan.twin.cluster import NamedRouter
 from capplan.twin.cluster.reference import RankAware, reference_router, run_with
 from capplan.twin.cluster.routers import build_rule
-from capplan.twin.cluster.run import run_cluster
+from capplan.twin.cluster.run import run_cluster, with_rows
 from capplan.twin.cluster.scenario import ClusterScenario, place
 from capplan.twin.core import run
+from capplan.twin.scenario import new_engine
 from tests.serving.worlds import seeded
 from tests.twin.cluster.comparison import alone, assert_instances_did_as_alone, assert_nothing_is_lost
 from tests.twin.cluster.scenarios import clusters, make_performance, seeded_cluster
 from tests.twin.comparison import assert_same
-from tests.twin.scenarios import scenarios
+from tests.twin.pooled import seeded_pooled
+from tests.twin.scenarios import scenarios, seeded_scenario
 
 MOVES_OFTEN = Dlora(period_s=0.007, excess=1.0, request_s=0.01, migration_s=0.002)
 ALL_ROUTERS = st.sampled_from([*ROUTERS, MOVES_OFTEN])
@@ -46,6 +50,24 @@ def test_every_instance_does_what_it_would_do_alone_with_its_requests(scenario, 
     trace = run_cluster(scenario, build_rule(router, scenario), 1, first_rows=1)
     if trace.migrations == 0:
         assert_instances_did_as_alone(scenario, trace)
+
+
+@pytest.mark.parametrize("make", [seeded_scenario, seeded_pooled])
+def test_an_engine_with_more_rows_is_one_made_with_as_many(make) -> None:
+    for scenario in map(make, range(20)):
+        limits = scenario.limits
+        grown = with_rows(new_engine(scenario, limits.max_num_seqs), limits, 64)
+        for ours, made in zip(leaves(grown), leaves(new_engine(scenario, 64)), strict=True):
+            np.testing.assert_array_equal(ours, made)
+
+
+def leaves(part: object) -> Iterator[object]:
+    """Yield the arrays and numbers of a state."""
+    if isinstance(part, tuple):
+        for each in part:
+            yield from leaves(each)
+    else:
+        yield part
 
 
 @pytest.mark.parametrize("seed", range(12))
