@@ -55,6 +55,8 @@ class ReferencePooled:
         """In order of admission."""
         self.scheduled: list[tuple[PooledRequest, int]] = []
         self.scheduled_ns = 0
+        self.had_prompts = False
+        """Whether the last step had prompts."""
         self.taken = 0
         """Blocks for the tokens of the step so far."""
         self.decode_ns = 0
@@ -300,7 +302,7 @@ class ReferencePooled:
             tokens = min(tokens, left)
             blocks = self._blocks_to_take(request, tokens)
             alone = not chosen and not self._decoding()
-            if tokens <= 0 or not self._make_room_for(request, blocks, alone):
+            if tokens <= 0 or not request.running or not self._make_room_for(request, blocks, alone):
                 break
             self.taken += blocks
             chosen.append((request, tokens))
