@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from benchmarks.chameleon.runs import Case, Numbers, highest, numbers, p99_s
+from benchmarks.chameleon.runs import Case, Numbers, highest, numbers, occupancy, p99_s
 from benchmarks.chameleon.setting import A40, SLO_S, SLORA_KNEE_RPS, Platform
 from capplan.spec import write_text_atomic
 
@@ -34,6 +34,14 @@ class Lab:
         """Return what the table reads of each case."""
         return self._each(
             cases, partial(numbers, traces=self.traces), lambda case: f"{case.group}.{case.rps:.4g}rps"
+        )
+
+    def occupancy(self, system: str, rps: float) -> list[Numbers]:
+        """Return the memory in use and the arithmetic of prompts, per seed."""
+        return self._each(
+            self.cases(system, rps),
+            partial(occupancy, traces=self.traces),
+            lambda case: f"{case.group}.{case.rps:.4g}rps.occupancy",
         )
 
     def knees(self, system: str, mix: str = "up", platform: Platform = A40) -> list[float]:

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.chameleon.loading import prefill_ms
 from benchmarks.chameleon.setting import A40, SLO_S, Platform, at_rate, profile, workload
 from benchmarks.chameleon.systems import SYSTEMS
 from capplan import Workload
@@ -122,6 +123,19 @@ def numbers(case: Case, traces: str) -> Numbers:
         "squashed": pool.squashes / submitted,
         "evictions": pool.evictions,
         "link_utilization": pool.link_utilization,
+    }
+
+
+def occupancy(case: Case, traces: str) -> Numbers:
+    """Return the memory in use, and the arithmetic of the mean prompt in a large batch."""
+    scenario = case_scenario(case, traces)
+    trace, requests = run(scenario), scenario.requests
+    rank = float(scenario.costs.rank[requests.adapter].mean())
+    small_ms, large_ms = (prefill_ms(case.platform, tokens, rank) for tokens in (1000.0, 2000.0))
+    return {
+        "kv_tokens": float(trace.sums.kv_token_ns / scenario.horizon_ns),
+        "adapter_tokens": float(scenario.costs.pages.sum()),
+        "prompt_ms": float(requests.prompt_tokens.mean()) * (large_ms - small_ms) / 1000.0,
     }
 
 
