@@ -1,7 +1,7 @@
-"""The adapter cache in a pool shared with KV: uses, evictions by score, prefetches.
+"""The adapter cache in a pool shared with KV: uses, loads, evictions by score.
 
 The cache is what no request uses: an adapter stays after its last user until its blocks are needed. It is
-*pinned* while requests use it or a load of it is in progress. Adapters that no waiting request wants are
+*pinned* while requests use it or a load of it is in progress. Adapters that no waiting request needs are
 evicted first, within each tier by the lowest score.
 
 Source: Chameleon, sections 4.2 and 5.3.
@@ -11,22 +11,12 @@ from __future__ import annotations
 
 from capplan.compile import inner, jit
 from capplan.serving.pooled_state import (
-    BY_HISTOGRAM,
     FAIRSHARE,
     GDSF,
-    IDLE_BINS,
     LRU,
-    NO_PREFETCH,
     with_pool,
 )
 from capplan.serving.state import LOADING, NO_CLAIM, NONE, Limits, State
-
-_NS_PER_S = 1_000_000_000
-_LEAST_SAMPLES = 10
-_LEAST_VARIATION = 2.0
-"""Least coefficient of variation of a histogram that predicts idle times."""
-_PREFETCH_DEPTH = 64
-"""Waiting requests whose adapters are prefetched."""
 
 
 @inner
@@ -59,7 +49,7 @@ def use_adapter(state: State, limits: Limits, adapter: int) -> None:
     own.uses[adapter] += 1
     if not adapters.resident[adapter]:
         make_room(state, limits, adapters.pages[adapter], True)
-        _begin_load(state, adapter)
+        begin_load(state, adapter)
         c.n_claimed += 1
     elif own.prefetched[adapter]:
         own.prefetched[adapter] = 0
@@ -67,17 +57,20 @@ def use_adapter(state: State, limits: Limits, adapter: int) -> None:
             state.pooled.counts.late_prefetches += 1
         else:
             state.pooled.counts.useful_prefetches += 1
-    _note_use(state, adapter)
+    own.protected_ns[adapter] = 0
+    note_use(state, adapter)
 
 
 @inner
-def _note_use(state: State, adapter: int) -> None:
+def note_use(state: State, adapter: int) -> None:
+    """Note the time of a use, and the score of the last victim until then."""
     state.pooled.adapters.last_used_ns[adapter] = state.counters.now_ns
     state.pooled.inflation[adapter] = state.pooled.inflation[0]
 
 
 @inner
-def _begin_load(state: State, adapter: int) -> None:
+def begin_load(state: State, adapter: int) -> None:
+    """Take the blocks of an absent adapter, and list its load; the blocks are free."""
     c, adapters = state.counters, state.adapters
     pages = adapters.pages[adapter]
     c.free_blocks -= pages
@@ -111,7 +104,7 @@ def leave_adapter(state: State, adapter: int) -> None:
     if adapter == 0:
         return
     own, counts = state.pooled.adapters, state.pooled.counts
-    _note_use(state, adapter)
+    note_use(state, adapter)
     state.adapters.users[adapter] -= 1
     if state.adapters.users[adapter] > 0:
         return
@@ -157,20 +150,20 @@ def _age_ns(state: State, adapter: int) -> int:
 
 
 @inner
-def _is_wanted(state: State, adapter: int) -> bool:
-    """Return whether a waiting request wants an adapter, or a prefetch protects it."""
+def is_needed(state: State, adapter: int) -> bool:
+    """Return whether waiting requests need an adapter, or a prefetch protects it."""
     protected_ns = state.pooled.adapters.protected_ns[adapter]
     return bool(state.adapters.queue_head[adapter] != NONE or state.counters.now_ns < protected_ns)
 
 
 @inner
-def find_victim(state: State, limits: Limits, also_wanted: bool) -> tuple[int, float]:
+def find_victim(state: State, limits: Limits, also_needed: bool) -> tuple[int, float]:
     """Return the idle adapter to evict next and its score; NONE without any.
 
     Parameters
     ----------
-    also_wanted
-        Whether it may be one that waiting requests want, if there is no other.
+    also_needed
+        Whether it may be one that waiting requests need, if there is no other.
     """
     adapters, own = state.adapters, state.pooled.adapters
     uses, age_ns, size = 0.0, 0, 1
@@ -179,17 +172,17 @@ def find_victim(state: State, limits: Limits, also_wanted: bool) -> tuple[int, f
             uses = max(uses, frequency(state, limits, adapter))
             age_ns = max(age_ns, _age_ns(state, adapter))
             size = max(size, own.bytes[adapter])
-    victim, least, unwanted_only = NONE, 0.0, not also_wanted
+    victim, least, unneeded_only = NONE, 0.0, not also_needed
     for adapter in range(1, adapters.resident.size):
         if not adapters.resident[adapter] or is_pinned(state, adapter):
             continue
-        is_wanted = _is_wanted(state, adapter)
-        if is_wanted and unwanted_only:
+        needed = is_needed(state, adapter)
+        if needed and unneeded_only:
             continue
         score = _score(state, limits, adapter, uses, age_ns, size)
-        if victim == NONE or score < least or (not is_wanted and not unwanted_only):
+        if victim == NONE or score < least or (not needed and not unneeded_only):
             victim, least = adapter, score
-        unwanted_only = unwanted_only or not is_wanted
+        unneeded_only = unneeded_only or not needed
     return victim, least
 
 
@@ -213,119 +206,13 @@ def _score(state: State, limits: Limits, adapter: int, uses: float, age_ns: int,
 
 
 @inner
-def make_room(state: State, limits: Limits, blocks: int, also_wanted: bool) -> bool:
+def make_room(state: State, limits: Limits, blocks: int, also_needed: bool) -> bool:
     """Evict idle adapters until `blocks` are free; return False if they do not suffice."""
     while state.counters.free_blocks < blocks:
-        victim, score = find_victim(state, limits, also_wanted)
+        victim, score = find_victim(state, limits, also_needed)
         if victim == NONE:
             return False
         if limits.cache == GDSF:
             state.pooled.inflation[0] = score
         evict(state, victim)
     return True
-
-
-@inner
-def adapter_to_prefetch(state: State, limits: Limits) -> int:
-    """Return an absent adapter to load ahead of its first request while the link is idle, or NONE."""
-    if limits.prefetch == NO_PREFETCH or state.pooled.counts.n_loading > 0:
-        return NONE
-    if limits.prefetch == BY_HISTOGRAM:
-        adapter = _due_by_histogram(state)
-        if adapter != NONE:
-            return adapter
-    return _next_wanted(state)
-
-
-@inner
-def load_ahead(state: State, limits: Limits, adapter: int) -> None:
-    """Prefetch an adapter if it finds room beside the adapters that waiting requests want."""
-    c, own = state.counters, state.pooled.adapters
-    pages = state.adapters.pages[adapter]
-    evictable = 0
-    for other in range(1, state.adapters.resident.size):
-        if state.adapters.resident[other] and not is_pinned(state, other) and not _is_wanted(state, other):
-            evictable += state.adapters.pages[other]
-    if c.free_blocks + evictable < pages:
-        return
-    make_room(state, limits, pages, False)
-    _begin_load(state, adapter)
-    state.pooled.counts.pinned_pages += pages
-    state.pooled.counts.n_prefetches = 1
-    own.prefetched[adapter] = 1
-    _note_use(state, adapter)
-    if limits.prefetch == BY_HISTOGRAM and own.late_ns[adapter] != NONE and own.released_ns[adapter] != NONE:
-        own.protected_ns[adapter] = own.released_ns[adapter] + own.late_ns[adapter]
-
-
-@inner
-def _next_wanted(state: State) -> int:
-    """Return the absent adapter of the first waiting request that has one, or NONE."""
-    pooled = state.pooled
-    seen = 0
-    for queue in range(pooled.counts.n_queues):
-        row = pooled.queues.head[queue]
-        while row != NONE and seen < _PREFETCH_DEPTH:
-            adapter = state.rows.adapter[row]
-            if adapter != 0 and not state.adapters.resident[adapter]:
-                return int(adapter)
-            seen += 1
-            row = pooled.rows.later[row]
-    return NONE
-
-
-@inner
-def _due_by_histogram(state: State) -> int:
-    """Return the absent adapter whose next use is due first, or NONE."""
-    own = state.pooled.adapters
-    now_ns = state.counters.now_ns
-    chosen, first_ns = NONE, 0
-    for adapter in range(1, state.adapters.resident.size):
-        released_ns, late_ns = own.released_ns[adapter], own.late_ns[adapter]
-        if state.adapters.resident[adapter] or released_ns == NONE or late_ns == NONE:
-            continue
-        due_ns = released_ns + own.early_ns[adapter]
-        is_due = due_ns <= now_ns < released_ns + late_ns
-        if is_due and (chosen == NONE or due_ns < first_ns):
-            chosen, first_ns = adapter, due_ns
-    return chosen
-
-
-@inner
-def note_idle_time(state: State, adapter: int, arrival_ns: int) -> None:
-    """Add the idle time that an arrival ends to the histogram of its adapter."""
-    own = state.pooled.adapters
-    released_ns = own.released_ns[adapter]
-    if adapter == 0 or released_ns == NONE or state.adapters.users[adapter] > 0:
-        return
-    if state.adapters.queue_head[adapter] != NONE:  # another request has ended it
-        return
-    bins = state.pooled.idle_times[adapter]
-    bins[min(IDLE_BINS - 1, max(0, arrival_ns - released_ns) // _NS_PER_S)] += 1
-    own.samples[adapter] += 1
-    _summarize(state, adapter)
-
-
-@inner
-def _summarize(state: State, adapter: int) -> None:
-    """Update the percentiles of an adapter's idle times; NONE if they are few or spread evenly."""
-    own = state.pooled.adapters
-    bins = state.pooled.idle_times[adapter]
-    samples = own.samples[adapter]
-    squares = 0
-    for i in range(IDLE_BINS):
-        squares += bins[i] * bins[i]
-    mean = samples / IDLE_BINS
-    variance = squares / IDLE_BINS - mean * mean
-    own.late_ns[adapter] = NONE
-    if samples < _LEAST_SAMPLES or variance < (_LEAST_VARIATION * mean) ** 2:
-        return
-    total, early, late = 0, NONE, NONE
-    for i in range(IDLE_BINS):
-        total += bins[i]
-        if early == NONE and total * 100 >= samples * 5:
-            early = i
-        if late == NONE and total * 100 >= samples * 99:
-            late = i
-    own.early_ns[adapter] = early * _NS_PER_S
-    own.late_ns[adapter] = (late + 1) * _NS_PER_S

@@ -4,6 +4,9 @@ Phase 1 admits from every queue, small sizes first, what fits its own quota. Pha
 have left. If the head of a queue fits its quota but not the memory, younger requests that end before it could
 start may bypass it; they are squashed once their memory lets it start.
 
+Beyond the paper, no request starves: the head that has waited for longer than the period of refreshes comes
+before all others, so that running requests leave it the tokens and the memory.
+
 Source: Chameleon, sections 4.3.2 and 4.3.3, algorithm 1. The paper leaves open who lends: the queues with the
 largest remainder here.
 """
@@ -12,9 +15,9 @@ from __future__ import annotations
 
 from capplan.compile import inner
 from capplan.serving.caches import pages_to_pin
-from capplan.serving.pool import admit, requeue, row_has_memory, step_allows
+from capplan.serving.pool import admit, requeue, row_has_memory, step_allows, step_has_tokens
 from capplan.serving.running import output_tokens
-from capplan.serving.size_queues import book
+from capplan.serving.size_queues import book, earliest_head
 from capplan.serving.state import LOADING, NONE, Limits, State
 from capplan.serving.structures import heap_push, heap_remove
 
@@ -25,6 +28,8 @@ def admit_batch(state: State, limits: Limits) -> None:
     if state.pooled.counts.n_bypassers > 0:
         for queue in range(state.pooled.counts.n_queues):
             _squash(state, limits, queue)
+    if not _admit_overdue(state, limits):
+        return
     queues = state.pooled.queues
     for queue in range(state.pooled.counts.n_queues):
         queues.spare[queue] = 0
@@ -35,6 +40,36 @@ def admit_batch(state: State, limits: Limits) -> None:
     for queue in range(state.pooled.counts.n_queues):
         if not _admit_by_loan(state, limits, queue):
             return
+
+
+@inner
+def _admit_overdue(state: State, limits: Limits) -> bool:
+    """Admit the heads of queues that have waited for too long; return False if one does not fit yet."""
+    row = _overdue(state, limits)
+    while row != NONE:
+        fits = _fits_quota(state, row) and step_allows(state, limits, row)
+        if not fits or not row_has_memory(state, limits, row):
+            return False
+        _admit_own_charge(state, limits, row)
+        row = _overdue(state, limits)
+    return True
+
+
+@inner
+def _overdue(state: State, limits: Limits) -> int:
+    """Return the head that arrived first if it has waited for longer than a refresh period, or NONE."""
+    row = earliest_head(state)
+    if row == NONE or limits.refresh_ns == 0:
+        return NONE
+    waited_ns = state.counters.now_ns - state.pooled.rows.arrival_ns[row]
+    return int(row if waited_ns > limits.refresh_ns else NONE)
+
+
+@inner
+def _admit_own_charge(state: State, limits: Limits, row: int) -> None:
+    """Admit a row whose charge its own queue bears."""
+    admit(state, limits, row)
+    book(state, row, state.pooled.rows.queue[row], state.pooled.rows.charge[row])
 
 
 @inner
@@ -88,8 +123,7 @@ def _admit_own(state: State, limits: Limits, queue: int) -> bool:
             if limits.bypass:
                 _bypass(state, limits, row)
             return True
-        admit(state, limits, row)
-        book(state, row, queue, pooled.rows.charge[row])
+        _admit_own_charge(state, limits, row)
     return True
 
 
@@ -152,8 +186,7 @@ def _bypass(state: State, limits: Limits, first: int) -> None:
             and step_allows(state, limits, row)
             and row_has_memory(state, limits, row)
         ):
-            admit(state, limits, row)
-            book(state, row, own.queue[row], own.charge[row])
+            _admit_own_charge(state, limits, row)
             own.bypassed[row] = own.arrival[first]
             counts.n_bypassers += 1
             counts.bypasses += 1
@@ -227,33 +260,32 @@ def _released_blocks(state: State, row: int, first: int) -> int:
 
 @inner
 def _squash(state: State, limits: Limits, queue: int) -> None:
-    """Preempt the youngest rows that bypassed the head of a queue, as few as let it start; else none."""
+    """Admit the head of a queue in place of the youngest rows that bypassed it, as few as possible."""
     pooled = state.pooled
     first = pooled.queues.head[queue]
-    if first == NONE:
+    if first == NONE or not step_has_tokens(state, limits, first):
         return
     _begin_release(state)
-    lacking = _lacking_blocks(state, first)
-    tokens = available(state, queue)
-    last = NONE
-    row = state.counters.run_tail
-    while row != NONE and (lacking > 0 or tokens < pooled.rows.charge[first]):
+    charge, lacking = pooled.rows.charge[first], _lacking_blocks(state, first)
+    own, left = available(state, queue), _left(state)
+    last, row = NONE, state.counters.run_tail
+    while row != NONE and (lacking > 0 or min(own, left) < charge):
         if pooled.rows.bypassed[row] == pooled.rows.arrival[first]:
             lacking -= _released_blocks(state, row, first)
-            tokens += pooled.book[row, queue]
+            own += pooled.book[row, queue]
+            left += pooled.rows.charge[row]
             last = row
         row = state.rows.previous[row]
-    if last == NONE or lacking > 0 or tokens < pooled.rows.charge[first]:
+    if last == NONE or lacking > 0 or min(own, left) < charge:
         return
     row = state.counters.run_tail
-    while row != NONE:
+    while last != NONE:
         before = state.rows.previous[row]
-        bypassed = pooled.rows.bypassed[row] == pooled.rows.arrival[first]
-        is_last = row == last
-        if bypassed:
+        if row == last:
+            last = NONE
+        if pooled.rows.bypassed[row] == pooled.rows.arrival[first]:
             requeue(state, limits, row)
             pooled.rows.squashed[row] = 1
             pooled.counts.squashes += 1
-        if is_last:
-            return
         row = before
+    _admit_own_charge(state, limits, first)

@@ -60,11 +60,14 @@ def row_has_memory(state: State, limits: Limits, row: int) -> bool:
 @inner
 def step_allows(state: State, limits: Limits, row: int) -> bool:
     """Return whether the batch has a place and tokens for a waiting row."""
-    c = state.counters
+    return state.counters.n_running < limits.max_num_seqs and step_has_tokens(state, limits, row)
+
+
+@inner
+def step_has_tokens(state: State, limits: Limits, row: int) -> bool:
+    """Return whether the budget of the step holds a waiting row; the first may exceed it."""
     known = state.rows.prompt[row] + state.rows.output[row]
-    if c.n_running >= limits.max_num_seqs:
-        return False
-    alone = c.n_admitted == 0 and known > limits.max_num_batched_tokens
+    alone = state.counters.n_admitted == 0 and known > limits.max_num_batched_tokens
     return bool(alone or known <= state.pooled.counts.room_tokens)
 
 

@@ -10,13 +10,12 @@ Source: Chameleon, section 4; S-LoRA c1ddf48 for arrival order; muServe for shor
 from __future__ import annotations
 
 from capplan.compile import inner
-from capplan.serving.caches import adapter_to_prefetch, load_ahead, make_room, note_idle_time
+from capplan.serving.caches import make_room
 from capplan.serving.chameleon import admit_batch
 from capplan.serving.look_ahead import insert_by_end
 from capplan.serving.pool import (
     admit,
     grow,
-    has_memory,
     is_loaded,
     make_room_by_recompute,
     requeue,
@@ -32,6 +31,7 @@ from capplan.serving.pooled_state import (
     SJF,
     with_pool,
 )
+from capplan.serving.prefetch import note_idle_time, prefetch
 from capplan.serving.running import blocks_for
 from capplan.serving.size_queues import join_queue, record_arrival, set_prediction
 from capplan.serving.state import NONE, Limits, State
@@ -83,9 +83,7 @@ def schedule_pooled(state: State, limits: Limits) -> int:
         if tokens == 0:  # if all decoding rows were preempted, prompts have their blocks
             tokens = _start_prompts(state, limits, limits.max_num_batched_tokens)
     counts.step_kind = NO_STEP if tokens == 0 else DECODES if tokens == c.step_decodes else PROMPTS
-    adapter = adapter_to_prefetch(state, limits)
-    if adapter != NONE and has_memory(state, limits, NONE, state.adapters.pages[adapter]):
-        load_ahead(state, limits, adapter)
+    prefetch(state, limits)
     return tokens
 
 

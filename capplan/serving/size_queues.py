@@ -158,7 +158,7 @@ def rebin(state: State, limits: Limits, queues: int) -> None:
         row = state.rows.following[row]
     first = last = NONE
     for _ in range(state.counters.n_waiting):
-        row = _earliest_head(state)
+        row = earliest_head(state)
         leave_queue(state, row)
         pooled.rows.mark[row] = NONE
         if last == NONE:
@@ -184,7 +184,7 @@ def rebin(state: State, limits: Limits, queues: int) -> None:
 
 
 @inner
-def _earliest_head(state: State) -> int:
+def earliest_head(state: State) -> int:
     """Return the head of a queue that arrived first, or NONE."""
     pooled = state.pooled
     chosen = NONE

@@ -30,15 +30,16 @@ class QueueAdmission:
         """Admit waiting requests."""
         if self.engine.limits.bypass:
             self._squash()
-        spare = self._first_phase()
-        self._second_phase(spare)
+        if self._admit_overdue():
+            self._second_phase(self._first_phase())
 
     def fits_step(self, request: PooledRequest) -> bool:
         """Return whether the limits of the step permit a request."""
-        limits, running = self.engine.limits, self.engine.running
-        if len(running) >= limits.max_num_seqs:
-            return False
-        if request.known > limits.max_num_batched_tokens:
+        has_place = len(self.engine.running) < self.engine.limits.max_num_seqs
+        return has_place and self._has_tokens(request)
+
+    def _has_tokens(self, request: PooledRequest) -> bool:
+        if request.known > self.engine.limits.max_num_batched_tokens:
             return self.is_first
         return request.known <= self.tokens_left
 
@@ -59,9 +60,9 @@ class QueueAdmission:
         """Return the tokens of a queue that none of the running requests holds."""
         return self.engine.queues.quotas[q] - self.outstanding(running)[q]
 
-    def _left(self) -> int:
-        """Return the tokens of all queues that no running request holds."""
-        return sum(self.engine.queues.quotas) - sum(self.outstanding(self.engine.running))
+    def _left(self, running: Sequence[PooledRequest]) -> int:
+        """Return the tokens of all queues that none of the running requests holds."""
+        return sum(self.engine.queues.quotas) - sum(self.outstanding(running))
 
     def fits_own(self, request: PooledRequest) -> bool:
         """Return whether the quota of its queue permits a request, and the tokens left of all queues.
@@ -69,7 +70,9 @@ class QueueAdmission:
         These are fewer if a request larger than its quota runs, or after a refresh.
         """
         charge = self.engine.charge(request)
-        return charge <= min(self._available(request.queue, self.engine.running), self._left())
+        return charge <= min(
+            self._available(request.queue, self.engine.running), self._left(self.engine.running)
+        )
 
     def fits_quota(self, request: PooledRequest) -> bool:
         """Return whether a request fits the quota; one that is larger runs alone of its queue."""
@@ -79,20 +82,42 @@ class QueueAdmission:
         if charge <= self.engine.queues.quotas[request.queue]:
             return False
         alone = all(other.queue != request.queue for other in running)
-        return alone and (charge <= self._left() or not running)
+        return alone and (charge <= self._left(self.engine.running) or not running)
 
     def _squash(self) -> None:
-        """Stop the fewest requests that bypassed the head of a queue, youngest first, if it fits then."""
+        """Admit heads of queues in place of the fewest requests that bypassed them, youngest first."""
         engine = self.engine
         for q in range(len(engine.queues.quotas)):
             for head in self._queue(q)[:1]:
                 bypassers = [request for request in reversed(engine.running) if request.bypassed is head]
                 for count in range(len(bypassers) + 1):
                     rest = [request for request in engine.running if request not in bypassers[:count]]
-                    if engine.charge(head) <= self._available(q, rest) and engine.fits_memory(head, rest):
-                        for request in bypassers[:count]:
-                            engine.squash(request)
+                    tokens = min(self._available(q, rest), self._left(rest))
+                    if engine.charge(head) <= tokens and engine.fits_memory(head, rest):
+                        if count > 0 and self._has_tokens(head):
+                            for request in bypassers[:count]:
+                                engine.squash(request)
+                            self._admit_whole(head)
                         break
+
+    def _admit_overdue(self) -> bool:
+        """Admit the heads that have waited for longer than a refresh; return False if one does not fit."""
+        engine = self.engine
+        while engine.limits.refresh_ns > 0 and engine.waiting:
+            heads = [self._queue(q)[0] for q in range(len(engine.queues.quotas)) if self._queue(q)]
+            head = min(heads, key=lambda request: request.arrival)
+            if engine.now_ns - head.arrival_ns <= engine.limits.refresh_ns:
+                break
+            fits = self.fits_quota(head) and self.fits_step(head)
+            if not fits or not engine.fits_memory(head, engine.running):
+                return False
+            self._admit_whole(head)
+        return True
+
+    def _admit_whole(self, request: PooledRequest) -> None:
+        """Admit a request whose charge its own queue bears."""
+        request.charge = self.engine.charge(request)
+        self.admit(request, self.engine.whole_book(request))
 
     def _first_phase(self) -> list[int]:
         """Admit requests within the quota of their queue; return what empty queues have left."""
@@ -109,8 +134,7 @@ class QueueAdmission:
                     if engine.limits.bypass:
                         self._bypass(request)
                     break
-                request.charge = engine.charge(request)
-                self.admit(request, engine.whole_book(request))
+                self._admit_whole(request)
             if not self._queue(q):
                 spare[q] = max(0, self._available(q, engine.running))
         return spare
@@ -120,7 +144,7 @@ class QueueAdmission:
         engine = self.engine
         for q in range(len(spare)):
             for request in self._queue(q):
-                if self.is_over or engine.charge(request) > min(sum(spare), self._left()):
+                if self.is_over or engine.charge(request) > min(sum(spare), self._left(self.engine.running)):
                     break
                 if not self.fits_step(request):
                     self.is_over = True
@@ -141,8 +165,7 @@ class QueueAdmission:
                 and engine.fits_memory(request, engine.running)
             )
             if fits and free_ns is not None and free_ns > self.run_ns(request):
-                request.charge = engine.charge(request)
-                self.admit(request, engine.whole_book(request))
+                self._admit_whole(request)
                 request.bypassed = head
                 engine.counts["bypasses"] += 1
 

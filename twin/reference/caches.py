@@ -101,12 +101,12 @@ class ReferenceCache:
         adapter.resident = adapter.loading = True
         self._touch(adapter, now_ns)
 
-    def begin_prefetch(self, number: int, now_ns: int) -> None:
-        """Load an adapter ahead of its requests; it is protected as long as they are expected."""
+    def begin_prefetch(self, number: int, now_ns: int, protect: bool) -> None:
+        """Load an adapter ahead of its requests; `protect`: as long as its idle times let expect them."""
         expected = self._expected_ns(number)
         self.begin_load(number, now_ns)
         self.adapters[number].prefetched = True
-        if expected is not None:
+        if protect and expected is not None:
             self.adapters[number].protected_ns = expected[1]
         self.counts["prefetches"] += 1
 
@@ -126,6 +126,7 @@ class ReferenceCache:
         if adapter.prefetched:
             self.counts["late_prefetches" if adapter.loading else "useful_prefetches"] += 1
             adapter.prefetched = False
+        adapter.protected_ns = 0
         self._touch(adapter, now_ns)
 
     def release(self, number: int, now_ns: int) -> None:

@@ -408,16 +408,14 @@ class ReferencePooled:
         """Load an absent adapter that will be used, if the link is idle and the memory can be spared."""
         if self.limits.prefetch == NO_PREFETCH or any(adapter.loading for adapter in self.cache.adapters):
             return None
-        adapter = self.cache.due(self.now_ns) if self.limits.prefetch == BY_HISTOGRAM else None
-        is_expected = adapter is not None
-        if adapter is None:
-            adapter = self._wanted_by_queue()
-        if adapter is None or not self._may_prefetch(adapter):
-            return None
-        self.cache.begin_prefetch(adapter, self.now_ns)
-        self.counts["prefetches_by_histogram"] += is_expected
-        self.loads.append(adapter)
-        return adapter
+        expected = self.cache.due(self.now_ns) if self.limits.prefetch == BY_HISTOGRAM else None
+        for adapter in (expected, self._wanted_by_queue()):
+            if adapter is not None and self._may_prefetch(adapter):
+                self.cache.begin_prefetch(adapter, self.now_ns, protect=adapter == expected)
+                self.counts["prefetches_by_histogram"] += adapter == expected
+                self.loads.append(adapter)
+                return adapter
+        return None
 
     def _wanted_by_queue(self) -> int | None:
         for request in self.in_order()[:_REQUESTS_TO_PREFETCH_FOR]:
