@@ -89,6 +89,17 @@ def test_a_request_larger_than_its_quota_runs_alone_of_its_queue() -> None:
     assert admitted[:2] == [[2, 0], [1]]
 
 
+def test_a_request_that_others_would_starve_comes_first_after_a_refresh_period() -> None:
+    """Request 0 needs more than its quota; some small request always holds the tokens that it lacks."""
+    arrivals = [Arrival(10 * i * MS, 0, 40, 20, 20) for i in range(3)]
+    arrivals += [Arrival(35 * MS, 0, 139, 10, 10)]
+    arrivals += [Arrival((40 + 10 * i) * MS, 0, 40, 20, 20) for i in range(20)]
+    steps = [seen.step for seen in replay(world_of(arrivals, [100, 100], [0.5]))]
+    order = [number for step in steps for number in step.admitted]
+    assert 3 < order.index(3) < 12
+    assert sorted(order) == list(range(len(arrivals)))
+
+
 def bypassing(predicted: int, first_output: int = 20, bypass: int = 1) -> list[Seen]:
     """Replay requests 0 (adapter 3), 1 (adapter 2, which does not fit beside it) and 2 (small).
 
