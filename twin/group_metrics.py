@@ -46,7 +46,7 @@ class GroupMetrics:
     """Adapter loads before the first token."""
     itl_ms_mean: float
     admissions: int
-    """Preempted requests count again."""
+    """Preempted requests count again; first admissions under a scheduler and an adapter cache."""
     hit_rate: float
     """Share of admissions whose adapter was resident; NaN without any."""
     adapter_loads: int

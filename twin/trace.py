@@ -56,7 +56,7 @@ _SERIES = int_fields(
     "load_ns",
 )
 _ADAPTER = int_fields(
-    "admissions",
+    "admissions",  # under the rules for one pool, first admissions
     "hits",  # admissions that found the adapter resident
     "loads",
     "load_ns",
@@ -234,13 +234,24 @@ def record_admission(trace: TwinTrace, request: int, adapter: int, begin_ns: int
 def record_admission_with_wait(
     trace: TwinTrace, request: int, adapter: int, begin_ns: int, wait_ns: int
 ) -> None:
-    """Record an admission under the rules for one pool, and the time until its adapter is loaded."""
+    """Record the first admission of a request under the rules for one pool.
+
+    Parameters
+    ----------
+    request, adapter
+        The admitted request; further admissions are ignored.
+    begin_ns
+        Clock at the start of the step.
+    wait_ns
+        Time until the adapter is loaded.
+    """
+    if trace.admitted_ns.size == 0 or trace.admitted_ns[request] != NEVER:
+        return
+    trace.admitted_ns[request] = begin_ns
+    trace.held_up_ns[request] = wait_ns
     if trace.adapters.size > 0:
         trace.adapters.admissions[adapter] += 1
         trace.adapters.hits[adapter] += wait_ns == 0
-    if trace.admitted_ns.size > 0 and trace.admitted_ns[request] == NEVER:
-        trace.admitted_ns[request] = begin_ns
-        trace.held_up_ns[request] = wait_ns
 
 
 @jit
