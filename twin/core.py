@@ -76,16 +76,20 @@ def run(scenario: Scenario, fast_forward: bool = True) -> TwinTrace:
             fast_forward,
         )
         if until_ns < scenario.horizon_ns:
-            refresh_queues(scenario, state, until_ns)
+            refresh_queues(scenario, state, clock, trace, until_ns)
     mark_running(state, trace)
     record_pool(state, clock, trace)
     return trace
 
 
-def refresh_queues(scenario: Scenario, state: State, at_ns: int) -> None:
+def refresh_queues(scenario: Scenario, state: State, clock: TwinClock, trace: TwinTrace, at_ns: int) -> None:
     """Design the queues anew by the requests of the last window, and begin the next one."""
-    if scenario.scheduler is not None:
-        refresh(state, scenario.limits, scenario.scheduler, at_ns)
+    if scenario.scheduler is None:
+        return
+    limits, requests, costs = scenario.limits, scenario.requests, scenario.costs
+    shared, most = scenario.shared_prefix_tokens, scenario.max_in_flight
+    take_arrivals_before(state, limits, requests, shared, costs, clock, trace, most, at_ns)
+    refresh(state, limits, scenario.scheduler, at_ns)
 
 
 def record_pool(state: State, clock: TwinClock, trace: TwinTrace) -> None:
@@ -115,7 +119,10 @@ def advance(
     if clock.at.idle and not _resume(requests, clock, trace, until_ns):
         return
     while counts.now_ns < until_ns:
-        _take_arrivals(state, limits, requests, shared_prefix_tokens, costs, clock, trace, max_in_flight)
+        visible_ns = clock.at.visible_ns
+        take_arrivals(
+            state, limits, requests, shared_prefix_tokens, costs, clock, trace, max_in_flight, visible_ns
+        )
         take_copies(state, clock)
         state.counters.now_ns = counts.now_ns
         if fast_forward and _fast_forward(state, limits, requests, costs, clock, trace, until_ns):
@@ -147,8 +154,8 @@ def mark_running(state: State, trace: TwinTrace) -> None:
         row = state.rows.following[row]
 
 
-@inner
-def _take_arrivals(
+@jit
+def take_arrivals_before(
     state: State,
     limits: Limits,
     requests: Requests,
@@ -157,12 +164,29 @@ def _take_arrivals(
     clock: TwinClock,
     trace: TwinTrace,
     max_in_flight: int,
+    at_ns: int,
+) -> None:
+    """Submit the requests that arrived before a refresh, also those during the step that goes on then."""
+    take_arrivals(state, limits, requests, shared, costs, clock, trace, max_in_flight, at_ns - 1)
+
+
+@inner
+def take_arrivals(
+    state: State,
+    limits: Limits,
+    requests: Requests,
+    shared: int,
+    costs: Costs,
+    clock: TwinClock,
+    trace: TwinTrace,
+    max_in_flight: int,
+    until_ns: int,
 ) -> None:
     """Submit the requests that have arrived; those beyond `max_in_flight` are rejected."""
     counts = trace.counts
     c = state.counters
     i = counts.next_request
-    while i < requests.arrival_ns.size and requests.arrival_ns[i] <= clock.at.visible_ns:
+    while i < requests.arrival_ns.size and requests.arrival_ns[i] <= until_ns:
         row = NONE
         if c.n_running + c.n_waiting < max_in_flight:
             adapter = requests.adapter[i]

@@ -1,6 +1,7 @@
 """Refresh of the queues from the requests of the last window (Chameleon, sections 4.3.4 and 4.3.5).
 
-Engine and twin call `refresh` at every multiple of the period, before the first step at or after that time.
+Engine and twin call `refresh` at every multiple of the period, before the first step at or after that time,
+once they have submitted what arrived before it.
 """
 
 from __future__ import annotations
@@ -143,14 +144,17 @@ def _with_quotas(
 
 
 def _window(state: State, at_ns: int, period_ns: int) -> tuple[RequestSample, float]:
-    """Return the requests that arrived in the last period, as far as they are recorded, and their rate."""
+    """Return the requests that arrived in the last period, as far as they are recorded, and their rate.
+
+    A request that arrives at the time of a refresh belongs to the next period.
+    """
     records, adapters = state.pooled.window, state.pooled.adapters
     begun_ns = at_ns - period_ns
     count = int(state.pooled.counts.n_window)
     if count > WINDOW:
-        begun_ns = max(begun_ns, int(records.arrival_ns.min()) - 1)
+        begun_ns = max(begun_ns, int(records.arrival_ns.min()))
     arrival_ns = records.arrival_ns[:count]
-    kept = np.flatnonzero((arrival_ns > begun_ns) & (arrival_ns <= at_ns))
+    kept = np.flatnonzero((arrival_ns >= begun_ns) & (arrival_ns < at_ns))
     execution_ns = records.execution_ns[kept]
     sample = RequestSample(
         prompt_tokens=records.prompt[kept],

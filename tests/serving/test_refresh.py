@@ -49,7 +49,7 @@ def fill(state: State, limits: Limits, requests: int, seed: int, until_ns: int) 
     prompt = np.where(is_long, 900, 60) + random.integers(0, 60, requests)
     output = np.where(is_long, 200, 20) + random.integers(0, 20, requests)
     adapter = random.integers(0, RANKS.size + 1, requests)
-    arrival_ns = np.linspace(until_ns - PERIOD_NS + 1, until_ns, requests).astype(np.int64)
+    arrival_ns = np.linspace(until_ns - PERIOD_NS, until_ns - 1, requests).astype(np.int64)
     for number in range(requests):
         at_ns = int(arrival_ns[number])
         lengths = int(prompt[number]), int(output[number])

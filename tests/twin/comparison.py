@@ -66,11 +66,12 @@ def run_stopping(scenario: Scenario) -> t.TwinTrace:
         check_integrity(state, limits, scenario.num_blocks)
         check_requests(state, trace)
         if trace.counts.now_ns >= refreshes_ns[0] or (clock.at.idle and until_ns == refreshes_ns[0]):
-            if refreshes_ns.popleft() == horizon_ns:
+            at_ns = refreshes_ns.popleft()
+            if at_ns == horizon_ns:
                 mark_running(state, trace)
                 record_pool(state, clock, trace)
                 return trace
-            refresh_queues(scenario, state, until_ns)
+            refresh_queues(scenario, state, clock, trace, at_ns)
         elif clock.at.idle:
             until_ns = _next_event_ns(scenario, clock, trace) + 1
         else:

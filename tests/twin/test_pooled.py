@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from capplan.serving import refresh
+from capplan.serving import Limits, State, refresh
 from capplan.serving.pooled_state import QUEUES
 from capplan.spec import Scheduler
-from capplan.twin import Scenario
+from capplan.twin import Scenario, core
 from capplan.twin import trace as t
 from capplan.twin.core import run
 from capplan.twin.reference import run_reference
@@ -48,3 +48,32 @@ def test_refreshed_queues_leave_the_same_trace(monkeypatch: pytest.MonkeyPatch) 
             assert_same(run_reference(scenario._replace(scheduler=scheduler)), trace, but=("stalled_ns",))
             refreshes += int(trace.pool.refreshes)
     assert refreshes > 10
+
+
+def test_every_request_is_in_the_window_of_its_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that arrive during the step that goes on at the time of the refresh."""
+    windows = []
+
+    def noted(state: State, limits: Limits, scheduler: Scheduler, at_ns: int) -> None:
+        windows.append((at_ns, int(state.pooled.counts.n_window)))
+        refresh.refresh(state, limits, scheduler, at_ns)
+
+    monkeypatch.setattr(core, "refresh", noted)
+    for seed in range(40):
+        scheduler = Scheduler(policy="chameleon").model_copy(update={"refresh_s": 0.05})
+        scenario = seeded_pooled(seed)._replace(scheduler=scheduler)
+        windows.clear()
+        trace = run(scenario)
+        arrival_ns = scenario.requests.arrival_ns[trace.status != t.STATUS_REJECTED]
+        assert windows == [(at_ns, np.count_nonzero(arrival_ns < at_ns)) for at_ns in scenario.refreshes_ns]
+
+
+def test_the_adapters_of_first_admissions_are_counted_alike_by_adapter_and_in_all() -> None:
+    squashes = 0
+    for scenario in map(seeded_pooled, range(60)):
+        trace = run(scenario._replace(buckets=3))
+        admissions = trace.adapters.admissions.sum()
+        assert admissions == np.count_nonzero(trace.admitted_ns != t.NEVER)
+        assert trace.adapters.admissions[1:].sum() <= trace.pool.hits + trace.pool.misses
+        squashes += trace.pool.squashes
+    assert squashes > 0

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.serving import NONE, Limits, State, new_state
+from capplan.serving.refresh import refresh
 from capplan.serving.routers.choose import ASK_RANKS, RoutingRule
 from capplan.serving.routers.fleet import Fleet, new_fleet
 from capplan.serving.state import POOLED
@@ -19,8 +20,8 @@ from capplan.twin.clock import new_answered, new_clock
 from capplan.twin.cluster.loop import REFRESH_DUE, new_cursor, serve
 from capplan.twin.cluster.member import ClusterMember, new_memory, store_member
 from capplan.twin.cluster.scenario import ClusterScenario, take_requests
-from capplan.twin.cluster.steps import Cluster, new_progress
-from capplan.twin.core import record_pool, refresh_queues
+from capplan.twin.cluster.steps import Cluster, new_progress, show_arrivals
+from capplan.twin.core import record_pool
 from capplan.twin.host_link import NEVER_NS, new_link
 from capplan.twin.scenario import Scenario, new_engine
 
@@ -105,9 +106,10 @@ def next_refresh_ns(laid: Laid, now_ns: int) -> int:
 
 def refresh_members(laid: Laid, at_ns: int) -> None:
     """Refresh the instances for which it is due."""
-    for engine, member in zip(laid.engines, laid.members, strict=True):
-        if at_ns in engine.refreshes_ns:
-            refresh_queues(engine, member.state, at_ns)
+    for i, (engine, member) in enumerate(zip(laid.engines, laid.members, strict=True)):
+        if engine.scheduler is not None and at_ns in engine.refreshes_ns:
+            show_arrivals(laid.cluster, i, at_ns)
+            refresh(member.state, engine.limits, engine.scheduler, at_ns)
 
 
 def trace_of(laid: Laid, migrations: int) -> ClusterTrace:

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import by_reference, inner
-from capplan.serving.pooled_state import has_pool
+from capplan.compile import by_reference, inner, jit
+from capplan.serving import State
+from capplan.serving.pooled_state import has_pool, with_pool
 from capplan.serving.routers.fleet import ACTIVE, AWAITED, Fleet, Placement
 from capplan.serving.state import (
     LOADING,
@@ -18,7 +19,7 @@ from capplan.serving.state import (
 from capplan.serving.structures import Records, int_fields
 from capplan.twin.clock import count_present, count_queued, keeps_stats
 from capplan.twin.cluster.member import ClusterMember, load_member
-from capplan.twin.core import advance, next_event_ns
+from capplan.twin.core import advance, next_event_ns, take_arrivals
 from capplan.workload import Requests
 
 _PROGRESS = int_fields(
@@ -130,6 +131,24 @@ def _advance_member(cluster: Cluster, instance: int, until_ns: int) -> None:
     progress.wake_ns = counts.now_ns
     if progress.resting:
         progress.wake_ns = next_event_ns(cluster.stream, member.clock, member.trace)
+    observe(cluster, instance, member)
+
+
+@jit
+def show_arrivals(cluster: Cluster, instance: int, at_ns: int) -> None:
+    """Submit the requests handed to an instance before a refresh."""
+    member = load_member(cluster.memory, instance)
+    take_arrivals(
+        member.state,
+        member.limits,
+        cluster.stream,
+        cluster.shared_prefix_tokens,
+        member.costs,
+        member.clock,
+        member.trace,
+        member.max_in_flight,
+        at_ns - 1,
+    )
     observe(cluster, instance, member)
 
 

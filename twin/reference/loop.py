@@ -89,7 +89,7 @@ class _Run:
 
     def _next_step(self) -> ReferenceStep:
         """Let the scheduler decide with what has arrived, and start the loads of the step."""
-        self._take_arrivals()
+        self._take_arrivals(self.visible_ns)
         self._take_copies()
         step = self._schedule()
         self._begin_loads(step)
@@ -118,11 +118,9 @@ class _Run:
             if not isinstance(self.engine, ReferenceSlora):
                 self.engine.adapter_loaded(adapter)
 
-    def _take_arrivals(self) -> None:
+    def _take_arrivals(self, until_ns: int) -> None:
         requests, engine = self.scenario.requests, self.engine
-        while (
-            self.upcoming < requests.arrival_ns.size and requests.arrival_ns[self.upcoming] <= self.visible_ns
-        ):
+        while self.upcoming < requests.arrival_ns.size and requests.arrival_ns[self.upcoming] <= until_ns:
             i = self.upcoming
             full = len(engine.running) + len(engine.waiting) >= self.scenario.max_in_flight
             if full or not self._submit(i):
@@ -311,6 +309,7 @@ class _PooledRun(_Run):
         record = super().finish()
         if self.refreshes_ns:
             self._refresh_until(self.scenario.horizon_ns)
+            record.counts.next_request = self.upcoming
         for name in t.POOL_COUNTS:
             record.pool[name] = self.pooled.counts[name]
         return record
@@ -353,4 +352,5 @@ class _PooledRun(_Run):
         """Do the refreshes that are due."""
         while self.refreshes_ns and self.refreshes_ns[0] <= now_ns and self.scenario.scheduler is not None:
             at_ns = self.refreshes_ns.popleft()
+            self._take_arrivals(at_ns - 1)
             self.pooled.refresh(refreshed_queues(self.pooled, self.scenario.scheduler, at_ns), at_ns)

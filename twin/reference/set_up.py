@@ -36,7 +36,7 @@ def refreshed_queues(engine: ReferencePooled, scheduler: Scheduler, at_ns: int) 
     if not scheduler.has_queues or (scheduler.policy == "static" and len(engine.queues.quotas) > 1):
         return None
     period_ns = round(scheduler.refresh_s * _NS_PER_S)
-    seen = [request for request in engine.window if at_ns - period_ns < request.arrival_ns <= at_ns]
+    seen = [request for request in engine.window if at_ns - period_ns <= request.arrival_ns < at_ns]
     execution_ns = np.array([request.execution_ns for request in seen], np.float64)
     sample = RequestSample(
         prompt_tokens=np.array([request.prompt for request in seen], np.int64),
