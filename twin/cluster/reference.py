@@ -19,7 +19,7 @@ from capplan.compile import jit
 from capplan.errors import InputError
 from capplan.serving import NONE, State
 from capplan.serving.routers import Gateway, Performance
-from capplan.serving.state import ENDING, LOADING
+from capplan.serving.state import ENDING, LOADING, POOLED
 from capplan.twin import trace as t
 from capplan.twin.cluster.member import load_member
 from capplan.twin.cluster.run import (
@@ -71,7 +71,7 @@ class Candidate:
     queued_tokens: int
     """Their prompt tokens."""
     free_tokens: int
-    """Free KV tokens."""
+    """Free KV tokens, and those in place of cached adapters that no running request uses."""
     kv_tokens: int
     """KV capacity in tokens."""
     max_num_seqs: int
@@ -85,7 +85,7 @@ class Candidate:
     is_queued: bool
     """Whether requests of the same adapter wait that the scheduler has seen."""
     running_tokens: int = 0
-    """KV tokens of the running requests."""
+    """KV tokens of the running requests, and tokens of their prompts that are not computed yet."""
 
 
 PythonRouter: TypeAlias = Callable[[RoutedRequest, Sequence[Candidate]], int]
@@ -154,6 +154,8 @@ def observe_candidate(laid: Laid, place: int) -> Candidate:
     waiting += unseen_requests(laid, instance)
     awaited = {adapter for adapter, queue in enumerate(queues) if queue or adapters.claim[adapter] == LOADING}
     loaded = {int(rows.adapter[row]) for row in running if adapters.claim[rows.adapter[row]] != LOADING}
+    idle = (adapters.resident == 1) & (adapters.users == 0) & (adapters.claim != LOADING)
+    idle_blocks = int(adapters.pages[idle].sum()) if limits.policy == POOLED else 0
     prompts, rank = cluster.stream.prompt_tokens, cluster.rank
     return Candidate(
         instance=instance,
@@ -161,8 +163,8 @@ def observe_candidate(laid: Laid, place: int) -> Candidate:
         running=tuple(int(costs.rank[rows.adapter[row]]) for row in running),
         queued=tuple(int(rank[cluster.adapter[request]]) for request in waiting),
         queued_tokens=sum(int(prompts[request]) for request in waiting),
-        running_tokens=sum(_computed_tokens(state, row) for row in running),
-        free_tokens=int(state.counters.free_blocks) * limits.block_size,
+        running_tokens=sum(max(int(rows.prompt[row]), _computed_tokens(state, row)) for row in running),
+        free_tokens=(int(state.counters.free_blocks) + idle_blocks) * limits.block_size,
         kv_tokens=int(state.counters.capacity) * limits.block_size,
         max_num_seqs=limits.max_num_seqs,
         max_loras=limits.max_loras,

@@ -166,12 +166,28 @@ def observe(cluster: Cluster, instance: int, member: ClusterMember) -> None:
     record = cluster.fleet.instances[instance]
     record.running = c.n_running - c.n_ending
     record.queued = c.n_waiting - c.n_gone + unseen(cluster, instance, member)
-    record.free_blocks = c.free_blocks
-    record.kv_tokens = c.kv_tokens
+    record.free_blocks = c.free_blocks + _idle_blocks(member.state)
+    record.running_tokens = _running_tokens(member.state)
     record.active_adapters = c.n_active - c.n_claimed
     record.queued_adapters = member.state.hot.size[0] + member.state.cold.size[0] + member.clock.at.n_copies
     if member.state.adapters.queue_head[0] != NONE:
         record.queued_adapters -= 1
+
+
+@with_pool(0)
+def _idle_blocks(state: State) -> int:
+    """Return the blocks of cached adapters that no running request uses."""
+    return int(state.counters.adapter_pages - state.pooled.counts.pinned_pages)
+
+
+@inner
+def _running_tokens(state: State) -> int:
+    """Return the tokens with KV of the running requests, and those of their prompts not computed yet."""
+    tokens = state.counters.kv_tokens
+    for i in range(state.counters.n_partial):
+        row = state.lists.partial[i]
+        tokens += max(0, state.rows.prompt[row] - state.rows.computed[row])
+    return int(tokens)
 
 
 @inner

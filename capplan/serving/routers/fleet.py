@@ -33,10 +33,10 @@ class Placement(NamedTuple):
 _INSTANCE = int_fields(
     "running",  # requests in the batch
     "queued",  # requests that wait, also those that the scheduler has not seen yet
-    "free_blocks",
+    "free_blocks",  # and those of cached adapters that no running request uses
     "active_adapters",  # adapters of running requests
     "queued_adapters",  # adapters of waiting requests, and adapters on their way
-    "kv_tokens",  # held for running requests
+    "running_tokens",  # of running requests: with KV, and of prompts not computed yet
     # -- constant --
     "max_num_seqs",
     "max_loras",

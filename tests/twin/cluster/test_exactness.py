@@ -1,6 +1,6 @@
 """Each instance of the cluster twin equals the one-GPU twin; routers only distribute requests."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from capplan.serving.routers import ROUTERS, Dlora, Toppings
 from capplan.twin.cluster import NamedRouter
-from capplan.twin.cluster.reference import RankAware, reference_router, run_with
+from capplan.twin.cluster.reference import Candidate, RankAware, RoutedRequest, reference_router, run_with
 from capplan.twin.cluster.routers import build_rule
 from capplan.twin.cluster.run import run_cluster, with_rows
 from capplan.twin.cluster.scenario import ClusterScenario, place
@@ -123,3 +123,21 @@ def test_requests_of_one_instance_are_those_of_the_single_twin() -> None:
     assert_instances_did_as_alone(scenario, trace)
     rows = np.flatnonzero(trace.instance == 0)
     assert run(alone(scenario, rows[1:], 0)).counts.tolist() != trace.traces[0].counts.tolist()
+
+
+def test_routers_see_the_memory_of_idle_adapters_as_free_and_prompts_before_they_are_computed() -> None:
+    idle = 0
+
+    def check(_: RoutedRequest, candidates: Sequence[Candidate]) -> int:
+        nonlocal idle
+        for each in candidates:
+            assert each.running_tokens >= len(each.running)
+            if not each.running and not each.queued_adapters:
+                assert each.free_tokens == each.kv_tokens
+                idle += 1
+        return len(candidates) - 1
+
+    for scenario in map(seeded_cluster, range(40)):
+        if scenario.engines[0].pool is not None:
+            run_with(scenario, check, 0)
+    assert idle > 10
