@@ -33,7 +33,7 @@ def predictor(args: PredictorArgs) -> None:
     """Train a predictor of output lengths on the requests of a workload, and report its accuracy.
 
     It reads the prompt length, the adapter and the hour of day of a request. Use it with `scheduler:
-    {predictor: {kind: learned, file: FILE}}` and the same adapters in the same order.
+    {predictor: {kind: learned, file: FILE}}`; adapters are found by their names.
     """
     from capplan.models.training.length_predictor import PredictorOptions, train_predictor
     from capplan.spec import load_workload, write_bytes_atomic
@@ -44,8 +44,9 @@ def predictor(args: PredictorArgs) -> None:
     require_duration(args.duration_s)
     require_writable_files(args.output)
     options = PredictorOptions(held_out=args.held_out, seed=args.seed)
-    requests = draw_requests(load_workload(args.workload), args.duration_s, args.seed, DEFAULT_MAX_MODEL_LEN)
-    trained = train_predictor(requests, options)
+    workload = load_workload(args.workload)
+    requests = draw_requests(workload, args.duration_s, args.seed, DEFAULT_MAX_MODEL_LEN)
+    trained = train_predictor(requests, [adapter.name for adapter in workload.adapters], options)
     write_bytes_atomic(args.output, trained.content)
     if args.as_json:
         print_json(

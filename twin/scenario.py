@@ -178,7 +178,7 @@ def build_scenario(
     num_blocks = kv // profile.engine.block_size
     if requests is None:
         requests = draw_for(workload, profile, duration_s, seed, args.max_model_len)
-        requests = with_predictions(requests, policies.predictor, seed)
+        requests = with_predictions(workload, requests, policies.predictor, seed)
     costs = build_costs(workload, profile, args.max_loras, args.max_lora_rank)
     return Scenario(
         requests=requests,
@@ -211,11 +211,11 @@ def _pool(workload: Workload, profile: Profile, costs: Costs, policies: Policies
     )
 
 
-def with_predictions(requests: Requests, predictor: Predictor, seed: int) -> Requests:
-    """Return the requests with their predicted outputs."""
+def with_predictions(workload: Workload, requests: Requests, predictor: Predictor, seed: int) -> Requests:
+    """Return the requests of a workload with their predicted outputs."""
     if predictor.kind == "oracle":
         return requests
-    predicted = predicted_tokens(requests, predictor, seed)
+    predicted = predicted_tokens(requests, predictor, seed, [adapter.name for adapter in workload.adapters])
     return requests._replace(predicted_tokens=predicted.astype(np.int32))
 
 

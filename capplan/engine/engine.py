@@ -161,7 +161,7 @@ class Engine:
             params=params,
             stop_ids=frozenset(stops),
             arrival_ns=arrival_ns,
-            predicted_tokens=self.predictor.predict(tokens.size, number, arrival_ns, params.max_tokens),
+            predicted_tokens=self.predictor.predict(tokens.size, adapter, params.max_tokens),
             rng=np.random.default_rng(seed) if params.temperature > 0 else None,
         )
 

@@ -6,7 +6,10 @@ length takes the place of the output for the predictors ``oracle`` and ``classes
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -17,7 +20,7 @@ from capplan.workload.predictors import LengthClasses, length_classes, read_pred
 _REMEMBERED: Final = 1000
 _REFIT_EVERY: Final = 50
 """Requests between two fits of the length classes to the declared lengths remembered."""
-_NS_PER_HOUR: Final = 3_600_000_000_000
+_S_PER_HOUR: Final = 3600
 _HOURS: Final = 24
 
 
@@ -30,6 +33,8 @@ class OutputPredictor:
         ``classes`` are those of the last requests' declared lengths.
     seed
         Seed of the wrong classes.
+    time_s
+        Clock of the hour of day: seconds since 1970, UTC.
 
     Raises
     ------
@@ -37,7 +42,8 @@ class OutputPredictor:
         If the file of a learned predictor cannot be read.
     """
 
-    def __init__(self, predictor: Predictor, seed: int) -> None:
+    def __init__(self, predictor: Predictor, seed: int, time_s: Callable[[], float] = time.time) -> None:
+        self._time_s = time_s
         self._kind = predictor.kind
         self._accuracy = predictor.accuracy
         self._rng = np.random.default_rng(seed)
@@ -46,12 +52,13 @@ class OutputPredictor:
         self._classes: LengthClasses | None = None
         self._model = read_predictor(str(predictor.file)) if predictor.kind == "learned" else None
 
-    def predict(self, prompt_tokens: int, adapter: int, arrival_ns: int, declared: int) -> int:
+    def predict(self, prompt_tokens: int, adapter: str | None, declared: int) -> int:
         """Return the predicted output tokens of a request; 0: the declared ones."""
         if self._model is not None:
-            hour = arrival_ns // _NS_PER_HOUR % _HOURS
-            model, tokens = self._model
-            scores = model.inplace_predict(np.array([[prompt_tokens, adapter, hour]], np.float32))
+            hour = self._time_s() // _S_PER_HOUR % _HOURS
+            model, tokens, known = self._model
+            number = known.get(adapter, math.nan)
+            scores = model.inplace_predict(np.array([[prompt_tokens, number, hour]], np.float32))
             return int(tokens[np.argmax(scores)])
         return self._drawn(declared) if self._kind == "classes" else 0
 

@@ -143,7 +143,7 @@ class _Bench:
             self.args,
             duration_s=self.window_s,
             seed=self.seed,
-            requests=with_predictions(window, policies.predictor, self.seed),
+            requests=with_predictions(self.workload, window, policies.predictor, self.seed),
             policies=policies,
         )
         trace = run(scenario)

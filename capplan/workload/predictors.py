@@ -8,7 +8,8 @@ output of the class. Chameleon's proxy model puts about 80 % of the requests int
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -25,10 +26,13 @@ if TYPE_CHECKING:
 CUT_PERCENTILES: Final = (25.0, 50.0, 75.0, 99.0)
 
 FEATURES: Final = ("prompt_tokens", "adapter", "hour")
-"""What a learned predictor reads; the adapter by its number in the workload, 0 the base model."""
+"""What a learned predictor reads; the adapter by its number in the file, 0 the base model, NaN any other."""
 
 CLASS_TOKENS: Final = "class_tokens"
 """Attribute of a learned predictor's file: the prediction of each class, ascending, as a JSON list."""
+
+ADAPTERS: Final = "adapters"
+"""Attribute of that file: the names of the adapters, numbered from 1, as a JSON list."""
 
 _STREAM: Final = 0x70726564  # keeps the draws apart from those of other users of a seed
 _NS_PER_HOUR: Final = 3_600_000_000_000
@@ -61,7 +65,9 @@ def length_classes(output_tokens: NDArray[np.integer[Any]]) -> LengthClasses:
     return LengthClasses(cuts, tokens.astype(np.int64))
 
 
-def predicted_tokens(requests: Requests, predictor: Predictor, seed: int) -> NDArray[np.int64]:
+def predicted_tokens(
+    requests: Requests, predictor: Predictor, seed: int, adapters: Sequence[str] = ()
+) -> NDArray[np.int64]:
     """Return the predicted output length of every request, at least 1 token.
 
     Parameters
@@ -74,6 +80,8 @@ def predicted_tokens(requests: Requests, predictor: Predictor, seed: int) -> NDA
         ``learned`` evaluates the model in ``file``.
     seed
         Seed of ``classes``. Under one seed, requests with the right class keep it at higher accuracies.
+    adapters
+        Names of the adapters of `requests`, by which ``learned`` finds those that it was trained on.
 
     Returns
     -------
@@ -89,7 +97,7 @@ def predicted_tokens(requests: Requests, predictor: Predictor, seed: int) -> NDA
         return outputs
     if predictor.kind == "classes":
         return _of_classes(outputs, predictor.accuracy, seed)
-    return _of_model(requests, str(predictor.file))
+    return _of_model(requests, read_predictor(str(predictor.file)), adapters)
 
 
 def _of_classes(outputs: NDArray[np.int64], accuracy: float, seed: int) -> NDArray[np.int64]:
@@ -105,26 +113,54 @@ def _of_classes(outputs: NDArray[np.int64], accuracy: float, seed: int) -> NDArr
     return classes.tokens[np.where(draws[:, 0] < accuracy, right, other)]
 
 
-def predictor_features(requests: Requests) -> NDArray[np.float32]:
-    """Return the features of a learned predictor, shape (requests, 3), in the order of `FEATURES`."""
+def numbered_adapters(names: Sequence[str]) -> dict[str | None, float]:
+    """Return the numbers of adapters in a predictor's file by name; None: the base model."""
+    return {None: 0.0, **{name: float(number) for number, name in enumerate(names, start=1)}}
+
+
+def predictor_features(
+    requests: Requests, adapters: Sequence[str], known: Mapping[str | None, float]
+) -> NDArray[np.float32]:
+    """Return the features of a learned predictor, shape (requests, 3), in the order of `FEATURES`.
+
+    Parameters
+    ----------
+    requests
+        The requests; arrivals count from midnight UTC.
+    adapters
+        Names of their adapters.
+    known
+        Numbers of the adapters in the predictor's file, by name.
+    """
     hour = requests.arrival_ns // _NS_PER_HOUR % _HOURS
-    columns = (requests.prompt_tokens, requests.adapter, hour)
+    numbers = np.array([known.get(name, math.nan) for name in (None, *adapters)])
+    columns = (requests.prompt_tokens, numbers[requests.adapter], hour)
     return np.stack([column.astype(np.float32) for column in columns], axis=1)
 
 
-def _of_model(requests: Requests, file: str) -> NDArray[np.int64]:
+class LearnedPredictor(NamedTuple):
+    """The content of a learned predictor's file."""
+
+    model: Booster
+    tokens: NDArray[np.int64]
+    """Prediction of each class."""
+    adapters: Mapping[str | None, float]
+    """Numbers of the adapters that it was trained on, by name."""
+
+
+def _of_model(requests: Requests, learned: LearnedPredictor, adapters: Sequence[str]) -> NDArray[np.int64]:
     """Return the predictions of a learned predictor."""
     from xgboost import DMatrix
 
-    model, tokens = read_predictor(file)
-    features = DMatrix(predictor_features(requests), feature_names=list(FEATURES))
+    model, tokens, known = learned
+    features = DMatrix(predictor_features(requests, adapters, known), feature_names=list(FEATURES))
     scores = np.asarray(model.predict(features)).reshape(-1, tokens.size)
     predicted: NDArray[np.int64] = tokens[np.argmax(scores, axis=1)]
     return predicted
 
 
-def read_predictor(file: str) -> tuple[Booster, NDArray[np.int64]]:
-    """Return the model of a learned predictor, and the tokens that stand for its classes.
+def read_predictor(file: str) -> LearnedPredictor:
+    """Return the content of a learned predictor's file.
 
     Raises
     ------
@@ -142,8 +178,9 @@ def read_predictor(file: str) -> tuple[Booster, NDArray[np.int64]]:
         model = Booster()
         model.load_model(bytearray(content.encode()))
         tokens = np.array(json.loads(model.attr(CLASS_TOKENS) or "null"), np.int64)
+        adapters = numbered_adapters(json.loads(model.attr(ADAPTERS) or "null"))
     except (ValueError, TypeError, XGBoostError):
         raise wrong from None
     if tokens.ndim != 1 or tokens.size < 2 or tokens.min() < 1 or model.num_features() != len(FEATURES):
         raise wrong
-    return model, tokens
+    return LearnedPredictor(model, tokens, adapters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,7 +12,14 @@ from numpy.typing import NDArray
 
 from capplan.errors import InputError
 from capplan.workload import Requests
-from capplan.workload.predictors import CLASS_TOKENS, FEATURES, length_classes, predictor_features
+from capplan.workload.predictors import (
+    ADAPTERS,
+    CLASS_TOKENS,
+    FEATURES,
+    length_classes,
+    numbered_adapters,
+    predictor_features,
+)
 
 LEAST_REQUESTS: Final = 200
 """Fewer requests would hold too few of the rarest class, 1 % of the outputs."""
@@ -51,13 +59,17 @@ class PredictorOptions:
             raise InputError("must be a share above 0 and below 1", self.held_out, "--held-out")
 
 
-def train_predictor(requests: Requests, options: PredictorOptions | None = None) -> TrainedPredictor:
+def train_predictor(
+    requests: Requests, adapters: Sequence[str], options: PredictorOptions | None = None
+) -> TrainedPredictor:
     """Return a predictor of the length class of a request, trained on its earlier part.
 
     Parameters
     ----------
     requests
         Recorded requests in order of arrival.
+    adapters
+        Names of their adapters, by which the predictor finds them in any workload.
     options
         Settings of the training.
 
@@ -79,7 +91,10 @@ def train_predictor(requests: Requests, options: PredictorOptions | None = None)
     kinds = classes.tokens.size
     if kinds == 1:
         raise InputError("must have outputs of different lengths", int(outputs[0]), "output_tokens")
-    right, features = classes.classify(outputs), predictor_features(requests)
+    right, features = (
+        classes.classify(outputs),
+        predictor_features(requests, adapters, numbered_adapters(adapters)),
+    )
     train = _matrix(features[:first_held_out], right[:first_held_out])
     parameters = {
         "objective": "multi:softprob",
@@ -91,7 +106,9 @@ def train_predictor(requests: Requests, options: PredictorOptions | None = None)
         "nthread": given.workers,
     }
     model = xgboost.train(parameters, train, num_boost_round=given.trees)
-    model.set_attr(**{CLASS_TOKENS: json.dumps(classes.tokens.tolist())})
+    model.set_attr(
+        **{CLASS_TOKENS: json.dumps(classes.tokens.tolist()), ADAPTERS: json.dumps(list(adapters))}
+    )
     test = _matrix(features[first_held_out:], right[first_held_out:])
     chosen = np.argmax(model.predict(test).reshape(-1, kinds), axis=1)
     usual = np.bincount(right[:first_held_out]).argmax()

@@ -91,7 +91,7 @@ class Recorded:
         self._rng = np.random.default_rng(seed)
         engine.predictor.predict = self._predict  # type: ignore[method-assign]
 
-    def _predict(self, prompt_tokens: int, adapter: int, arrival_ns: int, declared: int) -> int:
+    def _predict(self, prompt_tokens: int, adapter: str | None, declared: int) -> int:
         self.predicted.append(int(self._rng.integers(1, 2 * declared + 1)))
         return self.predicted[-1]
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import InputError
+from capplan.engine.prediction import OutputPredictor
 from capplan.models.training.length_predictor import PredictorOptions, train_predictor
 from capplan.spec import Predictor
 from capplan.workload import Requests
@@ -24,6 +25,7 @@ def requests_of(outputs, prompts=None, adapters=None):
     )
 
 
+NAMES = ["a", "b", "c"]
 LONG_TAILED = requests_of(np.random.default_rng(0).geometric(0.02, 20_000))
 
 
@@ -85,16 +87,35 @@ def learnable():
 
 
 def test_a_learned_predictor_finds_what_can_be_learned(learnable, tmp_path: Path):
-    trained = train_predictor(learnable, PredictorOptions(trees=30))
+    trained = train_predictor(learnable, NAMES, PredictorOptions(trees=30))
     assert trained.accuracy > 0.85
     assert trained.baseline < 0.4
     assert trained.trained + trained.held_out == 3000
     file = tmp_path / "predictor.json"
     file.write_bytes(trained.content)
-    predicted = predicted_tokens(learnable, Predictor(kind="learned", file=str(file)), 0)
+    predicted = predicted_tokens(learnable, Predictor(kind="learned", file=str(file)), 0, NAMES)
     assert set(predicted) <= set(trained.class_tokens)
     assert np.corrcoef(predicted, learnable.output_tokens)[0, 1] > 0.9
-    assert train_predictor(learnable, PredictorOptions(trees=30)).content == trained.content
+    assert train_predictor(learnable, NAMES, PredictorOptions(trees=30)).content == trained.content
+
+
+def test_a_learned_predictor_finds_adapters_by_name(learnable, tmp_path: Path):
+    """Instances of a plan and engines number their adapters otherwise."""
+    file = tmp_path / "predictor.json"
+    file.write_bytes(train_predictor(learnable, NAMES, PredictorOptions(trees=10)).content)
+    learned = Predictor(kind="learned", file=str(file))
+    expected = predicted_tokens(learnable, learned, 0, NAMES)
+    part = learnable.adapter != 1
+    numbers = np.array([0, 0, 2, 1])[learnable.adapter[part]]  # "c", "b", without "a"
+    of_part = requests_of(learnable.output_tokens[part], learnable.prompt_tokens[part], numbers)
+    of_part = of_part._replace(arrival_ns=learnable.arrival_ns[part])
+    assert np.array_equal(predicted_tokens(of_part, learned, 0, ["c", "b"]), expected[part])
+    engine = OutputPredictor(learned, 0, time_s=lambda: learnable.arrival_ns[number] / 1e9)
+    for number in range(20):
+        name = [None, *NAMES][learnable.adapter[number]]
+        assert engine.predict(int(learnable.prompt_tokens[number]), name, 9) == expected[number]
+    unknown = [predicted_tokens(learnable, learned, 0, names) for names in (["x", "y", "z"], ["u", "v", "w"])]
+    assert np.array_equal(*unknown)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"[1]", b'{"learner": {}}', b"\x80\x04pickle"])
@@ -108,9 +129,9 @@ def test_a_wrong_file_is_refused(content, tmp_path: Path):
 
 def test_too_few_or_equal_outputs_cannot_be_learned():
     with pytest.raises(InputError, match="at least 200 requests"):
-        train_predictor(requests_of([1, 2, 3]))
+        train_predictor(requests_of([1, 2, 3]), NAMES)
     with pytest.raises(InputError, match="different lengths"):
-        train_predictor(requests_of([7] * 500))
+        train_predictor(requests_of([7] * 500), NAMES)
 
 
 def test_a_file_without_an_end_is_refused():

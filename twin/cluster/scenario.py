@@ -165,7 +165,8 @@ def build_cluster(
     placement = place(held, shares, len(workload.adapters), _base_shares(workload, instances))
     if requests is None:
         requests = _draw(workload, instances, placement, duration_s, seed)
-        requests = with_predictions(requests, _predictor(workload, instances), seed)
+        predictor = _predictor(workload, instances)
+        requests = with_predictions(workload, requests, predictor, seed)
     _require_one_kind(workload, instances)
     parts = [_part_of(workload, placement, i) for i in range(len(instances))]
     return ClusterScenario(
