@@ -38,6 +38,9 @@ AdapterCharge: TypeAlias = Literal["per_request", "none"]
 MOST_QUEUES: Final = 4
 """Queues that an engine has room for."""
 
+PROMPT_WEIGHT: Final = 0.4
+"""Weight of the prompt in request sizes (Chameleon, section 4.3.1)."""
+
 MaxQueues = Annotated[int, Strict(), Field(ge=1, le=16), rule("must be a whole number from 1 to 16")]
 
 Percentile = Annotated[
@@ -55,7 +58,8 @@ class QueueConfig(SpecModel):
         "output_only counts nothing but the output.",
     )
     prompt_weight: Fraction = Field(
-        default=0.4, description="Weight of the prompt in the size; that of the predicted output is the rest."
+        default=PROMPT_WEIGHT,
+        description="Weight of the prompt in the size; that of the predicted output is the rest.",
     )
     clusters: ClusterRule = Field(
         default="elbow",
@@ -230,6 +234,11 @@ class Scheduler(SpecModel):
         if self.chunked and self.policy == "slora":
             raise rule_error("must be false for policy slora", key=("chunked",), value=True)
         return self
+
+    @property
+    def name(self) -> str:
+        """Policy, or the name of S-LoRA with an admission before every step."""
+        return _EVERY_STEP if self.policy == "slora" and self.admit_every == 1 else self.policy
 
     @property
     def has_queues(self) -> bool:

@@ -18,6 +18,7 @@ from capplan.spec.lengths import LengthPairs, Lengths
 from capplan.spec.lora_modules import TargetModules
 from capplan.spec.scheduling import (
     CACHE,
+    PROMPT_WEIGHT,
     SCHEDULER,
     Cache,
     CacheSource,
@@ -341,7 +342,11 @@ class Workload(PlanningRequirements):
         document = self.model_dump(mode="json", exclude={"previous_plan", "move_cost"}, exclude_none=True)
         for holder in (document, *document["pools"]):
             holder["profile"] = _machine_independent(holder.get("profile"))
-        predictor = document.get("scheduler", {}).get("predictor", {})
+        scheduler = document.get("scheduler", {})
+        for queues in (document.get("queues"), scheduler.get("queues")):
+            if queues is not None and queues["prompt_weight"] == PROMPT_WEIGHT:
+                del queues["prompt_weight"]
+        predictor = scheduler.get("predictor", {})
         if "file" in predictor:
             predictor["file"] = PurePath(predictor["file"]).name
         text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)

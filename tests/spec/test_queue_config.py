@@ -62,10 +62,28 @@ def test_a_mistake_is_one_line_with_its_key(tmp_path: Path, section: str, messag
     assert f"workload.yaml:5: {message}" in str(error.value)
 
 
+def small() -> Workload:
+    fields = {"base_model": "m", "prompt_tokens": Lengths(mean=9), "output_tokens": Lengths(mean=9)}
+    return Workload(adapters=[Adapter(name="a", rank=8, rate_rps=1.0)], **fields)
+
+
+@pytest.mark.parametrize(
+    ("queues", "digest"),
+    [
+        (QueueConfig(), "a7b6e8b27dc6902c5d5cb09863b43a13cfd4780dce1f6f2c0a99314343fc7bce"),
+        (QueueConfig(max_queues=2), "65f3abda19f0bf7348023f2821d3260510295e6701c8a2002fd30a196140a51f"),
+    ],
+)
+def test_queues_of_before_the_weight_of_the_prompt_keep_their_digest(
+    queues: QueueConfig, digest: str
+) -> None:
+    assert small().replace(queues=queues).digest() == digest
+    assert small().replace(queues=queues.replace(prompt_weight=0.5)).digest() != digest
+
+
 def test_queues_count_in_the_digest_only_when_they_are_asked_for() -> None:
     """Plans of before queues must keep matching their workloads."""
-    fields = {"base_model": "m", "prompt_tokens": Lengths(mean=9), "output_tokens": Lengths(mean=9)}
-    without = Workload(adapters=[Adapter(name="a", rank=8, rate_rps=1.0)], **fields)
+    without = small()
     digests = {without.digest(), *(without.replace(queues=each).digest() for each in (None, QueueConfig()))}
     assert len(digests) == 2
     assert without.replace(queues=QueueConfig(max_queues=2)).digest() not in digests
