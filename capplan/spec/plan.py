@@ -252,7 +252,7 @@ def not_simulated(groups: Iterable[Group]) -> tuple[str, ...]:
     """Return the settings of groups that were not simulated: those of plans without a scheduler."""
     parts = [(group.queues, group.cache) for group in groups if group.scheduler is None]
     has_queues = any(queues is not None for queues, _ in parts)
-    has_cache = any(cache is not None and cache.policy != "lru" for _, cache in parts)
+    has_cache = any(cache is not None for _, cache in parts)
     return (*(["queues"] if has_queues else []), *(["cache"] if has_cache else []))
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from capplan import InputError, Plan, Slo
 from capplan.spec import Cache, Percentiles, Scheduler, write_text_atomic
+from capplan.spec.plan import not_simulated
 
 DOCUMENT = {
     "schema_version": 1,
@@ -118,6 +119,14 @@ def test_a_group_has_the_scheduler_and_cache_of_its_fields_and_one_of_before_tha
     group = old.replace(queues=None, scheduler=settings, cache="lru")
     assert group.scheduling == (Scheduler(**settings), Cache(policy="lru"))
     assert type(group)(**group.model_dump(mode="json")) == group
+
+
+def test_a_cache_without_a_scheduler_was_not_simulated():
+    """Verification of before simulated slots."""
+    group = Plan.model_validate(DOCUMENT).groups[0].replace(queues=None)
+    assert not_simulated([group.replace(cache=None)]) == ()
+    assert not_simulated([group.replace(cache="lru")]) == ("cache",)
+    assert not_simulated([group.replace(cache="lru", scheduler="fifo")]) == ()
 
 
 def changed(path, value):
