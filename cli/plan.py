@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -143,13 +143,14 @@ def _with_scheduling(workload: Workload, args: PlanArgs) -> Workload:
 
     if args.queues and args.scheduler is not None:
         raise InputError("does not go with --scheduler", location="--queues")
-    if args.queues and workload.queues is None:
-        workload = workload.replace(queues=QueueConfig())
+    changes: dict[str, Any] = {}
     if args.scheduler is not None:
-        workload = workload.replace(scheduler=read_scheduler(args.scheduler), queues=None)
+        changes |= {"scheduler": read_scheduler(args.scheduler), "queues": None}
+    elif args.queues and not (workload.scheduler is not None and workload.scheduler.policy == "chameleon"):
+        changes["queues"] = workload.queues or QueueConfig()
     if args.cache is not None:
-        workload = workload.replace(cache=read_cache(args.cache))
-    return workload
+        changes["cache"] = read_cache(args.cache)
+    return workload.replace(**changes) if changes else workload
 
 
 def groups_table(plan: Plan) -> Table:
@@ -182,7 +183,7 @@ def groups_table(plan: Plan) -> Table:
         predicted, args = group.predicted, group.engine_args
         queues = () if group.queues is None else group.queues.classes
         scheduler, cache = group.scheduling or (None, None)
-        policies = DASH if scheduler is None or cache is None else f"{scheduler.policy}\n{cache.policy}"
+        policies = DASH if scheduler is None or cache is None else f"{scheduler.name}\n{cache.policy}"
         hit_rate = None if predicted.scheduling is None else predicted.scheduling.hit_rate
         quotas = "\n".join(number(each.quota_tokens) for each in queues) or DASH
         rows.append(

@@ -48,7 +48,7 @@ def scheduling_words(group: Group) -> str:
     if pair is None:
         return ""
     scheduler, cache = pair
-    words = f"scheduler {scheduler.policy}, cache {cache.policy}"
+    words = f"scheduler {scheduler.name}, cache {cache.policy}"
     if cache.policy != "none" and cache.prefetch != "none":
         words += f" with prefetch by {cache.prefetch}"
     predicted = group.predicted.scheduling

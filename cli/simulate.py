@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
@@ -42,9 +42,10 @@ from capplan.cli.slot_order import (
 )
 from capplan.errors import InfeasibleError, InputError
 from capplan.spec.limits import require_duration
+from capplan.spec.scheduling import completed
 
 if TYPE_CHECKING:
-    from capplan.spec import Profile, Workload
+    from capplan.spec import Cache, Profile, Scheduler, Workload
     from capplan.twin import DetailedResult, SimulationResult
     from capplan.twin.simulate import SimulateSettings
     from capplan.twin.sweep import Job
@@ -152,7 +153,7 @@ def simulate(args: SimulateArgs) -> None:
         trace = {} if speed is None else {"trace_speed": speed}
         print_json({**document, **pairs, **trace})
     else:
-        _print(outcomes, shown)
+        _print(outcomes, shown, _column_names(slots, _scheduling(args, workload)))
         _print_order(paired, len(outcomes))
         for line in lines:
             typer.echo(line)
@@ -173,20 +174,37 @@ def found_extrapolations(
         if not isinstance(outcome, InfeasibleError):
             args = engine_args(workload, cast("SimulateSettings", {"a_max": slots, **known}), profile)
             values = values_of(workload, args, profile.tp, [outcome])
-            found += [(f"a_max {slots}", each) for each in extrapolations(profile, values)]
+            name = f"a_max {slots}" if outcome.pool is None else "scheduler and cache"
+            found += [(name, each) for each in extrapolations(profile, values)]
     return [each.document() for each in merged(found)]
 
 
 def _slots(args: SimulateArgs, workload: Workload) -> tuple[int, ...]:
     """Return the numbers of slots to simulate, each once, in the order given."""
+    if _scheduling(args, workload) is not None:
+        if args.a_max is not None:
+            rule = "does not go with a scheduler or a cache: adapters and KV share the memory"
+            raise InputError(rule, args.a_max, "--a-max")
+        return (len(workload.adapters),)
     if args.a_max is not None:
         return numbers(args.a_max, "--a-max")
-    shares_memory = args.scheduler or args.cache or (args.rules is None and workload.scheduling)
-    if workload.engine.max_loras is None and (shares_memory or not workload.adapters):
-        return (len(workload.adapters),)
+    if workload.engine.max_loras is None and not workload.adapters:
+        return (0,)
     if workload.engine.max_loras is None:
         raise InputError("is required, unless the workload fixes engine.max_loras", location="--a-max")
     return (workload.engine.max_loras,)
+
+
+def _scheduling(args: SimulateArgs, workload: Workload) -> tuple[Scheduler, Cache] | None:
+    """Return scheduler and cache of the command line, or else of the workload; None: those of the rules."""
+    own = workload.scheduling if args.rules is None else None
+    scheduler, cache = read_scheduler(args.scheduler), read_cache(args.cache)
+    if args.rules is not None and (scheduler is not None or cache is not None):
+        flag = "--scheduler" if scheduler is not None else "--cache"
+        raise InputError(f"does not go with {flag}", args.rules, "--rules")
+    if own is not None:
+        scheduler, cache = scheduler or own[0], cache or own[1]
+    return completed(scheduler, cache)
 
 
 def _settings(args: SimulateArgs, workload: Workload) -> dict[str, Any]:
@@ -207,6 +225,13 @@ def _settings(args: SimulateArgs, workload: Workload) -> dict[str, Any]:
         **{name: getattr(args, name) for name in plain},
         **{name: value.model_dump(mode="json") for name, value in chosen.items() if value is not None},
         **{name: value for name, value in merged.items() if value is not None},
+    }
+
+
+def _column_names(slots: Sequence[int], pair: tuple[Scheduler, Cache] | None) -> dict[int, str]:
+    """Return the name of each simulation: its slots, or scheduler and cache."""
+    return {
+        count: f"a_max {count}" if pair is None else f"{pair[0].name}\n{pair[1].policy}" for count in slots
     }
 
 
@@ -266,12 +291,12 @@ def _print_order(paired: tuple[PairedMetric, ...], compared: int) -> None:
         typer.echo(ONE_SEED)
 
 
-def _print(outcomes: Outcomes, details: Details) -> None:
-    print_table(metrics_table(outcomes, details))
+def _print(outcomes: Outcomes, details: Details, names: Mapping[int, str]) -> None:
+    print_table(metrics_table(outcomes, details, names))
     if details:
-        print_table(_ranks_table(details))
+        print_table(_ranks_table(details, names))
         if next(iter(details.values())).slo:
-            print_table(_slo_table(details))
+            print_table(_slo_table(details, names))
     for count, outcome in outcomes.items():
         if isinstance(outcome, InfeasibleError):
             typer.echo(f"a_max {count}: {outcome}")
@@ -316,8 +341,8 @@ _DETAIL_ROWS: Final = (  # metric of all requests, statistic, its name with unit
 )
 
 
-def metrics_table(outcomes: Outcomes, details: Details) -> Table:
-    """Return the metrics, one column per number of slots; those of the details last."""
+def metrics_table(outcomes: Outcomes, details: Details, names: Mapping[int, str]) -> Table:
+    """Return the metrics, one column per number of slots with its name; those of the details last."""
 
     def cells(cell: Callable[[SimulationResult], str]) -> list[str]:
         return [DASH if isinstance(each, InfeasibleError) else cell(each) for each in outcomes.values()]
@@ -337,14 +362,14 @@ def metrics_table(outcomes: Outcomes, details: Details) -> Table:
     rows += pool_rows(
         [None if isinstance(each, InfeasibleError) else each.pool for each in outcomes.values()]
     )
-    return Table(("metric", *(f"a_max {slots}" for slots in outcomes)), rows)
+    return Table(("metric", *(names[slots] for slots in outcomes)), rows)
 
 
-def _ranks_table(details: Details) -> Table:
-    names = ("finished", "served", "tok/s", "TTFT p50, s", "TTFT p99, s", "TPOT p50, ms", "slowdown p50")
+def _ranks_table(details: Details, names: Mapping[int, str]) -> Table:
+    metrics = ("finished", "served", "tok/s", "TTFT p50, s", "TTFT p99, s", "TPOT p50, ms", "slowdown p50")
     rows = [
         (
-            str(slots),
+            names[slots].removeprefix("a_max "),
             str(rank),
             number(group.finished),
             percent(group.served_fraction),
@@ -358,15 +383,17 @@ def _ranks_table(details: Details) -> Table:
         for slots, detail in details.items()
         for rank, group in detail.by_rank.items()
     ]
-    return Table(("a_max", "rank", *names, "resident"), rows, numbers_from=0)
+    by_slots = all(name.startswith("a_max ") for name in names.values())
+    head = "a_max" if by_slots else "scheduler\ncache"
+    return Table((head, "rank", *metrics, "resident"), rows, numbers_from=0)
 
 
-def _slo_table(details: Details) -> Table:
+def _slo_table(details: Details, names: Mapping[int, str]) -> Table:
     rows = [
         (bound_text(bounds[0].bound, bounds[0].limit), *(percent(bound.share) for bound in bounds))
         for bounds in zip(*(detail.slo for detail in details.values()), strict=True)
     ]
-    return Table(("requests that keep", *(f"a_max {slots}" for slots in details)), rows)
+    return Table(("requests that keep", *(names[slots] for slots in details)), rows)
 
 
 def bound_text(bound: str, limit: float) -> str:

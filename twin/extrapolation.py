@@ -183,10 +183,12 @@ def values_of(workload: Workload, args: EngineArgs, tp: int, results: Sequence[S
     results
         Simulations of it.
     """
+    has_slots = all(result.pool is None for result in results) if results else workload.scheduling is None
+    slots = args.max_loras if has_slots else len(workload.adapters)
     lengths = [workload.lengths_of(each) for each in workload.traffic.values()]
     each: dict[str, Sequence[float]] = {
         "rank": [adapter.rank for adapter in workload.adapters],
-        "a_max": [args.max_loras],
+        "a_max": [args.max_loras] if has_slots else [],
         "s_max": [args.max_lora_rank] if args.max_loras else [],  # without slots there is no rank of slots
         "prompt_tokens": [prompt.mean_tokens for prompt, _ in lengths],
         "output_tokens": [output.mean_tokens for _, output in lengths],
@@ -200,7 +202,7 @@ def values_of(workload: Workload, args: EngineArgs, tp: int, results: Sequence[S
     if busy:
         each |= {
             "requests": [value for r in busy for value in (r.running_mean, r.running_max)],
-            "adapters": [*(r.adapters_mean for r in busy), min(args.max_loras, len(workload.adapters))],
+            "adapters": [*(r.adapters_mean for r in busy), min(slots, len(workload.adapters))],
             "kv_tokens": [r.kv_tokens_max for r in busy],
             "waiting": [r.waiting_max for r in busy],
             "tokens": [r.step_tokens_max for r in busy],

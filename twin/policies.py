@@ -85,8 +85,7 @@ def choose_policies(
     if chosen is None and queues is not None and planned is None:
         chosen = Scheduler(policy="chameleon")
     if planned is not None:
-        kept = kept or (planned[1] if chosen is None or chosen.policy != "slora" else None)
-        chosen = chosen or planned[0]
+        chosen, kept = chosen or planned[0], kept or planned[1]
     scheduling = completed(chosen, kept)
     if scheduling is None:
         own = chosen_rules(profile, rules, prefix_caching)

@@ -92,6 +92,7 @@ class Costs(NamedTuple):
     """Code of the step-latency form."""
     coefficients: NDArray[np.float64]
     a_max: int
+    """Adapter slots; the number of adapters under a scheduler or a cache."""
     s_max: int
     slots_per_adapter: float
     adapters_served: int
@@ -179,7 +180,9 @@ def build_scenario(
     if requests is None:
         requests = draw_for(workload, profile, duration_s, seed, args.max_model_len)
         requests = with_predictions(workload, requests, policies.predictor, seed)
-    costs = build_costs(workload, profile, args.max_loras, args.max_lora_rank)
+    # Without slots, all adapters can be in a step: the models take their number for that of the slots.
+    slots = args.max_loras if policies.scheduling is None else adapters
+    costs = build_costs(workload, profile, slots, args.max_lora_rank)
     return Scenario(
         requests=requests,
         limits=policies.limits(args, adapters, profile.engine.block_size, num_blocks),

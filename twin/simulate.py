@@ -130,7 +130,8 @@ def simulate(
         other.
     scheduler, cache
         Order and admission of requests, and idle adapters in the memory of KV: names or settings. None: those
-        of the workload; without any, the rules of the engine. With one of them, `a_max` is not a limit.
+        of the workload; without any, the rules of the engine. With one of them, `a_max` has no
+        effect.
     queues
         Queues by request size at the start; None: one, until the first refresh.
     runner

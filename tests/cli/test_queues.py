@@ -71,6 +71,8 @@ def test_a_plan_with_queues_is_verified_with_them(run: Run, tmp_path: Path) -> N
         ("", ["--scheduler", "sjf"], ("sjf", "none")),
         ("", ["--cache", "lru"], ("fifo", "lru")),
         ("queues: {}\n", ["--scheduler", "{policy: static}"], ("static", "none")),
+        ("cache: chameleon\n", ["--scheduler", "slora", "--cache", "none"], ("slora", "none")),
+        ("scheduler: chameleon\n", ["--queues"], ("chameleon", "none")),
         ("scheduler: sjf\ncache: gdsf\n", ["--cache", "chameleon"], ("sjf", "chameleon")),
     ],
 )

@@ -257,7 +257,26 @@ def test_a_scheduler_and_a_cache_need_no_slots(run: Run, tmp_path: Path, in_file
     shown = run("simulate", path, *flags, *SHORT).stdout
     for name in ("adapter was loaded at admission", "queueing, share of E2E", "squashed requests"):
         assert name in shown
+    assert "a_max" not in shown
+    line = error_line(run("simulate", path, *flags, "--a-max", "6"))
+    assert "--a-max: does not go with a scheduler or a cache" in line
     assert "squashed" not in run("simulate", write_inputs(tmp_path), "--a-max", "4", *SHORT).stdout
+
+
+def test_slots_make_no_difference_under_a_cache(workload_yaml: Path) -> None:
+    two, nine = (expected(workload_yaml, a_max=slots, s_max=16, cache="lru") for slots in (2, 9))
+    assert same(*({k: v for k, v in each.items() if k != "pool"} for each in (two, nine)))
+
+
+def test_flags_of_scheduler_and_cache_apply_together(run: Run, tmp_path: Path) -> None:
+    path = write_inputs(tmp_path, WORKLOAD + "scheduler: chameleon\ncache: chameleon\n")
+    line = error_line(run("simulate", path, "--scheduler", "slora"))
+    assert "cache: must be none beside scheduler slora" in line
+    told = run("simulate", path, "--scheduler", "slora-every-step", "--cache", "none", *SHORT)
+    assert told.exit_code == 0
+    assert "slora-every-step" in told.stdout
+    line = error_line(run("simulate", path, "--scheduler", "fifo", "--rules", "vllm-0.8"))
+    assert "--rules: does not go with --scheduler" in line
 
 
 def test_a_cluster_without_ray_is_one_line(
