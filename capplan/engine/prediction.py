@@ -53,14 +53,17 @@ class OutputPredictor:
         self._model = read_predictor(str(predictor.file)) if predictor.kind == "learned" else None
 
     def predict(self, prompt_tokens: int, adapter: str | None, declared: int) -> int:
-        """Return the predicted output tokens of a request; 0: the declared ones."""
+        """Return the predicted output tokens of a request, at most the declared ones; 0: those."""
+        predicted = 0
         if self._model is not None:
             hour = self._time_s() // _S_PER_HOUR % _HOURS
             model, tokens, known = self._model
             number = known.get(adapter, math.nan)
             scores = model.inplace_predict(np.array([[prompt_tokens, number, hour]], np.float32))
-            return int(tokens[np.argmax(scores)])
-        return self._drawn(declared) if self._kind == "classes" else 0
+            predicted = int(tokens[np.argmax(scores)])
+        elif self._kind == "classes":
+            predicted = self._drawn(declared)
+        return min(predicted, declared)
 
     def _drawn(self, declared: int) -> int:
         """Return the mean of the right class with the set accuracy, otherwise of another one."""
