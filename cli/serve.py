@@ -248,6 +248,8 @@ def _serve_instance(args: ServeArgs) -> int:
 
 def _engine_settings(args: ServeArgs, adapters: int) -> dict[str, Any]:
     settings = {name: getattr(args, name) for name in _ENGINE_FLAGS} | _documents(args)
+    if not _is_given(args.ctx, "rules"):
+        del settings["rules"]
     settings["max_adapters"] = args.max_adapters
     if args.lora_root:  # clients may load adapters
         if args.max_lora_rank is None and not adapters:

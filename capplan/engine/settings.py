@@ -159,6 +159,8 @@ class EngineOptions(SpecModel):
         return parsed
 
     def _check_rules(self) -> None:
+        if "rules" in self.model_fields_set and self.scheduling is not None:
+            raise InputError("does not go with scheduler, cache or queues", self.rules, "rules")
         rules = self._named_rules()
         if rules.unified_memory and self.memory == "slots":
             raise InputError(f"must be unified under the rules {rules.name}", self.memory, "memory")

@@ -400,6 +400,7 @@ def test_deprecated_settings_warn() -> None:
         ({"max_model_len": 4096}, "at most the model's 128"),
         ({"max_cpu_loras": 1, "max_loras": 2}, "at least max_loras, 2"),
         ({"rules": "slora", "max_cpu_loras": 2}, "at least the 3 adapters"),
+        ({"rules": "slora", "scheduler": "fifo"}, "rules: does not go with scheduler, cache or queues"),
         ({"memory": "unified", "block_size": 1, "max_model_len": 16}, None),
     ],
 )

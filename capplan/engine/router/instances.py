@@ -99,11 +99,12 @@ def _of_group(plan: Plan, group: Group, serving: ServingOptions) -> list[Instanc
         raise InputError("must be 1: the engine has no tensor parallelism", group.tp, f"group {group.id}: tp")
     given = {name: value for name, value in serving.engine.items() if value is not None}
     engine = {
-        "rules": plan.engine_of(group).rules,
         **group.engine_args.model_dump(exclude_none=True),
         **_scheduling(group, given),
         **given,
     }
+    if not {"scheduler", "cache", "queues"} & engine.keys():
+        engine.setdefault("rules", plan.engine_of(group).rules)
     server = ServerSettings(
         model_name=serving.model_name,
         max_requests=engine["max_num_seqs"] + _max_queue(group, serving),
