@@ -116,14 +116,16 @@ class CoreLoop:
         for request in core.requests.values():
             if request.adapter_name is not None:
                 (running if request.running else waiting).add(request.adapter_name)
-        used = 1.0 - counters.free_blocks / max(1, counters.capacity)
+        is_pool = core.limits.policy == POOLED
+        idle_pages = counters.adapter_pages - core.state.pooled.counts.pinned_pages if is_pool else 0
+        used = 1.0 - (counters.free_blocks + idle_pages) / max(1, counters.capacity)
         return Gauges(
             running=int(counters.n_running),
             waiting=int(counters.n_waiting),
             kv_used=float(used),
             running_adapters=sorted(running),
             waiting_adapters=sorted(waiting),
-            pool=_pool_gauges(core.state) if core.limits.policy == POOLED else None,
+            pool=_pool_gauges(core.state) if is_pool else None,
         )
 
     def _receive(self, wait: bool) -> bool:

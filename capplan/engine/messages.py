@@ -151,7 +151,7 @@ class Gauges(NamedTuple):
     running: int
     waiting: int
     kv_used: float
-    """Share of the KV blocks in use."""
+    """Share of the KV blocks in use; in a shared pool with the adapters in use, without idle ones."""
     running_adapters: Sequence[str] = ()
     waiting_adapters: Sequence[str] = ()
     pool: PoolGauges | None = None

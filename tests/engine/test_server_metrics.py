@@ -107,7 +107,9 @@ def test_a_shared_pool_has_metrics_of_its_queues_and_cached_adapters() -> None:
         assert grown["capplan:adapter_cache_misses_total"] == 1
         assert grown["capplan:adapters_cached"] == 1
         assert grown["capplan:adapter_prefetches_total{outcome=wasted}"] == 0
-        for name in ("adapter_evictions", "bypasses", "squashes", "overruns"):
+        assert grown["vllm:kv_cache_usage_perc"] == 0  # idle adapters make room
+        refreshes = ("queue_refreshes", "queue_refreshes_kept", "queue_quotas_scaled")
+        for name in ("adapter_evictions", "bypasses", "squashes", "overruns", "recomputes", *refreshes):
             assert grown[f"capplan:{name}_total"] == 0
         connection = http.client.HTTPConnection(running.url.removeprefix("http://"), timeout=60)
         asked = {"model": "a", "prompt": [[1, 2]] * 5, "max_tokens": 300, "stream": True}
