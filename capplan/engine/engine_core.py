@@ -200,10 +200,17 @@ class EngineCore:
         return int(tokens)
 
     def _refresh(self, now_ns: int) -> None:
-        """Refresh the queues for every period that has passed, also those in which the engine was idle."""
-        while self.scheduler is not None and now_ns >= self._next_refresh_ns:
-            refresh(self.state, self.limits, self.scheduler, self._next_refresh_ns)
-            self._next_refresh_ns += self.limits.refresh_ns
+        """Refresh the queues if a period has passed.
+
+        After several, the first refresh has the requests since the one before. Those after it have none, and
+        one of them leaves the same queues and uses of adapters as all.
+        """
+        if self.scheduler is None or now_ns < self._next_refresh_ns:
+            return
+        last_ns = now_ns // self.limits.refresh_ns * self.limits.refresh_ns
+        for at_ns in sorted({self._next_refresh_ns, last_ns}):
+            refresh(self.state, self.limits, self.scheduler, at_ns)
+        self._next_refresh_ns = last_ns + self.limits.refresh_ns
 
     def _accept_loads(self) -> list[Request]:
         """Report finished loads to the scheduler; return the requests whose adapter failed to load."""

@@ -47,6 +47,10 @@ Percentile = Annotated[
     float, Strict(), Field(gt=0, lt=1), rule("must be a number above 0 and below 1, such as 0.99")
 ]
 
+RefreshPeriod = Annotated[
+    float, Strict(), Field(ge=1, le=1e9), rule("must be a number of seconds from 1 to 1e9")
+]
+
 
 class QueueConfig(SpecModel):
     """Queues by request size and their quotas (Chameleon, section 4.3); defaults are the paper's."""
@@ -200,7 +204,7 @@ class Scheduler(SpecModel):
     admit_every: Count = Field(
         default=1, description="Decode steps between admissions; default 1, of the policy slora 10."
     )
-    refresh_s: Positive = Field(
+    refresh_s: RefreshPeriod = Field(
         default=300.0,
         description="Seconds between refreshes of the queues, each from the requests since the last.",
     )

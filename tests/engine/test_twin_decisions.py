@@ -27,6 +27,7 @@ from capplan.twin.reference.scheduler import ReferenceScheduler, ReferenceStep
 from capplan.twin.reference.size_queues import SizeQueues
 from capplan.twin.reference.slora import ReferenceSlora
 from tests.engine.engines import TimedRequest, check_engine, replay
+from tests.twin.pooled import with_period
 
 TINY = ModelConfig(
     name="tiny",
@@ -263,13 +264,14 @@ def drawn_queues(rng: np.random.Generator) -> Queues | None:
 
 
 def replayed_in_one_pool(
-    monkeypatch: pytest.MonkeyPatch, seed: int, requests: int, system: str, **scheduler: Any
+    monkeypatch: pytest.MonkeyPatch, seed: int, requests: int, system: str, period_s: float, **more: Any
 ) -> Counter[str]:
     """Check that an engine decides as the reference twin, with wrong predictions; return its counts."""
     given, cache = SYSTEMS[system]
-    chosen = {**({"policy": given} if isinstance(given, str) else given), **scheduler}
-    queues = drawn_queues(np.random.default_rng(seed)) if chosen["policy"] == "chameleon" else None
-    engine, arrivals = draw(seed, requests, scheduler=chosen, cache=cache, queues=queues)
+    scheduler = Scheduler(**({"policy": given} if isinstance(given, str) else given), **more)
+    queues = drawn_queues(np.random.default_rng(seed)) if scheduler.policy == "chameleon" else None
+    brief = with_period(scheduler, period_s)
+    engine, arrivals = draw(seed, requests, scheduler=brief, cache=cache, queues=queues)
     recorded = Recorded(engine, seed)
     monkeypatch.setattr(engine_core, "refresh", recorded.refresh)
     engine.core.decisions = []
@@ -284,14 +286,14 @@ def replayed_in_one_pool(
 def test_decisions_in_one_pool_equal_the_twins(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: Counter[str] = Counter()
     for seed in range(20):
-        seen += replayed_in_one_pool(monkeypatch, seed, 14, system, refresh_s=0.02)
+        seen += replayed_in_one_pool(monkeypatch, seed, 14, system, 0.02)
     names = ["misses", "evictions", *(["overruns"] if system in QUEUED else [])]
     assert min(seen[name] for name in names) > 2  # otherwise the comparison is weak
     assert seen["bypasses"] > 0 or system != "chameleon"
 
 
 def test_queues_refreshed_between_steps_equal_the_twins(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = replayed_in_one_pool(monkeypatch, 3, 450, "chameleon", refresh_s=0.6, queues={"max_queues": 2})
+    seen = replayed_in_one_pool(monkeypatch, 3, 450, "chameleon", 0.6, queues={"max_queues": 2})
     assert seen["refreshes"] > 0
 
 

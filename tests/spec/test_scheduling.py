@@ -118,8 +118,8 @@ def test_a_caller_gives_a_name_a_mapping_or_the_setting() -> None:
     assert scheduler_of("fifo") == scheduler_of({"policy": "fifo"}) == fifo
     with pytest.raises(InputError, match=r"^cache: must be one of none, .*did you mean 'gdsf'"):
         cache_of("gdfs")
-    with pytest.raises(InputError, match=r"^scheduler\.refresh_s: must be a finite number > 0"):
-        scheduler_of({"policy": "chameleon", "refresh_s": 0.0})
+    with pytest.raises(InputError, match=r"^scheduler\.refresh_s: must be a number of seconds from 1"):
+        scheduler_of({"policy": "chameleon", "refresh_s": 0.5})
     with pytest.raises(InputError, match=r"^cache: must be none beside scheduler slora"):
         completed(Scheduler(policy="slora"), Cache(policy="lru"))
 

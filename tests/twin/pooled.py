@@ -16,6 +16,11 @@ from tests.twin.scenarios import make_scenario
 QUEUE_CUTS = (0.1, 0.3, 0.6)
 
 
+def with_period(scheduler: Scheduler, period_s: float) -> Scheduler:
+    """Return a scheduler with another time between refreshes, also one too short for a document."""
+    return scheduler.model_copy(update={"refresh_s": period_s})
+
+
 def make_pooled(choose: Choose, max_requests: int = 40) -> Scenario:
     """Return a scenario; times are small multiples of 1 ms."""
     base = make_scenario(choose, max_requests)
@@ -62,7 +67,7 @@ def make_pooled(choose: Choose, max_requests: int = 40) -> Scenario:
             weights=(0.45, 0.1, 0.45),
             queues=_queues(choose, num_blocks * block_size) if limits.order == p.QUEUES else None,
         ),
-        scheduler=Scheduler(policy="chameleon", refresh_s=limits.refresh_ns / 1e9) if refreshed else None,
+        scheduler=with_period(Scheduler(policy="chameleon"), limits.refresh_ns / 1e9) if refreshed else None,
     )
 
 

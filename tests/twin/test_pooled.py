@@ -12,10 +12,10 @@ from capplan.twin import trace as t
 from capplan.twin.core import run
 from capplan.twin.reference import run_reference
 from tests.twin.comparison import assert_forms_agree, assert_same
-from tests.twin.pooled import pooled_scenarios, seeded_pooled
+from tests.twin.pooled import pooled_scenarios, seeded_pooled, with_period
 
 SEEDS = range(300)
-EVENTS = [name for name in t.POOL_COUNTS if name != "refreshes"]
+EVENTS = [name for name in t.POOL_COUNTS if name not in ("refreshes", "kept_queues", "scaled_quotas")]
 
 
 @settings(max_examples=150)
@@ -39,15 +39,16 @@ def test_every_event_happens_in_some_of_the_scenarios() -> None:
 def test_refreshed_queues_leave_the_same_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows of these scenarios are too short for the least number of requests that queues need."""
     monkeypatch.setattr(refresh, "LEAST_REQUESTS", 2)
-    refreshes = 0
+    seen = dict.fromkeys(("refreshes", "kept_queues", "scaled_quotas"), 0)
     for seed in range(80):
-        scheduler = Scheduler(policy="chameleon", refresh_s=0.3 if seed % 3 else 0.15)
+        scheduler = with_period(Scheduler(policy="chameleon"), 0.3 if seed % 3 else 0.15)
         scenario = seeded_pooled(seed)
         if scenario.limits.order == QUEUES:
             trace = run(scenario._replace(scheduler=scheduler))
             assert_same(run_reference(scenario._replace(scheduler=scheduler)), trace, but=("stalled_ns",))
-            refreshes += int(trace.pool.refreshes)
-    assert refreshes > 10
+            for name in seen:
+                seen[name] += int(trace.pool[name])
+    assert min(seen.values()) > 10, seen
 
 
 def test_every_request_is_in_the_window_of_its_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
