@@ -177,20 +177,22 @@ def evict_unused(state: State, adapter: int) -> None:
         c.n_on_host -= 1
 
 
-def describe_adapter(state: State, adapter: int, size_bytes: int, tokens: int) -> None:
+def describe_adapter(state: State, adapter: int, size_bytes: int, tokens: int, load_ns: int) -> None:
     """Enter an adapter that has not been used yet in the adapter cache; without bytes, a number is free.
 
-    A load is assumed to take time in proportion to the bytes. Requests of the base model count as requests of
-    the smallest adapter.
+    The requests that used its number before leave the window of the next refresh. Requests of the base model
+    count as requests of the smallest adapter.
     """
     pooled = state.pooled
     own = pooled.adapters
     own[adapter] = np.zeros(1, own.dtype)[0]
-    own.bytes[adapter] = own.cost_ns[adapter] = size_bytes
+    own.bytes[adapter] = size_bytes
+    own.cost_ns[adapter] = load_ns
     own.tokens[adapter] = tokens
     own.released_ns[adapter] = own.late_ns[adapter] = NONE
     pooled.inflation[adapter] = 0.0
     pooled.idle_times[adapter : adapter + 1] = 0
+    pooled.window.arrival_ns[pooled.window.adapter == adapter] = NONE
     sizes = own.bytes[1:]
     own.bytes[0] = sizes[sizes > 0].min(initial=sizes.max(initial=1))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
+from typing import Final
 
 import numpy as np
 import torch
@@ -22,6 +23,11 @@ from capplan.errors import InputError
 from capplan.serving import Limits, State, adapter_loaded
 from capplan.serving import state as s
 from capplan.serving.state import POOLED, SLORA
+
+_COPY_NS: Final = 6000
+"""Time of one copy without its bytes, as in the rooflines of GPUs."""
+_LINK_BYTES_PER_NS: Final = 25.0
+"""Bandwidth from pinned host memory, of PCIe 4 with 16 lanes."""
 
 
 class AdapterRegistry:
@@ -145,6 +151,11 @@ class LoRAManager:
         """Return the bytes of an adapter's weights."""
         return self.layout.elements(self._ranks[number]) * self._dtype.itemsize
 
+    def load_ns(self, number: int) -> int:
+        """Return the nanoseconds that a load is assumed to take: its matrices, one by one, over PCIe."""
+        matrices = 2 * np.count_nonzero(self._ranks[number])
+        return round(matrices * _COPY_NS + self.bytes(number) / _LINK_BYTES_PER_NS)
+
     def views(self, adapter: int) -> list[list[SiteViews]]:
         """Return the matrices of an adapter on the device, by layer and site."""
         return self._placements[adapter].views
@@ -262,7 +273,7 @@ class AdapterLoads:
         if self._pooled:
             size_bytes = self.lora.bytes(number)
             tokens = -(-size_bytes // self._token_bytes) if self._token_bytes else 0
-            describe_adapter(self._state, number, size_bytes, tokens)
+            describe_adapter(self._state, number, size_bytes, tokens, self.lora.load_ns(number))
 
     def unregister(self, number: int) -> None:
         """Remove an adapter without requests in flight."""
@@ -274,7 +285,7 @@ class AdapterLoads:
         self.lora.unregister(number)
         self._state.adapters.pages[number] = 0
         if self._pooled:
-            describe_adapter(self._state, number, 0, 0)
+            describe_adapter(self._state, number, 0, 0, 0)
 
     def discard(self, number: int) -> None:
         """Remove all copies of an adapter that failed to load; its next request loads it again."""
