@@ -25,6 +25,7 @@ from capplan.engine.engine import Engine
 from capplan.engine.messages import CoreReady, CoreRefused, CoreSettings, FrameReader, frame
 from capplan.engine.request import SamplingParams
 from capplan.errors import CapplanError
+from capplan.serving.refresh import compile_refresh
 
 _COMMAND: Final = (sys.executable, "-m", "capplan.engine.core_process")
 _STOP_TIMEOUT_S: Final = 5.0
@@ -123,7 +124,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def warm_up(engine: Engine) -> None:
-    """Capture graphs and run a few requests, to avoid first-request compilation latency."""
+    """Capture graphs, run a few requests and compile the refresh, which would delay the first of each."""
     engine.core.runner.capture_graphs()
     params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=1.0, logprobs=1)
     for adapter in (None, *engine.adapters[:1]):
@@ -134,6 +135,8 @@ def warm_up(engine: Engine) -> None:
         engine.abort(requests[0])  # waiting
         while engine.step() is not None or engine.wait_for_adapter():
             engine.abort(requests[1])  # running
+    if engine.core.scheduler is not None:
+        compile_refresh(engine.core.state, engine.core.limits)
     engine.records.clear()
 
 

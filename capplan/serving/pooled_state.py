@@ -150,7 +150,8 @@ class PooledState(NamedTuple):
     idle_times: NDArray[np.int64]
     """Histograms of idle times in seconds, shape (adapters + 1, 600); empty unless they are used."""
     window: Records
-    """Ring of the last arrivals, shape (8192,); fields as in `_WINDOW`. Unknown times are NONE."""
+    """Ring of the last arrivals, shape (8192,); fields as in `_WINDOW`. Unknown times are NONE, as are the
+    arrivals of requests that do not count any more."""
     outgrow: Heap
     """Decoding rows by (tick at which they have their predicted output, admission)."""
     ends: Heap

@@ -21,8 +21,9 @@ from capplan.serving.queue_design import (
     equal_ranges,
 )
 from capplan.serving.quotas import allocate_quotas, needed_tokens, queue_loads, scaled_quotas
+from capplan.serving.size_clusters import cluster_sizes
 from capplan.serving.size_queues import rebin
-from capplan.serving.state import Limits, State
+from capplan.serving.state import NONE, Limits, State
 from capplan.spec.scheduling import QueueConfig, Scheduler, Wrs
 
 LEAST_REQUESTS: Final = 50
@@ -64,6 +65,12 @@ def refresh(state: State, limits: Limits, scheduler: Scheduler, at_ns: int) -> N
     set_queues(state, limits, made.classes.wrs, made.classes.cuts, made.quotas)
     pooled.counts.scaled_quotas += made.is_scaled
     pooled.counts.refreshes += 1
+
+
+def compile_refresh(state: State, limits: Limits) -> None:
+    """Compile what a refresh of an idle engine runs, which would delay the first one; the queues stay."""
+    rebin(state, limits, int(state.pooled.counts.n_queues))
+    cluster_sizes(np.arange(3.0), 2)
 
 
 def set_queues(
@@ -151,9 +158,9 @@ def _window(state: State, at_ns: int, period_ns: int) -> tuple[RequestSample, fl
     records, adapters = state.pooled.window, state.pooled.adapters
     begun_ns = at_ns - period_ns
     count = int(state.pooled.counts.n_window)
-    if count > WINDOW:
-        begun_ns = max(begun_ns, int(records.arrival_ns.min()))
     arrival_ns = records.arrival_ns[:count]
+    if count > WINDOW:
+        begun_ns = max(begun_ns, int(arrival_ns[arrival_ns != NONE].min(initial=at_ns)))
     kept = np.flatnonzero((arrival_ns >= begun_ns) & (arrival_ns < at_ns))
     execution_ns = records.execution_ns[kept]
     sample = RequestSample(
