@@ -64,6 +64,8 @@ class PoolMetrics:
     bypasses: int
     overruns: int
     """Growths of the reservation of a request beyond its predicted output."""
+    recomputes: int
+    """Preemptions for lack of blocks."""
     prefetches_useful: int
     prefetches_late: int
     """Prefetches still in progress at the first admission of a request for the adapter."""
@@ -72,6 +74,10 @@ class PoolMetrics:
     evictions: int
     refreshes: int
     """Designs of the queues adopted."""
+    refreshes_kept: int
+    """Refreshes with too few requests for a design."""
+    quotas_scaled: int
+    """Designs whose minima exceeded the pool."""
     link_utilization: float
     """Share of the horizon in which the link from host memory copied."""
 
@@ -109,11 +115,14 @@ def pool_metrics(scenario: Scenario, trace: TwinTrace, overhead_s: float) -> Poo
         squashes=int(counts.squashes),
         bypasses=int(counts.bypasses),
         overruns=int(counts.overruns),
+        recomputes=int(counts.recomputes),
         prefetches_useful=int(counts.useful_prefetches),
         prefetches_late=int(counts.late_prefetches),
         prefetches_wasted=int(counts.wasted_prefetches),
         evictions=int(counts.evictions),
         refreshes=int(counts.refreshes),
+        refreshes_kept=int(counts.kept_queues),
+        quotas_scaled=int(counts.scaled_quotas),
         link_utilization=min(1.0, float(counts.link_ns) / scenario.horizon_ns),
     )
 

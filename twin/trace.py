@@ -72,7 +72,10 @@ POOL_COUNTS = (
     "bypasses",
     "squashes",
     "overruns",
+    "recomputes",
     "refreshes",
+    "kept_queues",
+    "scaled_quotas",
 )
 """Counts of the rules for one pool, as in `capplan.serving.pooled_state`."""
 _POOL = int_fields(*POOL_COUNTS, "link_ns")

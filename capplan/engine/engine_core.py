@@ -298,7 +298,7 @@ class EngineCore:
         """End a running or waiting request between two steps."""
         if request.running:
             self.state.counters.n_finished = 0
-            finish(self.state, self.limits, request.row)
+            finish(self.state, self.limits, request.row, reason == "stop")
             self._release_finished()
         elif self._arrived.pop(request.number, None) is not None:
             del self.requests[request.number]

@@ -126,9 +126,10 @@ def release(state: State, limits: Limits, row: int) -> None:
 
 
 @with_pool(None)
-def end_admitted(state: State, limits: Limits, row: int) -> None:
-    """Release a row that ends."""
-    record_execution(state, row)
+def end_admitted(state: State, limits: Limits, row: int, is_complete: bool) -> None:
+    """Release a row that ends, and record the time in execution of a complete one."""
+    if is_complete:
+        record_execution(state, row)
     release(state, limits, row)
 
 

@@ -182,7 +182,7 @@ def _end_due(state: State, limits: Limits) -> None:
         if limits.async_scheduling:
             _await_end(state, heap.items.ids[0])
         else:
-            finish(state, limits, heap.items.ids[0])
+            finish(state, limits, heap.items.ids[0], True)
 
 
 @inner
@@ -200,8 +200,14 @@ def _await_end(state: State, row: int) -> None:
 
 
 @jit
-def finish(state: State, limits: Limits, row: int) -> None:
-    """End a running request between two steps: last token, stop token, or disconnect."""
+def finish(state: State, limits: Limits, row: int, is_complete: bool = True) -> None:
+    """End a running request between two steps: last token, stop token, or disconnect.
+
+    Parameters
+    ----------
+    is_complete
+        Whether it ends by a token; the time in execution of any other does not count.
+    """
     c = state.counters
     if state.rows.since[row] != NONE:
         stop_decoding(state, row)
@@ -210,7 +216,7 @@ def finish(state: State, limits: Limits, row: int) -> None:
     if limits.policy == SLORA:
         remove_from_order(state, row)
     if has_pool(state):
-        end_admitted(state, limits, row)
+        end_admitted(state, limits, row, is_complete)
     else:
         release_adapter(state, state.rows.adapter[row])
     leave_running(state, limits, row, True)

@@ -73,7 +73,7 @@ def record_arrival(state: State, row: int) -> None:
 
 @inner
 def record_execution(state: State, row: int) -> None:
-    """Note the time in execution of a finished row in the window, if it is still there."""
+    """Note the time in execution of a complete row in the window, if it is still there."""
     pooled = state.pooled
     at = pooled.rows.arrival[row] % WINDOW
     if pooled.window.arrival[at] == pooled.rows.arrival[row]:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from capplan import InputError
-from capplan.engine import Engine, SamplingParams
+from capplan.engine import Engine, SamplingParams, engine_core
 from capplan.engine.request import Request
+from capplan.serving import NONE
 from tests.engine.engines import TINY_MODEL as TINY
 from tests.engine.engines import check_engine
 
@@ -252,6 +253,44 @@ def test_a_request_aborted_at_any_stage_returns_its_quota(stage: str) -> None:
         assert run_out(engine) == [other]
         pooled = engine.core.state.pooled
         assert pooled.queues.outstanding.sum() == pooled.counts.reserved == pooled.counts.pinned_pages == 0
+        assert pooled.window.execution_ns[0] == NONE < pooled.window.execution_ns[1]
+
+
+def test_a_request_ended_by_a_stop_string_has_an_execution() -> None:
+    with tiny("chameleon", virtual_time=True) as engine:
+        request = submitted(engine, "a", max_tokens=9)
+        while len(request.output) < 2:
+            assert engine.step() or engine.wait_for_adapter()
+        engine.abort(request, "stop")
+        assert engine.core.state.pooled.window.execution_ns[0] > 0
+
+
+def test_requests_of_removed_adapters_leave_the_window() -> None:
+    with tiny("chameleon", virtual_time=True) as engine:
+        engine.generate([[1, 2]] * 5, ["a", "b", None, "a", "b"], max_tokens=3)
+        engine.remove_adapter("a")
+        engine.add_adapter("c", 2)
+        pooled = engine.core.state.pooled
+        counts = pooled.window[: pooled.counts.n_window]
+        assert counts.adapter[counts.arrival_ns != NONE].tolist() == [2, 0, 2]
+
+
+def test_a_small_adapter_takes_longer_to_load_per_byte() -> None:
+    with tiny("chameleon", {"small": 1, "large": 8}) as engine:
+        own = engine.core.state.pooled.adapters
+        fixed_ns = 2 * TINY.layers * 7 * 6000
+        assert own.bytes[2] == 8 * own.bytes[1]
+        assert own.cost_ns[1:3].tolist() == [fixed_ns + round(each / 25) for each in own.bytes[1:3]]
+
+
+def test_idle_periods_are_refreshed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    times_ns: list[int] = []
+    monkeypatch.setattr(engine_core, "refresh", lambda *arguments: times_ns.append(arguments[-1]))
+    with tiny("chameleon", virtual_time=True) as engine:
+        for periods in (0.5, 1.5, 3.5, 100.5, 100.6):
+            engine.core.clock.sleep_until(int(periods * engine.core.limits.refresh_ns))
+            engine.step()
+        assert [at_ns / engine.core.limits.refresh_ns for at_ns in times_ns] == [1, 2, 3, 4, 100]
 
 
 @every_mode

@@ -352,7 +352,7 @@ def _abort(run: Replay, step: int) -> None:
             continue
         row = run.rows.pop(number)
         if any(request.number == number for request in run.reference.running):
-            finish(run.state, run.world.limits, row)
+            finish(run.state, run.world.limits, row, False)
             run.events["aborts of running requests"] += 1
         else:
             cancel_waiting(run.state, run.world.limits, row)

@@ -192,6 +192,18 @@ def test_requests_of_other_windows_do_not_count() -> None:
     assert (state.pooled.counts.refreshes, state.pooled.counts.kept_queues) == (1, 2)
 
 
+def test_one_refresh_stands_for_those_of_an_idle_time() -> None:
+    """The engine does the first after its last requests, and the last."""
+    ends = []
+    for periods in (range(1, 7), (1, 6)):
+        state, limits = engine()
+        fill(state, limits, 900, 8, PERIOD_NS)
+        for period in periods:
+            refresh(state, limits, CHAMELEON, period * PERIOD_NS)
+        ends.append([*snapshot(state), state.pooled.adapters.tobytes(), state.pooled.counts.window_start_ns])
+    assert ends[0] == ends[1]
+
+
 def test_minima_beyond_the_pool_are_scaled_down_and_counted() -> None:
     state, limits = engine(blocks=250)
     fill(state, limits, 800, 4, PERIOD_NS)

@@ -32,6 +32,7 @@ def refreshed_queues(engine: ReferencePooled, scheduler: Scheduler, at_ns: int) 
     """Return the queues for the requests that arrived in the period before `at_ns`; None: keep the old ones.
 
     The design is that of `capplan.serving.refresh`; the window is chosen anew from all requests so far.
+    Queues that are kept and designs that are scaled are counted.
     """
     if not scheduler.has_queues or (scheduler.policy == "static" and len(engine.queues.quotas) > 1):
         return None
@@ -48,4 +49,8 @@ def refreshed_queues(engine: ReferencePooled, scheduler: Scheduler, at_ns: int) 
     )
     rate_rps = len(seen) * _NS_PER_S / period_ns
     made = new_queues(sample, rate_rps, sum(engine.queues.quotas), scheduler)
-    return None if made is None else SizeQueues.of(made.classes.wrs, made.classes.cuts.tolist(), made.quotas)
+    if made is None:
+        engine.counts["kept_queues"] += 1
+        return None
+    engine.counts["scaled_quotas"] += made.is_scaled
+    return SizeQueues.of(made.classes.wrs, made.classes.cuts.tolist(), made.quotas)

@@ -201,6 +201,10 @@ _POOL_COUNTERS: Final = (
     ("bypasses", "Requests admitted before the head of their queue", "bypasses"),
     ("squashes", "Bypassing requests taken back for the head of their queue", "squashes"),
     ("overruns", "Reservations that a request has outgrown", "overruns"),
+    ("recomputes", "Preemptions for lack of memory", "recomputes"),
+    ("queue_refreshes", "Designs of the queues adopted", "refreshes"),
+    ("queue_refreshes_kept", "Refreshes with too few requests for a design", "kept_queues"),
+    ("queue_quotas_scaled", "Designs whose minima exceeded the memory", "scaled_quotas"),
 )
 _PREFETCHES: Final = ("useful", "late", "wasted")
 
