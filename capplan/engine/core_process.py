@@ -25,6 +25,7 @@ from capplan.engine.engine import Engine
 from capplan.engine.messages import CoreReady, CoreRefused, CoreSettings, FrameReader, frame
 from capplan.engine.request import SamplingParams
 from capplan.errors import CapplanError
+from capplan.serving import NONE
 from capplan.serving.refresh import compile_refresh
 
 _COMMAND: Final = (sys.executable, "-m", "capplan.engine.core_process")
@@ -128,8 +129,8 @@ def warm_up(engine: Engine) -> None:
     engine.core.runner.capture_graphs()
     params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=1.0, logprobs=1)
     for adapter in (None, *engine.adapters[:1]):
-        # Arrivals at time 0 are in no window from which queues are designed.
-        requests = [engine.new_request([0], adapter, params, arrival_ns=0) for _ in range(4)]
+        # Requests without a time of arrival are in no window from which queues are designed.
+        requests = [engine.new_request([0], adapter, params, arrival_ns=NONE) for _ in range(4)]
         for request in requests:
             engine.submit(request)
         engine.abort(requests[0])  # waiting

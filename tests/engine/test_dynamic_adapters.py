@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from capplan import InputError
 from capplan.engine import Engine, SamplingParams, engine_core
+from capplan.engine.core_process import warm_up
 from capplan.engine.request import Request
 from capplan.serving import NONE
 from tests.engine.engines import TINY_MODEL as TINY
@@ -273,6 +274,14 @@ def test_requests_of_removed_adapters_leave_the_window() -> None:
         pooled = engine.core.state.pooled
         counts = pooled.window[: pooled.counts.n_window]
         assert counts.adapter[counts.arrival_ns != NONE].tolist() == [2, 0, 2]
+
+
+def test_the_warm_up_is_in_no_window() -> None:
+    with tiny("chameleon", virtual_time=True) as engine:
+        warm_up(engine)
+        pooled = engine.core.state.pooled
+        assert pooled.counts.n_window == 8
+        assert set(pooled.window.arrival_ns[:8].tolist()) == {NONE}
 
 
 def test_a_small_adapter_takes_longer_to_load_per_byte() -> None:
