@@ -47,7 +47,8 @@ def make_pooled(choose: Choose, max_requests: int = 40) -> Scenario:
         chunked=choose(0, 1),
         bypass=int(choose(0, 3) > 0),
         ageing_ns=choose(0, 1) * choose(1, 100) * NS_PER_MS,
-        refresh_ns=choose(20, 500) * NS_PER_MS,
+        # With a short period, requests are soon overdue, and none may bypass them.
+        refresh_ns=(choose(20, 500) if choose(0, 2) == 0 else 10_000) * NS_PER_MS,
     )
     requests = base.requests
     outputs = requests.output_tokens

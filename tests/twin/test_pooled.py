@@ -33,7 +33,7 @@ def test_every_event_happens_in_some_of_the_scenarios() -> None:
         seen["preemptions"] += trace.counts.preemptions > trace.pool.squashes
         seen["rejected"] += trace.counts.rejected > 0
         seen["load wait"] += bool(np.any(trace.held_up_ns > 0))
-    assert all(count >= 5 for count in seen.values()), seen
+    assert all(count >= 3 for count in seen.values()), seen
 
 
 def test_refreshed_queues_leave_the_same_trace(monkeypatch: pytest.MonkeyPatch) -> None:
