@@ -253,7 +253,8 @@ def verdict(plan: Plan) -> str:
         return f"verified {tried}, {served}"
     if check.not_simulated and all(group.ok for group in check.groups):
         settings = " and ".join(check.not_simulated)
-        return f"NOT VERIFIED: the twin does not simulate {settings}; without them verified {tried}, {served}"
+        missing = f"the verification did not simulate {settings}; plan again"
+        return f"NOT VERIFIED: {missing}; without them verified {tried}, {served}"
     notes = [group.note for group in check.groups if not group.ok]
     if notes and all(note.startswith(OUT_OF_TIME) for note in notes):
         return f"UNDECIDED: {notes[0]}; {served} {tried}"

@@ -88,7 +88,7 @@ def tune(
     Parameters
     ----------
     workload
-        With the policies ``chameleon``, or no scheduler and cache; its other settings of them are kept.
+        With the policies ``chameleon``, which absent keys count as; its other settings of them are kept.
     profile
         Hardware, model and engine.
     options
@@ -102,7 +102,9 @@ def tune(
         For other policies, or windows without requests.
     """
     given = options or TuneOptions()
-    scheduler, cache = workload.scheduling or (Scheduler(policy=_POLICY), Cache(policy=_POLICY))
+    pair, asked = workload.scheduling, workload.scheduler is not None or workload.queues is not None
+    scheduler = pair[0] if pair is not None and asked else Scheduler(policy=_POLICY)
+    cache = workload.cache or Cache(policy=_POLICY)
     for name, policy in (("scheduler", scheduler.policy), ("cache", cache.policy)):
         if policy != _POLICY:
             raise InputError(f"must be {_POLICY}, whose settings are searched", policy, name)

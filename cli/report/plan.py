@@ -130,7 +130,7 @@ def _groups_table(plan: Plan) -> Table:
                 number(group.replicas * group.tp),
                 number(len(group.adapters)),
                 number(group_rate_rps(group), 2),
-                number(args.max_loras),
+                number(args.max_loras) if group.scheduler is None else DASH,
                 number(args.max_lora_rank),
                 number(args.max_num_seqs),
                 number(predicted.kv_tokens),
