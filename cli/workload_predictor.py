@@ -30,7 +30,7 @@ class PredictorArgs:
 
 @command
 def predictor(args: PredictorArgs) -> None:
-    """Train a predictor of output lengths on the requests of a workload, and report its accuracy.
+    """Train a predictor of output lengths, and report its accuracy.
 
     It reads the prompt length, the adapter and the hour of day of a request. Use it with `scheduler:
     {predictor: {kind: learned, file: FILE}}`; adapters are found by their names.
