@@ -181,7 +181,7 @@ def build_scenario(
         requests = draw_for(workload, profile, duration_s, seed, args.max_model_len)
         requests = with_predictions(workload, requests, policies.predictor, seed)
     # Without slots, all adapters can be in a step: the models take their number for that of the slots.
-    slots = args.max_loras if policies.scheduling is None else adapters
+    slots = adapters if serving.unified_memory else args.max_loras
     costs = build_costs(workload, profile, slots, args.max_lora_rank)
     return Scenario(
         requests=requests,

@@ -23,7 +23,7 @@ def workload(**changes: object) -> Workload:
 
 
 def rows(requests: Requests, keep: np.ndarray) -> list[tuple[int, ...]]:
-    return list(zip(*(column[keep].tolist() for column in requests), strict=True))
+    return list(zip(*(column[keep].tolist() for column in requests[:4]), strict=True))
 
 
 def test_the_short_form_is_the_long_one() -> None:

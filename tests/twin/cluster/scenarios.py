@@ -35,7 +35,7 @@ def make_cluster(choose: Choose, most: int = 4, apart: bool = False, shared: boo
             held.append(np.array(chosen or [1]))
     for numbers in held:
         engine = base if not engines else make_engine(choose)
-        engines.append(_holding(engine, numbers, ranks))
+        engines.append(_holding(engine, numbers, ranks)._replace(horizon_ns=base.horizon_ns))
     shares = [np.array([float(choose(0, 3)) for _ in numbers]) for numbers in held]
     return ClusterScenario(
         engines=tuple(engines),
