@@ -290,13 +290,13 @@ def test_a_late_server_refuses_generation_alone(server: Live, monkeypatch: pytes
 def test_a_server_with_a_late_event_loop_is_overloaded_until_its_requests_end() -> None:
     body = b'{"model": "base", "prompt": [1], "max_tokens": 1}'
     asked = POST + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
-    fields = {"model": "base", "prompt": [[1]] * 60, "max_tokens": 480, "ignore_eos": True}
+    fields = {"model": "base", "prompt": [[1]] * 140, "max_tokens": 480, "ignore_eos": True}
     many = json.dumps(fields).encode()
     engine = {"max_model_len": 500, "max_num_seqs": 1}
-    with live({}, engine, limits=LIMITS, max_requests=100) as server, connected(server) as client:
+    with live({}, engine, limits=LIMITS, max_requests=150) as server, connected(server) as client:
         with connected(server) as busy:
             busy.sendall(POST + f"Content-Length: {len(many)}\r\n\r\n".encode() + many)
-            wait_for(server, lambda: server.service.in_flight == 60)
+            wait_for(server, lambda: server.service.in_flight == 140)
             server.loop.call_soon_threadsafe(time.sleep, 1.5)
             assert answer(client, HEALTH)[0] == 200
             assert error_code(answer(client, asked)) == (503, "overloaded")
