@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from capplan.engine.engine_core import StepOutput
 from capplan.engine.lora.adapter import AdapterSource, RandomAdapter
-from capplan.engine.lora.manager import AdapterRegistry
+from capplan.engine.lora.manager import AdapterNumbers
 from capplan.engine.lora.peft import PeftFolder
 from capplan.engine.models import ModelConfig
 from capplan.engine.prediction import OutputPredictor
@@ -76,9 +76,9 @@ class Engine:
         self.config = loaded.config
         self.folder = loaded.folder
         self.tokenizer: Tokenizer = load_tokenizer(loaded.folder, loaded.config.vocab_size)
-        self._registry = AdapterRegistry(self.options.adapter_capacity(len(adapters or {})))
+        self._numbers = AdapterNumbers(self.options.adapter_capacity(len(adapters or {})))
         sources = [
-            _adapter_source(value, self.options.seed + self._registry.add(name))
+            _adapter_source(value, self.options.seed + self._numbers.add(name))
             for name, value in (adapters or {}).items()
         ]
         self.core, self.sizes = build_core(loaded, sources, self.options, virtual_time)
@@ -91,7 +91,7 @@ class Engine:
     @property
     def adapters(self) -> tuple[str, ...]:
         """Names of all adapters."""
-        return self._registry.names
+        return self._numbers.names
 
     def __enter__(self) -> Self:
         return self
@@ -146,7 +146,7 @@ class Engine:
         arrival_ns: int | None = None,
     ) -> Request:
         """Return a checked request, not yet submitted."""
-        number = self._registry.number(adapter)
+        number = self._numbers.number(adapter)
         tokens = self._tokens(prompt)
         arrival_ns = self.core.clock.now_ns() if arrival_ns is None else arrival_ns
         self._submitted += 1
@@ -156,7 +156,7 @@ class Engine:
             number=self._submitted,
             adapter=number,
             adapter_name=adapter,
-            adapter_entry=self._registry.entry(number),
+            adapter_entry=self._numbers.entry(number),
             prompt=tokens,
             params=params,
             stop_ids=frozenset(stops),
@@ -173,7 +173,7 @@ class Engine:
         InputError
             If its adapter was removed after the request was made.
         """
-        if self._registry.entry(request.adapter) != request.adapter_entry:
+        if self._numbers.entry(request.adapter) != request.adapter_entry:
             raise InputError("must not have been removed", request.adapter_name, "adapter")
         prefix, shared = self._prefix_ids.of(request.prompt, request.adapter)
         return self.core.submit(request, prefix, shared)
@@ -204,12 +204,12 @@ class Engine:
             If the name is taken, there are `max_adapters` already, or the adapter cannot be read, does not
             fit the model, or has a rank above S_max.
         """
-        number = self._registry.add(name)
+        number = self._numbers.add(name)
         try:
-            seed = self.options.seed + self._registry.entry(number)
+            seed = self.options.seed + self._numbers.entry(number)
             self.core.loads.register(number, _adapter_source(source, seed), self.args.max_lora_rank)
         except InputError:
-            self._registry.remove(name)
+            self._numbers.remove(name)
             raise
 
     def remove_adapter(self, name: str) -> None:
@@ -220,13 +220,13 @@ class Engine:
         InputError
             If it does not exist, or requests in flight use it.
         """
-        number = self._registry.number(name)
+        number = self._numbers.number(name)
         users = sum(request.adapter == number for request in self.core.requests.values())
         if users:
             rule = f"must not be in use: {users} requests of it are in flight"
             raise InputError(rule, name, "adapter")
         self.core.loads.unregister(number)
-        self._registry.remove(name)
+        self._numbers.remove(name)
         self._prefix_ids.renew(number)
 
     def completion(self, request: Request) -> Completion:

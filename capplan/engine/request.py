@@ -70,7 +70,7 @@ class Request:
     Attributes
     ----------
     adapter, adapter_name, adapter_entry
-        Number, name and `AdapterRegistry.entry` of the adapter.
+        Number, name and `AdapterNumbers.entry` of the adapter.
     running
         Whether it is admitted and not preempted.
     finish_reason

@@ -18,8 +18,10 @@ from safetensors.torch import save_file
 
 from capplan import InputError
 from capplan.engine.lora import AdapterLayout, PeftFolder
-from capplan.engine.lora.files import SafetensorsFile
-from capplan.engine.lora.peft import CONFIG_FILE, WEIGHTS_FILE, _matches
+from capplan.engine.lora.peft import read_tensors
+from capplan.spec.lora_modules import ADAPTER_CONFIG
+from capplan.spec.peft_folder import WEIGHTS_FILE, _matches
+from capplan.spec.tensor_files import SafetensorsFile
 from tests.engine.engines import TINY_MODEL as TINY
 from tests.engine.test_dynamic_adapters import write_adapter
 
@@ -59,7 +61,7 @@ def sparse(rank: int, size_in: int) -> Callable[[Path], None]:
 
 def configured(**fields: Any) -> Callable[[Path], None]:
     def spoil(folder: Path) -> None:
-        file = folder / CONFIG_FILE
+        file = folder / ADAPTER_CONFIG
         file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
     return spoil
@@ -121,11 +123,11 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "overlapping tensors": (overlap, "and not at"),
     "long name": (tensor("[1, 1]", "[0, 4]", "layers.0." * 100_000), "only"),
     "a matrix twice": (write_twice, "every matrix once"),
-    "FIFO as config": (replaced(CONFIG_FILE, os.mkfifo), "regular file"),
+    "FIFO as config": (replaced(ADAPTER_CONFIG, os.mkfifo), "regular file"),
     "FIFO as weights": (replaced(WEIGHTS_FILE, os.mkfifo), "regular file"),
     "folder as weights": (replaced(WEIGHTS_FILE, Path.mkdir), "regular file"),
-    "device as config": (replaced(CONFIG_FILE, lambda at: at.symlink_to("/dev/zero")), "regular file"),
-    "huge config": (lambda folder: os.truncate(folder / CONFIG_FILE, 2**32), "at most 1048576 bytes"),
+    "device as config": (replaced(ADAPTER_CONFIG, lambda at: at.symlink_to("/dev/zero")), "regular file"),
+    "huge config": (lambda folder: os.truncate(folder / ADAPTER_CONFIG, 2**32), "at most 1048576 bytes"),
 }
 
 
@@ -148,12 +150,12 @@ def test_a_pattern_with_nested_repetition_is_matched_in_linear_time(tmp_path: Pa
     assert time.monotonic() - started_s < 1
 
 
-@pytest.mark.parametrize("part", ["", CONFIG_FILE, WEIGHTS_FILE])
+@pytest.mark.parametrize("part", ["", ADAPTER_CONFIG, WEIGHTS_FILE])
 def test_a_part_swapped_for_a_link_is_not_followed(part: str, tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.mkdir()
     inside, outside = write_adapter(root / "in"), write_adapter(tmp_path / "out")
-    folder = PeftFolder("in", inside / CONFIG_FILE, inside / WEIGHTS_FILE, root)
+    folder = PeftFolder("in", inside / ADAPTER_CONFIG, inside / WEIGHTS_FILE, root)
     read(folder)
     (inside / part).rename(root / "before")
     (inside / part).symlink_to(outside / part)
@@ -186,6 +188,6 @@ def test_tensors_are_those_that_safetensors_wrote(dtype: torch.dtype, tmp_path: 
     save_file(tensors, tmp_path / "x", metadata={"format": "pt"})
     with (tmp_path / "x").open("rb", buffering=0) as opened:
         file = SafetensorsFile(opened, "x")
-        got = file.read(file.entries)
+        got = read_tensors(file, file.entries)
     assert got.keys() == tensors.keys()
     assert all(torch.equal(got[name], tensor) for name, tensor in tensors.items())

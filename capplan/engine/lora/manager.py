@@ -1,4 +1,4 @@
-"""LoRA manager: adapter registry, host and device copies, loads requested by the scheduler.
+"""LoRA manager: adapter numbers, host and device copies, loads requested by the scheduler.
 
 Loads and evictions are decided in `capplan.serving` (two nested least-recently-used lists, as in vLLM). The
 manager copies the bytes.
@@ -30,7 +30,7 @@ _LINK_BYTES_PER_NS: Final = 25.0
 """Bandwidth from pinned host memory, of PCIe 4 with 16 lanes."""
 
 
-class AdapterRegistry:
+class AdapterNumbers:
     """Names of adapters and their numbers, from 1 to `capacity`; 0 is the base model."""
 
     def __init__(self, capacity: int) -> None:

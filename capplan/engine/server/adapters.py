@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from capplan.engine.lora import AdapterLayout, PeftFolder
-from capplan.engine.lora.peft import CONFIG_FILE, WEIGHTS_FILE
 from capplan.engine.messages import CoreReady
 from capplan.engine.server.async_engine import AsyncEngine
 from capplan.engine.server.limiter import ServerSettings
@@ -20,6 +19,8 @@ from capplan.engine.server.limits import NAME_RULE, is_name
 from capplan.engine.server.output_stream import EngineDeadError
 from capplan.engine.server.protocol import RETRY, ApiError, engine_failed, overloaded
 from capplan.errors import InputError
+from capplan.spec.lora_modules import ADAPTER_CONFIG
+from capplan.spec.peft_folder import WEIGHTS_FILE
 
 T = TypeVar("T")
 
@@ -153,7 +154,7 @@ def _below(root: Path, path: str) -> PeftFolder:
     outside = ApiError(403, "lora_path must lie within the server's --lora-root", "lora_path", "outside_root")
     try:
         folder = (root / path).resolve()
-        config, weights = ((folder / name).resolve() for name in (CONFIG_FILE, WEIGHTS_FILE))
+        config, weights = ((folder / name).resolve() for name in (ADAPTER_CONFIG, WEIGHTS_FILE))
         if not all(each.is_relative_to(root) for each in (folder, config, weights)):
             raise outside
         found = folder.is_dir()

@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, Final, NamedTuple
-
-import torch
 
 from capplan.errors import InputError
 from capplan.spec.files import error_reason, parse_json
@@ -26,14 +25,7 @@ _FLAGS: Final = os.O_RDONLY | sum(
     getattr(os, name, 0)
     for name in ("O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_BINARY")
 )
-_TYPES: Final = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
+_TYPE_BYTES: Final = MappingProxyType({"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1})
 
 
 def open_regular(file: Path, root: Path | None, location: str) -> BinaryIO:
@@ -102,7 +94,7 @@ class TensorEntry(NamedTuple):
     """Entry of a tensor in the header of a safetensors file; `start` is within the data."""
 
     name: str
-    dtype: torch.dtype
+    dtype: str
     shape: tuple[int, ...]
     start: int
     stop: int
@@ -142,14 +134,11 @@ class SafetensorsFile:
         if end != size_bytes - self._data_at:
             raise self._broken(f"its tensors take {end} bytes of {size_bytes - self._data_at}")
 
-    def read(self, entries: Iterable[TensorEntry]) -> dict[str, torch.Tensor]:
-        """Return tensors by name."""
-        tensors = {}
+    def read(self, entries: Iterable[TensorEntry]) -> Iterator[tuple[TensorEntry, bytearray]]:
+        """Yield tensors with their bytes."""
         for entry in entries:
             self._file.seek(self._data_at + entry.start)
-            data = read_whole(self._file, entry.stop - entry.start, self._location)
-            tensors[entry.name] = torch.frombuffer(data, dtype=entry.dtype).reshape(entry.shape)
-        return tensors
+            yield entry, read_whole(self._file, entry.stop - entry.start, self._location)
 
     def _entries(self, header: bytearray) -> list[TensorEntry]:
         try:
@@ -169,15 +158,16 @@ class SafetensorsFile:
 
     def _entry(self, name: str, fields: Any) -> TensorEntry:
         try:
-            dtype, shape = _TYPES[fields["dtype"]], tuple(fields["shape"])
+            dtype, shape = fields["dtype"], tuple(fields["shape"])
+            type_bytes = _TYPE_BYTES[dtype]
             start, stop = fields["data_offsets"]
         except (KeyError, TypeError, ValueError):
-            rule = f"must have a shape, data_offsets and a dtype of {', '.join(_TYPES)}"
+            rule = f"must have a shape, data_offsets and a dtype of {', '.join(_TYPE_BYTES)}"
             raise InputError(rule, name, self._location) from None
         where = f"{self._location}: {name}"
         if len(shape) != 2 or not all(type(n) is int and 0 < n < _MAX_SIZE for n in shape):
             raise InputError("must be a matrix", shape, where)
-        if type(start) is not int or stop != start + math.prod(shape) * dtype.itemsize:
+        if type(start) is not int or stop != start + math.prod(shape) * type_bytes:
             raise InputError("must have the bytes of its shape", (shape, start, stop), where)
         return TensorEntry(name, dtype, shape, start, stop)
 
