@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         Workload,
         load_workload,
     )
+    from capplan.spec.registry import AdapterRegistry, RegisteredAdapter
     from capplan.twin import SimulationResult, simulate, simulate_detailed
     from capplan.twin.sweep import sweep
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Adapter",
+    "AdapterRegistry",
     "Assignment",
     "EngineArgs",
     "EngineConfig",
@@ -44,6 +46,7 @@ __all__ = [
     "Plan",
     "Problem",
     "Profile",
+    "RegisteredAdapter",
     "SimulationResult",
     "Slo",
     "Workload",
@@ -74,6 +77,7 @@ _MODULES = {
         *("Adapter", "EngineArgs", "EngineConfig", "Lengths", "Plan", "Profile", "Slo", "Workload"),
         "load_workload",
     ),
+    "capplan.spec.registry": ("AdapterRegistry", "RegisteredAdapter"),
     "capplan.twin": ("SimulationResult", "simulate", "simulate_detailed"),
     "capplan.twin.sweep": ("sweep",),
 }

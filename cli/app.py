@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
 import os
 import sys
@@ -114,6 +115,11 @@ _COMMANDS: Final = {
     "serve": "Serve a model and its adapters over HTTP until SIGTERM or Ctrl-C, then drain and exit 0.",
     "bench": "Load an OpenAI-compatible server with the requests of a workload, at their arrival times.",
     "validate": "Run one engine per group of a plan under the requests of the twin, and compare the two.",
+    "registry": "Keep a registry of adapters that planning and servers share.",
+    "registry add": "Add adapters by folder or by reference, all or none.",
+    "registry list": "List the adapters of a registry.",
+    "registry remove": "Remove adapters, or a server that does not come back.",
+    "registry show": "Show an adapter: properties, location, and the servers that store it.",
     "schema": "Print the JSON Schema of plan.json, workload.yaml or a profile.",
     "dataset": "Make training data for surrogates.",
     "dataset generate": "Simulate scenarios of one GPU, and write the results as training data.",
@@ -134,6 +140,7 @@ _COMMANDS: Final = {
 _MODULES: Final = {
     **{"report": "explain", "profiles": "documents", "schema": "documents"},
     **{"dataset generate": "dataset", "surrogate rules": "surrogate", "workload preset": "workload"},
+    **{f"registry {name}": "registry" for name in ("add", "list", "remove", "show")},
 }
 """Modules of commands that are not named after their command."""
 
@@ -164,7 +171,8 @@ def _load(path: str) -> Any:
     name = path.rpartition(" ")[2]
     module = _MODULES.get(path, path.replace(" ", "_"))
     made = typer.Typer(add_completion=False)
-    made.command(name)(getattr(import_module(f"capplan.cli.{module}"), name))
+    function = f"{name}_" if hasattr(builtins, name) else name
+    made.command(name)(getattr(import_module(f"capplan.cli.{module}"), function))
     return get_command(made)
 
 

@@ -81,6 +81,11 @@ class ServeArgs:
     ray_address: str | None = typer.Option(
         None, metavar="ADDRESS", help="Start the plan's instances on this Ray cluster."
     )
+    registry: str | None = typer.Option(
+        None,
+        metavar="URL",
+        help="Adapter registry (SQLite file or SQLAlchemy URL) with the folders of the plan's adapters.",
+    )
     model: str | None = typer.Option(
         None,
         metavar="MODEL",
@@ -211,8 +216,10 @@ def serve(args: ServeArgs) -> None:
 
 def _serve_instance(args: ServeArgs) -> int:
     """Serve one instance until it ends; return the exit status."""
-    if args.groups or args.ray_address is not None:
-        raise InputError("is for plans", location="--group" if args.groups else "--ray-address")
+    of_plans = {"--group": args.groups, "--ray-address": args.ray_address, "--registry": args.registry}
+    for flag, value in of_plans.items():
+        if value:
+            raise InputError("is for plans", location=flag)
     if args.model is None:
         raise InputError("is required", location="--model")
     require_writable_files(args.records)
@@ -285,9 +292,13 @@ def _serve_plan(args: ServeArgs) -> int:
     from capplan.engine.router.process import run_router
     from capplan.engine.router.supervisor import RouterConfig
     from capplan.engine.server import ServerLimits, ServerSettings
+    from capplan.spec.registry import AdapterRegistry, with_locations
 
     given = {name for name in args.ctx.params if _is_given(args.ctx, name)}
     file, plan = _plan_of(args, given)
+    if args.registry is not None:
+        with AdapterRegistry(args.registry) as registry:
+            plan = with_locations(plan, registry)
     _require_queue(args)
     model_name = args.served_model_name or plan.base_model
     try:

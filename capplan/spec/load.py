@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from capplan.errors import InputError
 from capplan.spec.files import parse_scalar, read_text, read_yaml
@@ -27,10 +27,14 @@ from capplan.spec.workload_file import (
     AdapterEntry,
     BaseEntry,
     LengthsFile,
+    RegistryEntry,
     RequestsEntry,
     TraceEntry,
     WorkloadFile,
 )
+
+if TYPE_CHECKING:
+    from capplan.spec.registry import RegisteredAdapter
 
 _LENGTHS = ("prompt_tokens", "output_tokens")
 _OPTIONAL_COLUMNS: Final = ("path", "target_modules")
@@ -54,7 +58,7 @@ def load_workload(path: str | os.PathLike[str]) -> Workload:
     if file.trace is not None:
         adapters, requests = reader.traced(file)
     else:
-        adapters = reader.adapters(file.adapters)
+        adapters = reader.adapters(file.adapters, file.base_model)
         requests = reader.base(file.base) | reader.requests(file.requests, file.base)
     document = {
         **requirements,
@@ -105,9 +109,31 @@ class _Reader:
         path = str(self.folder / scheduler.predictor.file)
         return scheduler.replace(predictor=scheduler.predictor.replace(file=path))
 
-    def adapters(self, source: Sequence[AdapterEntry] | str | None) -> list[_AdapterRecord]:
-        """Return the adapters of the list or of the CSV file."""
+    def adapters(
+        self, source: Sequence[AdapterEntry] | RegistryEntry | str | None, base_model: str
+    ) -> list[_AdapterRecord]:
+        """Return the adapters of the list, of the CSV file, or of the registry."""
+        if isinstance(source, RegistryEntry):
+            return self.registered(source, base_model)
         return self.table(source) if isinstance(source, str) else self.listed(source or ())
+
+    def registered(self, entry: RegistryEntry, base_model: str) -> list[_AdapterRecord]:
+        """Return the adapters of a base model in a registry, with the rates of the entry."""
+        from capplan.spec.registry import AdapterRegistry
+
+        where = entry.registry if "://" in entry.registry else str(self.folder / entry.registry)
+        with AdapterRegistry(where) as registry:
+            found = {adapter.name: adapter for adapter in registry.adapters(base_model)}
+        if not found:
+            rule = f"must hold adapters of base_model {base_model}"
+            raise InputError(rule, location=self.locate(("adapters", "registry")))
+        _require_few(len(found), partial(self.locate, ("adapters", "registry")))
+        for name in entry.rates_rps or ():
+            if name not in found:
+                rule = "must be the name of an adapter of base_model in the registry"
+                raise InputError(rule, name, self.locate(("adapters", "rates_rps")))
+        rates_rps = zip(found.values(), entry.rates_of(list(found)), strict=True)
+        return [_AdapterRecord(_registered(each, rate_rps), ("adapters",)) for each, rate_rps in rates_rps]
 
     def listed(self, entries: Sequence[AdapterEntry]) -> list[_AdapterRecord]:
         """Return the adapters that the entries of the list stand for."""
@@ -157,7 +183,7 @@ class _Reader:
             rule = "must give a rank for every adapter of the trace"
             where = f"{self.folder / entry.ranks}: name"
         else:
-            ranked = self.adapters(file.adapters)
+            ranked = self.adapters(file.adapters, base_model)
             rates = {each.fields["name"]: each.fields["rate_rps"] for each in ranked}
             if file.base is not None:
                 rates[base_model] = file.base.rate_rps
@@ -209,6 +235,18 @@ class _Reader:
 def _fields(model: SpecModel, like: type[SpecModel]) -> dict[str, Any]:
     """Return the values of the fields that ``model`` shares with the class ``like``."""
     return {name: getattr(model, name) for name in like.model_fields}
+
+
+def _registered(adapter: RegisteredAdapter, rate_rps: float) -> dict[str, Any]:
+    """Return the fields of an adapter of a registry."""
+    fields = AdapterFields(
+        name=adapter.name,
+        rank=adapter.rank,
+        rate_rps=rate_rps,
+        path=adapter.location,
+        target_modules=adapter.target_modules,
+    )
+    return _fields(fields, AdapterFields)
 
 
 def _numbered(fields: dict[str, Any], number: int) -> dict[str, Any]:

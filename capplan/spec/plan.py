@@ -6,13 +6,12 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from pydantic import (
     Field,
     JsonValue,
     SerializerFunctionWrapHandler,
-    Strict,
     model_serializer,
     model_validator,
 )
@@ -48,12 +47,12 @@ from capplan.spec.validation import (
     NonNegative,
     Rank,
     SeedNumber,
+    Sha256,
     Share,
     SpecModel,
     Text,
     check_unique,
     format_key,
-    rule,
     rule_error,
     validate_document,
     without_unset,
@@ -258,8 +257,6 @@ def not_simulated(groups: Iterable[Group]) -> tuple[str, ...]:
 
 _SHARE_TOLERANCE = 1e-6
 _MAX_LOCATED: Final = 2**20  # characters of a plan whose errors have a line: it is parsed a second time
-
-Sha256 = Annotated[str, Strict(), Field(pattern="^[0-9a-f]{64}$"), rule("must be a SHA-256 in hexadecimal")]
 
 
 class Plan(Displayed, SpecModel):

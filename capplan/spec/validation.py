@@ -275,6 +275,10 @@ Text: TypeAlias = Annotated[
     rule("must be text, not empty, without control characters; quote a number"),
 ]
 
+Sha256: TypeAlias = Annotated[
+    str, Strict(), Field(pattern="^[0-9a-f]{64}$"), rule("must be a SHA-256 in hexadecimal")
+]
+
 ModelId: TypeAlias = Annotated[
     str,
     Strict(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, Field, Strict, Tag, model_validator
@@ -11,7 +11,17 @@ from capplan.spec.lengths import Lengths
 from capplan.spec.lora_modules import TargetModulesSource
 from capplan.spec.trace_files import TraceFormat
 from capplan.spec.traffic import ArrivalProcess, Arrivals, Popularity, Stickiness
-from capplan.spec.validation import Many, Natural, NonNegative, Positive, SpecModel, Text, rule, rule_error
+from capplan.spec.validation import (
+    Many,
+    Name,
+    Natural,
+    NonNegative,
+    Positive,
+    SpecModel,
+    Text,
+    rule,
+    rule_error,
+)
 from capplan.spec.workload import (
     LENGTH_CORRELATION,
     STICKINESS,
@@ -102,6 +112,49 @@ class AdapterEntry(AdapterFields):
         return tuple(share * total_rps for share in self.popularity.shares(self.count or 1))
 
 
+class RegistryEntry(SpecModel):
+    """Adapters of a registry: all of the base model, by name, with rates of this file."""
+
+    registry: Text = Field(
+        description="Adapter registry: SQLite file, relative to the workload file, or SQLAlchemy URL."
+    )
+    rate_rps: NonNegative | None = Field(
+        default=None, description="Mean arrival rate of each in requests per second."
+    )
+    rates_rps: dict[Name, NonNegative] | None = Field(
+        default=None, description="Rates of single adapters by name; the others have rate_rps, or 0."
+    )
+    total_rate_rps: NonNegative | None = Field(
+        default=None, description="Mean arrival rate of all in requests per second, instead of rate_rps."
+    )
+    popularity: Popularity | None = Field(
+        default=None, description="How the adapters share total_rate_rps out; absent: equal shares."
+    )
+
+    @model_validator(mode="after")
+    def _one_source_of_rates(self) -> Self:
+        if self.popularity is not None and self.total_rate_rps is None:
+            raise rule_error("is required beside popularity", key=("total_rate_rps",))
+        for name in ("rate_rps", "rates_rps"):
+            if self.total_rate_rps is not None and getattr(self, name) is not None:
+                raise rule_error("does not go with total_rate_rps", key=(name,))
+        return self
+
+    @property
+    def has_rates(self) -> bool:
+        """Whether there are rates."""
+        return any(each is not None for each in (self.rate_rps, self.rates_rps, self.total_rate_rps))
+
+    def rates_of(self, names: Sequence[str]) -> list[float]:
+        """Return the rate of each adapter, in requests per second; without rates equal ones."""
+        if self.total_rate_rps is not None:
+            equal = [1 / len(names)] * len(names)
+            shares = equal if self.popularity is None else self.popularity.shares(len(names))
+            return [share * self.total_rate_rps for share in shares]
+        default = self.rate_rps if self.rate_rps is not None else 0.0 if self.rates_rps else 1.0
+        return [(self.rates_rps or {}).get(name, default) for name in names]
+
+
 class BaseEntry(SpecModel):
     """Requests of the base model itself, without an adapter."""
 
@@ -185,11 +238,15 @@ class TraceEntry(SpecModel):
 
 
 def _adapters_tag(value: Any) -> str:
+    if isinstance(value, Mapping | RegistryEntry):
+        return "<registry>"
     return "<csv>" if isinstance(value, str) else "<list>"
 
 
 AdaptersSource: TypeAlias = Annotated[
-    Annotated[Many[AdapterEntry], Field(min_length=1), Tag("<list>")] | Annotated[Text, Tag("<csv>")],
+    Annotated[Many[AdapterEntry], Field(min_length=1), Tag("<list>")]
+    | Annotated[Text, Tag("<csv>")]
+    | Annotated[RegistryEntry, Tag("<registry>")],
     Discriminator(_adapters_tag),
 ]
 
@@ -204,7 +261,8 @@ class WorkloadFile(PlanningRequirements):
     )
     adapters: AdaptersSource | None = Field(
         default=None,
-        description="List of adapters, or name of a CSV file with columns name, rank, rate_rps[, path].",
+        description="List of adapters, name of a CSV file with columns name, rank, rate_rps[, path], or a "
+        "registry of adapters.",
     )
     base: BaseEntry | None = Field(
         default=None, description="Traffic of the base model; adapters or trace may then be absent."
@@ -244,6 +302,8 @@ class WorkloadFile(PlanningRequirements):
                 raise rule_error("does not go with trace, which holds the requests", key=("base", name))
 
     def _check_lengths(self) -> None:
+        if isinstance(self.adapters, RegistryEntry) and not self.adapters.has_rates:
+            raise rule_error("is required, or total_rate_rps or rates_rps", key=("adapters", "rate_rps"))
         joint = self.requests.lengths_from is not None
         if joint and self.requests.length_correlation:
             at = ("requests", "length_correlation")

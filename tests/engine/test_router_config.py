@@ -19,6 +19,7 @@ from capplan.engine.router.instances import ServingOptions, instances_of
 from capplan.engine.router.supervisor import RouterConfig, WeightedRoundRobin
 from capplan.engine.settings import EngineOptions
 from capplan.spec import Cache, PlanBase, QueueClass, Queues, Wrs
+from capplan.spec.registry import AdapterRegistry, RegisteredAdapter
 from capplan.twin.cluster import Candidate, RoutedRequest
 from capplan.twin.cluster.reference import SmoothShares
 from tests.cli.conftest import Run, error_line, run
@@ -216,9 +217,29 @@ def test_the_scheduler_of_a_plan_reaches_its_instances_unless_flags_override_it(
         assert options.queues == (queues if scheduler == "chameleon" else None)
 
 
+@pytest.mark.parametrize(("rank", "message"), [(8, None), (4, "rank: must be that of the plan, 8")])
+def test_a_registry_locates_the_adapters_of_a_plan(
+    run: Run, started: list[RouterConfig], plan_file: Path, tmp_path: Path, rank: int, message: str | None
+) -> None:
+    with AdapterRegistry(tmp_path / "r.db", create=True) as registry:
+        model = tiny_plan().base_model
+        known = RegisteredAdapter(name="a", base_model=model, rank=rank, location=str(tmp_path))
+        registry.add(known)
+    result = run("serve", plan_file, "--model", "tiny-llama", "--registry", tmp_path / "r.db")
+    if message is not None:
+        assert message in error_line(result)
+        return
+    [cluster] = started
+    assert [dict(spec.adapters) for spec in cluster.specs] == [
+        {"a": str(tmp_path), "shared": 16},
+        {"b": 4, "shared": 16},
+    ]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ("--model tiny-llama --registry none.db", "none.db: is missing"),
         ("--model no-such-model", "model: must be a folder"),
         ("", "--model: is required"),
         ("--model tiny-llama --group g7", "--group: must be one of g0, g1"),

@@ -1,0 +1,102 @@
+"""Entry of an adapter in a registry, and its description from a PEFT folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from pydantic import Field
+
+from capplan.errors import InputError
+from capplan.spec.lora_modules import ADAPTER_CONFIG, LORA_MODULES, TargetModules
+from capplan.spec.peft_folder import WEIGHTS_FILE, PeftFiles
+from capplan.spec.tensor_files import open_regular
+from capplan.spec.validation import Count, Many, ModelId, Name, Rank, Sha256, SpecModel, Text
+
+ADAPTER_FILES: Final = (ADAPTER_CONFIG, WEIGHTS_FILE)
+"""Files of an adapter, in the order of its digest."""
+
+_PART_BYTES: Final = 2**20
+
+
+class RegisteredAdapter(SpecModel):
+    """Adapter in a registry."""
+
+    name: Name = Field(description="Name of the adapter, as requests give it.")
+    base_model: ModelId = Field(description="Hugging Face id of the model that the adapter belongs to.")
+    rank: Rank = Field(description="Largest LoRA rank over its matrices, 1 to 512.")
+    target_modules: TargetModules | None = Field(
+        default=None, description="Linear layers that it has matrices for; null: all that the engine adapts."
+    )
+    size_bytes: Count | None = Field(default=None, description="Bytes of its files; null: unknown.")
+    digest: Sha256 | None = Field(
+        default=None,
+        description="SHA-256 of the output of sha256sum adapter_config.json adapter_model.safetensors; null: "
+        "unknown, so that servers cannot fetch it.",
+    )
+    location: Text = Field(description="Folder, URL or other reference of its files.")
+    holders: Many[Name] = Field(default=(), description="Servers that store it.")
+
+
+class RegisteredServer(SpecModel):
+    """Server in a registry."""
+
+    name: Name = Field(description="Name of the server.")
+    url: Text = Field(description="Where other servers reach it.")
+
+
+def read_adapter(
+    name: str, folder: str | os.PathLike[str], base_model: str | None = None
+) -> RegisteredAdapter:
+    """Return the entry of an adapter in a PEFT folder; its location is the absolute path.
+
+    Parameters
+    ----------
+    base_model
+        None: ``base_model_name_or_path`` of the folder's ``adapter_config.json``.
+
+    Raises
+    ------
+    InputError
+        If the files cannot be read, do not hold a plain LoRA adapter, or name no base model.
+    """
+    path = Path(folder).resolve()
+    files = PeftFiles.of(path)
+    with files.opened() as (_, pairs):
+        rank = max((pair.a.shape[0] for pair in pairs.values()), default=0)
+        modules = tuple(LORA_MODULES[module] for module in sorted({module for _, module in pairs}))
+    if not modules:
+        raise InputError("must hold at least one adapted module", location=str(files.weights))
+    base_model = base_model or files.read_config().get("base_model_name_or_path")
+    if not base_model:
+        where = f"{files.config}: base_model_name_or_path"
+        raise InputError("is required, or --base-model", location=where)
+    hashed = [_file_digest(file, str(file)) for file in (files.config, files.weights)]
+    return RegisteredAdapter(
+        name=name,
+        base_model=base_model,
+        rank=rank,
+        target_modules=modules,
+        size_bytes=sum(size_bytes for size_bytes, _ in hashed),
+        digest=digest_of(dict(zip(ADAPTER_FILES, (each for _, each in hashed), strict=True))),
+        location=str(path),
+    )
+
+
+def digest_of(files: Mapping[str, str]) -> str:
+    """Return the digest of an adapter from the SHA-256 of each of its files, in hexadecimal."""
+    lines = "".join(f"{files[name]}  {name}\n" for name in ADAPTER_FILES)
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def _file_digest(file: Path, location: str) -> tuple[int, str]:
+    """Return the bytes of a file and their SHA-256."""
+    total_bytes, hashed = 0, hashlib.sha256()
+    with open_regular(file, None, location) as opened:
+        while part := opened.read(_PART_BYTES):
+            total_bytes += len(part)
+            hashed.update(part)
+    return total_bytes, hashed.hexdigest()

@@ -1,0 +1,311 @@
+"""Adapter registry: a table of adapters, and of the servers that store each, that processes share."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any, Final, Self
+
+import sqlalchemy as sa
+
+from capplan.errors import InputError
+from capplan.spec.plan import Plan
+from capplan.spec.registry.adapter import RegisteredAdapter, RegisteredServer
+from capplan.spec.registry.database import ADAPTERS, HOLDERS, SERVERS, Database
+from capplan.spec.validation import format_key, validate_document
+
+_MAX_CACHED: Final = 200_000
+_BATCH: Final = 500
+"""Names of one query; databases bound the number of parameters."""
+
+
+class AdapterRegistry:
+    """Adapters of a fleet: properties, location, and the servers that store each.
+
+    Every change is one transaction, and changes of all processes follow each other. A look-up is answered
+    from memory as long as no process has changed the registry. Methods can be called from several threads.
+
+    Parameters
+    ----------
+    where
+        SQLite file (in WAL mode), or any SQLAlchemy URL where several machines share the registry.
+    create
+        Make the registry if there is none.
+    timeout_s
+        Time to wait for a lock of another process.
+
+    Raises
+    ------
+    RegistryUnavailableError
+        If there is no registry, or it cannot be used; also by all methods.
+    """
+
+    def __init__(
+        self, where: str | os.PathLike[str], *, create: bool = False, timeout_s: float = 5.0
+    ) -> None:
+        self._database = Database(os.fspath(where), create=create, timeout_s=timeout_s)
+        self._lock = threading.Lock()
+        self._changes = -1
+        self._cached: dict[str, RegisteredAdapter] = {}
+
+    @property
+    def location(self) -> str:
+        """File or URL, without its password."""
+        return self._database.location
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections to the database."""
+        self._database.close()
+
+    def find(self, name: str) -> RegisteredAdapter | None:
+        """Return an adapter as of the last committed change; None if there is none of the name."""
+        with self._lock:
+            changes = self._database.changes()
+            if changes != self._changes or len(self._cached) > _MAX_CACHED:
+                self._cached.clear()
+                self._changes = changes
+            adapter = self._cached.get(name)
+            if adapter is None:
+                for adapter in self._several(sa.select(ADAPTERS).where(ADAPTERS.c.name == name)):
+                    self._cached[name] = adapter
+            return adapter
+
+    def get(self, name: str) -> RegisteredAdapter:
+        """Return an adapter.
+
+        Raises
+        ------
+        InputError
+            If there is none of the name.
+        """
+        adapter = self.find(name)
+        if adapter is None:
+            raise self._unknown(name)
+        return adapter
+
+    def with_digest(self, digest: str) -> list[RegisteredAdapter]:
+        """Return the adapters whose files have a digest."""
+        return self._several(sa.select(ADAPTERS).where(ADAPTERS.c.digest == digest))
+
+    def adapters(self, base_model: str | None = None, server: str | None = None) -> list[RegisteredAdapter]:
+        """Return all adapters, or those of a base model or on a server, by name."""
+        query = sa.select(ADAPTERS)
+        if base_model is not None:
+            query = query.where(ADAPTERS.c.base_model == base_model)
+        if server is not None:
+            query = query.join(HOLDERS).where(HOLDERS.c.server == server)
+        return self._several(query)
+
+    def servers(self) -> dict[str, str]:
+        """Return the URLs of servers by name."""
+        with self._database.reading() as connection:
+            rows = connection.execute(sa.select(SERVERS.c.name, SERVERS.c.url)).all()
+        return {row.name: row.url for row in rows}
+
+    def add(self, *adapters: RegisteredAdapter, replace: bool = False) -> None:
+        """Add adapters, all or none. Their holders are those of the registry.
+
+        Parameters
+        ----------
+        replace
+            Replace adapters of the same names; if the digest changes, servers that store the former files no
+            longer hold the adapter.
+
+        Raises
+        ------
+        InputError
+            If a name is taken by another adapter, and `replace` is off, or repeats.
+        """
+        new = {adapter.name: adapter.replace(holders=()) for adapter in adapters}
+        if len(new) < len(adapters):
+            raise InputError("must be unique", location=f"{self.location}: names of adapters")
+        with self._database.writing() as connection:
+            known = self._known(connection, new)
+            for name in known.keys() & new.keys():
+                if known[name] == new[name]:
+                    del new[name]
+                elif not replace:
+                    rule = "is taken by another adapter; --replace replaces it"
+                    raise InputError(rule, name, self.location)
+                elif known[name].digest != new[name].digest:
+                    connection.execute(sa.delete(HOLDERS).where(HOLDERS.c.adapter == name))
+            for name in known.keys() & new.keys():
+                connection.execute(sa.update(ADAPTERS).where(ADAPTERS.c.name == name).values(_row(new[name])))
+            rows = [_row(adapter) for name, adapter in new.items() if name not in known]
+            if rows:
+                connection.execute(sa.insert(ADAPTERS), rows)
+
+    def remove(self, *names: str) -> None:
+        """Remove adapters, all or none; servers delete their copies at their next start.
+
+        Raises
+        ------
+        InputError
+            If there is none of a name.
+        """
+        with self._database.writing() as connection:
+            for name in names:
+                connection.execute(sa.delete(HOLDERS).where(HOLDERS.c.adapter == name))
+                if connection.execute(sa.delete(ADAPTERS).where(ADAPTERS.c.name == name)).rowcount == 0:
+                    raise self._unknown(name)
+
+    def announce(self, server: str, url: str) -> None:
+        """Set the URL of a server.
+
+        Raises
+        ------
+        InputError
+            If one of them is not valid.
+        """
+        RegisteredServer(name=server, url=url)
+        with self._database.writing() as connection:
+            known = SERVERS.c.name == server
+            if connection.execute(sa.select(SERVERS.c.name).where(known)).first() is None:
+                connection.execute(sa.insert(SERVERS).values(name=server, url=url))
+            else:
+                connection.execute(sa.update(SERVERS).where(known).values(url=url))
+
+    def forget(self, server: str) -> None:
+        """Remove a server that does not come back, and what it holds.
+
+        Raises
+        ------
+        InputError
+            If there is none of the name.
+        """
+        with self._database.writing() as connection:
+            connection.execute(sa.delete(HOLDERS).where(HOLDERS.c.server == server))
+            if connection.execute(sa.delete(SERVERS).where(SERVERS.c.name == server)).rowcount == 0:
+                raise InputError("must be the name of a server", server, self.location)
+
+    def hold(self, name: str, digest: str, server: str) -> None:
+        """Record that a server stores an adapter.
+
+        Raises
+        ------
+        InputError
+            If the adapter is not in the registry, or with another digest, or the server is not announced.
+        """
+        with self._database.writing() as connection:
+            row = connection.execute(sa.select(ADAPTERS.c.digest).where(ADAPTERS.c.name == name)).first()
+            if row is None:
+                raise self._unknown(name)
+            if row.digest != digest:
+                raise InputError("must be the digest in the registry", digest, f"{self.location}: {name}")
+            if connection.execute(sa.select(SERVERS.c.name).where(SERVERS.c.name == server)).first() is None:
+                raise InputError("must be the name of a server", server, self.location)
+            if not _holds(connection, name, server):
+                connection.execute(sa.insert(HOLDERS).values(adapter=name, server=server))
+
+    def release(self, name: str, server: str) -> bool:
+        """Remove a server from the holders of an adapter, unless it is the last one.
+
+        Returns
+        -------
+        bool
+            Whether the server may delete its copy. False: no other server holds the adapter.
+        """
+        with self._database.writing() as connection:
+            if not _holds(connection, name, server):
+                return True
+            others = (HOLDERS.c.adapter == name) & (HOLDERS.c.server != server)
+            if connection.execute(sa.select(HOLDERS.c.server).where(others)).first() is None:
+                return False
+            _drop(connection, name, server)
+            return True
+
+    def lose(self, name: str, server: str) -> None:
+        """Remove a server from the holders of an adapter: its copy is gone, even if it was the last one."""
+        with self._database.writing() as connection:
+            _drop(connection, name, server)
+
+    def _several(self, query: sa.Select[Any]) -> list[RegisteredAdapter]:
+        """Return the adapters of a query, by name, with their holders as of the same change."""
+        with self._database.reading() as connection:
+            rows = sorted(connection.execute(query).mappings(), key=lambda row: row["name"])
+            holders: dict[str, list[str]] = {}
+            held = sa.select(HOLDERS.c.adapter, HOLDERS.c.server)
+            if len(rows) <= _BATCH:
+                held = held.where(HOLDERS.c.adapter.in_([row["name"] for row in rows]))
+            for adapter, holder in connection.execute(held):
+                holders.setdefault(adapter, []).append(holder)
+        return [self._adapter(row, holders.get(row["name"], ())) for row in rows]
+
+    def _known(self, connection: sa.Connection, names: Iterable[str]) -> dict[str, RegisteredAdapter]:
+        """Return the adapters of some names, without holders."""
+        wanted, found = list(names), {}
+        for start in range(0, len(wanted), _BATCH):
+            query = sa.select(ADAPTERS).where(ADAPTERS.c.name.in_(wanted[start : start + _BATCH]))
+            for row in connection.execute(query).mappings():
+                found[row["name"]] = self._adapter(row, ())
+        return found
+
+    def _adapter(self, row: sa.RowMapping, holders: Iterable[str]) -> RegisteredAdapter:
+        modules = row["target_modules"]
+        fields = {**row, "target_modules": modules and modules.split(), "holders": sorted(holders)}
+        where = f"{self.location}: adapter {row['name']}"
+        return validate_document(RegisteredAdapter, fields, lambda key: f"{where}: {format_key(key)}")
+
+    def _unknown(self, name: str) -> InputError:
+        return InputError("must be the name of an adapter in the registry", name, self.location)
+
+
+def with_locations(plan: Plan, registry: AdapterRegistry) -> Plan:
+    """Return a plan whose adapters have the paths of a registry; those that it does not hold keep theirs.
+
+    Raises
+    ------
+    InputError
+        If an adapter has another base model or rank in the registry: the plan is for another one.
+    """
+    paths: dict[str, str] = {}
+    for adapter in {each.name: each for group in plan.groups for each in group.adapters}.values():
+        known = registry.find(adapter.name)
+        if known is None:
+            continue
+        where = f"{registry.location}: adapter {adapter.name}"
+        if known.base_model != plan.base_model:
+            rule = f"must be that of the plan, {plan.base_model}"
+            raise InputError(rule, known.base_model, f"{where}: base_model")
+        if known.rank != adapter.rank:
+            raise InputError(f"must be that of the plan, {adapter.rank}", known.rank, f"{where}: rank")
+        paths[adapter.name] = known.location
+    groups = [
+        group.model_copy(
+            update={
+                "adapters": tuple(
+                    each.model_copy(update={"path": paths.get(each.name, each.path)})
+                    for each in group.adapters
+                )
+            }
+        )
+        for group in plan.groups
+    ]
+    return plan.model_copy(update={"groups": tuple(groups)})
+
+
+def _row(adapter: RegisteredAdapter) -> dict[str, Any]:
+    modules = adapter.target_modules
+    return {
+        **adapter.model_dump(exclude={"holders"}),
+        "target_modules": None if modules is None else " ".join(modules),
+    }
+
+
+def _holds(connection: sa.Connection, name: str, server: str) -> bool:
+    pair = (HOLDERS.c.adapter == name) & (HOLDERS.c.server == server)
+    return connection.execute(sa.select(HOLDERS.c.server).where(pair)).first() is not None
+
+
+def _drop(connection: sa.Connection, name: str, server: str) -> None:
+    connection.execute(sa.delete(HOLDERS).where((HOLDERS.c.adapter == name) & (HOLDERS.c.server == server)))
