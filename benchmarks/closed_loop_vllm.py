@@ -7,8 +7,8 @@ profiled with the fewest and with the most adapter slots, `capplan calibrate` ma
 and the twin predicts operating points (adapters, slots, load), which are then measured with the same
 requests. Numbers of slots are ordered over paired seeds at the overloaded points: a measured difference of
 more than two standard errors must have the predicted sign, another is undecided. Each stage writes a file to
-DIR; an interrupted run is resumed. The run takes about fifty minutes on an idle machine, and ten more for
-each further seed.
+DIR; an interrupted run is resumed. All seeds of a point are measured on one server. The run takes about fifty
+minutes on an idle machine, and eight more for each further seed.
 """
 
 from __future__ import annotations
@@ -209,13 +209,7 @@ class Loop:
         chosen = [held for held in POINTS if held.name in self._given.only]
         further = range(1, self._given.seeds)
         return [
-            (
-                held,
-                [
-                    self._held(held, profile, full_rps, seed + step)
-                    for step in (0, *(further if held.load > 1.0 else ()))
-                ],
-            )
+            (held, self._held(held, profile, full_rps, [0, *(further if held.load > 1.0 else ())]))
             for held in chosen
         ]
 
@@ -262,11 +256,22 @@ class Loop:
         profile = calibrate(assumed_profile(arch, hardware), tables, options).profile
         write_text_atomic(self._profile, profile.model_dump_json(indent=2) + "\n")
 
-    def _held(self, held: Held, profile: Profile, full_rps: float, seed: int) -> Comparisons:
-        suffix = "" if seed == self._given.seed else f"-seed{seed}"
-        file = self._out / f"{held.name}{suffix}.json"
-        if not file.exists():
-            self._measure(held, profile, held.load * full_rps, seed, file)
+    def _held(self, held: Held, profile: Profile, full_rps: float, steps: Sequence[int]) -> list[Comparisons]:
+        """Return the comparisons of all seeds; those without a file are measured on one server."""
+        seeds = {self._given.seed + step: self._file(held, step) for step in steps}
+        if any(not file.exists() for file in seeds.values()):
+            with self._server(held, held.name) as url:
+                for seed, file in seeds.items():
+                    if not file.exists():
+                        self._measure(
+                            held, profile, held.load * full_rps, seed, Target(url, base_model="base"), file
+                        )
+        return [self._compared(held, profile, file) for file in seeds.values()]
+
+    def _file(self, held: Held, step: int) -> Path:
+        return self._out / f"{held.name}{f'-seed{self._given.seed + step}' if step else ''}.json"
+
+    def _compared(self, held: Held, profile: Profile, file: Path) -> Comparisons:
         known = json.loads(file.read_text())
         drawn = (known["rate_rps"], known["duration_s"], known["seed"])
         predicted = simulated(held, profile, *drawn)
@@ -279,16 +284,17 @@ class Loop:
             TOLERANCES,
         )
 
-    def _measure(self, held: Held, profile: Profile, rate_rps: float, seed: int, file: Path) -> None:
+    def _measure(
+        self, held: Held, profile: Profile, rate_rps: float, seed: int, target: Target, file: Path
+    ) -> None:
         duration_s = self._given.duration_s
-        print(time.strftime("%H:%M:%S"), held.name, f"{rate_rps:.3g} req/s", flush=True)
-        with self._server(held, held.name) as url:
-            result = bench(
-                workload(held.adapters, rate_rps),
-                Target(url, base_model="base"),
-                LoadSettings(duration_s, drain_s=1.0),
-                BenchOptions(seed=seed, profile=profile, max_model_len=MODEL_LEN),
-            )
+        print(time.strftime("%H:%M:%S"), held.name, f"seed {seed}, {rate_rps:.3g} req/s", flush=True)
+        result = bench(
+            workload(held.adapters, rate_rps),
+            target,
+            LoadSettings(duration_s, drain_s=1.0),
+            BenchOptions(seed=seed, profile=profile, max_model_len=MODEL_LEN),
+        )
         if faults := faults_of(result):
             raise SystemExit(f"{held.name} is void: {'; '.join(faults)}; the same command measures it again")
         facts = {
