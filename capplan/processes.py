@@ -6,9 +6,11 @@ A parent that is killed cannot end its children, and a child that waits for work
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -23,6 +25,7 @@ PARENT: Final = "CAPPLAN_PARENT"
 """Environment variable of a capplan command: number of the process with which it ends."""
 
 _POLL_S: Final = 1.0
+_PR_SET_PDEATHSIG: Final = 1
 _ASSUMED_FILES: Final = 1024
 
 
@@ -54,6 +57,14 @@ def _stop_after(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_POLL_S)
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def end_by_kernel_with(parent: int) -> None:
+    """Let the kernel kill this process, on Linux, when the process that started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it has ended before
+            sys.exit(1)
 
 
 def open_file_limit() -> int:

@@ -49,7 +49,8 @@ _LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 
 _ENGINE_FLAGS: Final = (
     *("max_loras", "max_lora_rank", "max_cpu_loras", "max_num_seqs", "max_num_batched_tokens"),
-    *("max_model_len", "dtype", "device", "rules", "memory", "block_size", "num_kv_blocks"),
+    *("max_model_len", "dtype", "device", "tensor_parallel_size", "rules"),
+    *("memory", "block_size", "num_kv_blocks"),
     *("gpu_memory_utilization", "enable_prefix_caching", "shared_prefix_tokens", "lora_kernel", "seed"),
 )
 """Engine settings by parameter of the command."""
@@ -169,6 +170,14 @@ class ServeArgs:
     lora_timeout_s: float = typer.Option(60.0, metavar="S", help="To load or unload an adapter.")
     dtype: str = typer.Option("auto", metavar="NAME", help="auto, float32, float16 or bfloat16.")
     device: str = typer.Option("cpu", metavar="NAME", help="cpu, cuda, cuda:1 ...")
+    tensor_parallel_size: int = typer.Option(
+        1,
+        "--tensor-parallel-size",
+        "-tp",
+        metavar="N",
+        min=1,
+        help="GPUs that share the model, from --device on; on the CPU processes. Default of a plan: its own.",
+    )
     rules: str = typer.Option("capplan", metavar="NAME", help="Serving rules.")
     scheduler: SchedulerName = None
     cache: CacheName = None

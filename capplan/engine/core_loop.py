@@ -7,6 +7,7 @@ core without a loop.
 from __future__ import annotations
 
 import os
+import select
 import socket
 import time
 from array import array
@@ -35,6 +36,7 @@ from capplan.engine.messages import (
     StepTokens,
     frame,
 )
+from capplan.engine.parallel.group import WorkerEndedError
 from capplan.engine.request import FinishReason, Request, TokenLogprobs
 from capplan.errors import InputError
 from capplan.serving import State
@@ -87,6 +89,8 @@ class CoreLoop:
 
         Raises
         ------
+        SystemExit
+            If a worker of the engine has ended, after the server has received it as `CoreFailed`.
         BaseException
             What the engine raises, after the server has received it as `CoreFailed`.
         """
@@ -99,6 +103,10 @@ class CoreLoop:
                     return
         except ConnectionError:  # the server has gone
             return
+        except WorkerEndedError as error:
+            with suppress(ConnectionError):
+                self._send(CoreFailed(str(error)))
+            raise SystemExit(1) from None
         except BaseException as error:
             with suppress(ConnectionError):
                 self._send(CoreFailed(f"{type(error).__name__}: {error}"))
@@ -130,6 +138,10 @@ class CoreLoop:
 
     def _receive(self, wait: bool) -> bool:
         """Take the messages that have arrived, or wait for one; return False at the end of the stream."""
+        worker = self._engine.worker
+        if wait and (watched := worker.watched()):
+            select.select((self._connection, *watched), (), ())
+            worker.check()
         flags = 0 if wait else socket.MSG_DONTWAIT
         while True:
             try:

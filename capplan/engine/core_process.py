@@ -8,7 +8,6 @@ the process PARENT closes it, too; on Linux the kernel then also kills the core,
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
 import signal
@@ -25,13 +24,13 @@ from capplan.engine.engine import Engine
 from capplan.engine.messages import CoreReady, CoreRefused, CoreSettings, FrameReader, frame
 from capplan.engine.request import SamplingParams
 from capplan.errors import CapplanError
+from capplan.processes import end_by_kernel_with
 from capplan.serving import NONE
 from capplan.serving.refresh import compile_refresh
 
 _COMMAND: Final = (sys.executable, "-m", "capplan.engine.core_process")
 _STOP_TIMEOUT_S: Final = 5.0
 """For the current step; a core that is stopped or hangs is killed then."""
-_PR_SET_PDEATHSIG: Final = 1
 _RECEIVE_BYTES: Final = 2**16
 
 
@@ -174,19 +173,11 @@ def _settings(connection: socket.socket) -> CoreSettings | None:
     return settings
 
 
-def _end_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it has ended before
-            sys.exit(1)
-
-
 def main() -> int:
     """Run the process."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the server drains, and then closes the connection
-    _end_with(int(sys.argv[2]))
+    end_by_kernel_with(int(sys.argv[2]))
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         run_core(connection)
     return 0

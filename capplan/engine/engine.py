@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -17,10 +18,11 @@ from capplan.engine.lora.adapter import AdapterSource, RandomAdapter
 from capplan.engine.lora.manager import AdapterNumbers
 from capplan.engine.lora.peft import PeftFolder
 from capplan.engine.models import ModelConfig
+from capplan.engine.parallel.leader import start_worker
 from capplan.engine.prediction import OutputPredictor
 from capplan.engine.request import Completion, FinishReason, Request, SamplingParams, Timing
 from capplan.engine.settings import EngineOptions
-from capplan.engine.setup import build_core, load_model
+from capplan.engine.setup import build_core
 from capplan.engine.timing import StepRecord
 from capplan.engine.tokenizer import Tokenizer, load_tokenizer
 from capplan.errors import InputError
@@ -54,6 +56,8 @@ class Engine:
         Complete settings; those that were left open fit the model and its adapters.
     predictor
         Predictor of output lengths.
+    worker
+        Model, adapters and KV pages of the first rank.
 
     Examples
     --------
@@ -72,16 +76,19 @@ class Engine:
         **settings: Any,
     ) -> None:
         self.options = EngineOptions.parse(settings)
-        loaded = load_model(model, self.options)
-        self.config = loaded.config
-        self.folder = loaded.folder
-        self.tokenizer: Tokenizer = load_tokenizer(loaded.folder, loaded.config.vocab_size)
-        self._numbers = AdapterNumbers(self.options.adapter_capacity(len(adapters or {})))
-        sources = [
-            _adapter_source(value, self.options.seed + self._numbers.add(name))
-            for name, value in (adapters or {}).items()
-        ]
-        self.core, self.sizes = build_core(loaded, sources, self.options, virtual_time)
+        capacity = self.options.adapter_capacity(len(adapters or {}))
+        self._numbers = AdapterNumbers(capacity)
+        with ExitStack() as stack:
+            self.worker = stack.enter_context(start_worker(model, self.options, capacity))
+            self.config, _, self.folder = self.worker.model
+            self.tokenizer: Tokenizer = load_tokenizer(self.folder, self.config.vocab_size)
+            sources = [
+                _adapter_source(value, self.options.seed + self._numbers.add(name))
+                for name, value in (adapters or {}).items()
+            ]
+            self.core, self.sizes = build_core(self.worker, sources, self.options, virtual_time)
+            stack.callback(self.core.loader.close)
+            self._resources = stack.pop_all()
         self.args = self.sizes.args
         self.records: list[StepRecord] = []
         self.predictor = OutputPredictor(self.options.predictor, self.options.seed)
@@ -100,8 +107,8 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Stop the adapter loader."""
-        self.core.loader.close()
+        """Stop the adapter loader and the processes of other ranks."""
+        self._resources.close()
 
     def generate(
         self,

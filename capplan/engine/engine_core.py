@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from capplan.engine.input_batch import InputBatch
 from capplan.engine.lora.manager import AdapterLoads
-from capplan.engine.model_runner import ModelRunner
+from capplan.engine.model_runner import Runner
 from capplan.engine.pool import BlockTables
 from capplan.engine.request import FinishReason, Request
 from capplan.engine.sampler import sample
@@ -66,7 +66,7 @@ class EngineCore:
         self,
         state: State,
         limits: Limits,
-        runner: ModelRunner,
+        runner: Runner,
         blocks: BlockTables,
         loads: AdapterLoads,
         clock: EngineClock,
@@ -243,15 +243,16 @@ class EngineCore:
         self, scheduled: ScheduledRequests, errors: Mapping[int, str], timer: PhaseTimer
     ) -> tuple[list[Request], list[Request]]:
         """Run the model and sample; return the requests with a new token, and those without finite logits."""
-        inputs = self._input_batch.prepare_inputs(scheduled)
-        requests = self._requests_of(inputs.rows)
+        prepared = self._input_batch.prepare_inputs(scheduled)
+        requests = self._requests_of(prepared.rows)
         timer.lap("prepare")
-        logits = self.runner.run(inputs)
+        logits = self.runner.run(prepared.inputs)
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # otherwise the model's time counts as the sampler's
+            # Otherwise the model's time counts as the sampler's. Adapter copies on their stream go on.
+            torch.cuda.current_stream(self._device).synchronize()
         timer.lap("forward")
         tokens, finite = sample(logits, requests)
-        self._token_ids[inputs.rows, inputs.next_positions] = tokens
+        self._token_ids[prepared.rows, prepared.next_positions] = tokens
         non_finite = [requests[i] for i in np.flatnonzero(~finite).tolist()]
         if errors or non_finite:
             # Tokens computed with an adapter that failed to load are invalid; other requests' are not.

@@ -1,4 +1,4 @@
-"""Model inputs of one step.
+"""Model inputs of one step: arrays on the host, which all ranks receive, and their tensors on the device.
 
 Tokens are ordered by request and requests by adapter: the tokens of an adapter are one slice of every
 activation.
@@ -47,7 +47,7 @@ class Decodes(NamedTuple):
 
 
 class ModelInputs(NamedTuple):
-    """Tensors of one step, valid until the next `InputBatch.prepare_inputs`."""
+    """Tensors of one step on the device."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -62,8 +62,58 @@ class ModelInputs(NamedTuple):
     segments: tuple[Segment, ...]
     sampled: torch.Tensor
     """Last token of each request that gets a new token."""
+
+
+class StepInputs(NamedTuple):
+    """Inputs of one step on the host, valid until the next `InputBatch.prepare_inputs`."""
+
+    columns: NDArray[np.int64]
+    """Id, position, page and offset of every token, shape (4, tokens)."""
+    new_pages: NDArray[np.int64]
+    """Pages taken for this step."""
+    decodes: NDArray[np.int64]
+    """Token index and context of each decode, shape (2, decodes)."""
+    tables: NDArray[np.int64]
+    """Pages of each decode, shape (decodes, most blocks), padded with the null page."""
+    prefills: tuple[tuple[int, int, int, NDArray[np.int64]], ...]
+    """Start, end, context and pages of each prefill."""
+    segments: tuple[Segment, ...]
+    sampled: NDArray[np.int64]
+    """Last token of each request that gets a new token."""
+
+    def on(self, device: torch.device) -> ModelInputs:
+        """Return the tensors of the step; on the CPU they share the memory of these arrays."""
+
+        def put(array: NDArray[np.int64]) -> torch.Tensor:
+            tensor = torch.from_numpy(array)
+            return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
+
+        decodes = None
+        if self.decodes.size:
+            at, context = put(self.decodes).unbind(0)
+            decodes = Decodes(at, context, put(self.tables))
+        tokens, positions, pages, offsets = put(self.columns).unbind(0)
+        return ModelInputs(
+            tokens=tokens,
+            positions=positions,
+            pages=pages,
+            offsets=offsets,
+            new_pages=put(self.new_pages),
+            decodes=decodes,
+            prefills=tuple(
+                Prefill(start, end, context, put(pages)) for start, end, context, pages in self.prefills
+            ),
+            segments=self.segments,
+            sampled=put(self.sampled),
+        )
+
+
+class PreparedStep(NamedTuple):
+    """Inputs of a step, and the rows and positions of its new tokens."""
+
+    inputs: StepInputs
     rows: NDArray[np.int64]
-    """Rows of these requests."""
+    """Rows of the requests that get a new token."""
     next_positions: NDArray[np.int64]
     """Positions of their new tokens."""
 
@@ -124,7 +174,6 @@ class InputBatch:
         self._token_ids = token_ids
         self._blocks = blocks
         self._block_size = limits.block_size
-        self._device = device
         sizes = (
             (4, tokens),
             (2, seqs),
@@ -138,45 +187,34 @@ class InputBatch:
         )
         # Pinned memory is copied asynchronously; it is not overwritten before the step's logits are back.
         pin = device.type == "cuda"
-        self._tensors = [torch.zeros(size, dtype=torch.int64, pin_memory=pin) for size in sizes]
-        self._buffers = _Buffers(*(tensor.numpy() for tensor in self._tensors))
+        tensors = [torch.zeros(size, dtype=torch.int64, pin_memory=pin) for size in sizes]
+        self._buffers = _Buffers(*(tensor.numpy() for tensor in tensors))
 
-    def prepare_inputs(self, scheduled: ScheduledRequests) -> ModelInputs:
+    def prepare_inputs(self, scheduled: ScheduledRequests) -> PreparedStep:
         """Take the pages of a step with at least one request and return its inputs."""
-        blocks, buffers, device = self._blocks, self._buffers, self._device
+        blocks, buffers = self._blocks, self._buffers
         blocks.allocate(scheduled)
         lines = scheduled[blocks.line]
         n = _fill_buffers(
             scheduled, lines, self._token_ids, blocks.table, blocks.shift, self._block_size, buffers
         )
-        columns, decodes, pages, fresh, emitting = self._tensors[:5]
-
-        def on_device(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
-
-        tokens, positions, page, offset = on_device(columns[:, : n.tokens]).unbind(0)
-        decode_inputs = None
-        if n.decodes:
-            at, context = on_device(decodes[:, : n.decodes]).unbind(0)
-            table = on_device(pages[: n.decodes * n.widest]).view(n.decodes, n.widest)
-            decode_inputs = Decodes(at, context, table)
-        return ModelInputs(
-            tokens=tokens,
-            positions=positions,
-            pages=page,
-            offsets=offset,
-            new_pages=on_device(fresh[: n.fresh]),
-            decodes=decode_inputs,
+        inputs = StepInputs(
+            columns=buffers.columns[:, : n.tokens],
+            new_pages=buffers.fresh[: n.fresh],
+            decodes=buffers.decodes[:, : n.decodes],
+            tables=buffers.pages[: n.decodes * n.widest].reshape(n.decodes, n.widest),
             prefills=tuple(self._prefill(*span) for span in buffers.prefills[: n.prefills].tolist()),
             segments=tuple(Segment(*segment) for segment in buffers.segments[: n.segments].tolist()),
-            sampled=on_device(emitting[0, : n.emitting]),
-            rows=buffers.emitting[1, : n.emitting],
-            next_positions=buffers.emitting[2, : n.emitting],
+            sampled=buffers.emitting[0, : n.emitting],
         )
+        emitting = buffers.emitting[:, : n.emitting]
+        return PreparedStep(inputs, rows=emitting[1], next_positions=emitting[2])
 
-    def _prefill(self, start: int, end: int, context: int, line: int) -> Prefill:
+    def _prefill(
+        self, start: int, end: int, context: int, line: int
+    ) -> tuple[int, int, int, NDArray[np.int64]]:
         pages = self._blocks.table[line, : -(-context // self._block_size)] + self._blocks.shift
-        return Prefill(start, end, context, torch.from_numpy(pages).to(self._device))
+        return start, end, context, pages
 
 
 @jit

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
-import numpy as np
 import torch
 
-from capplan.engine.input_batch import Decodes, ModelInputs
+from capplan.engine.input_batch import Decodes, ModelInputs, StepInputs
 from capplan.engine.kernels.cpu import CompiledAttention, CompiledLoRA, CompiledNorms
 from capplan.engine.kernels.torch_lora import GroupedLoRA, PaddedLoRA
 from capplan.engine.lora.manager import LoRAManager
@@ -23,6 +22,7 @@ from capplan.engine.lora.memory import RowTables
 from capplan.engine.models.config import ModelConfig
 from capplan.engine.models.decoder import LoRALayers, Norms, RopeTable, TorchAttention, forward
 from capplan.engine.models.weights import Weights
+from capplan.engine.parallel.collectives import Collectives
 from capplan.engine.pool import KvCache
 from capplan.engine.settings import EngineOptions
 from capplan.serving import Limits
@@ -35,8 +35,20 @@ _GRAPH_SIZES: Final = (1, 2, 4, *range(8, 64, 8), *range(64, 512, 16))
 """Padded numbers of requests, as in vLLM with a finer grid in the middle."""
 
 
+class Runner(Protocol):
+    """Runs the steps of an engine."""
+
+    def run(self, step: StepInputs) -> torch.Tensor:
+        """Store the KV of all tokens; return the logits of `step.sampled`, shape (requests, vocabulary)."""
+        ...
+
+    def capture_graphs(self) -> None:
+        """Capture all graphs before serving."""
+        ...
+
+
 class ModelRunner:
-    """A model with its KV cache and kernels.
+    """A model, or one rank's part of it, with its KV cache and kernels.
 
     Parameters
     ----------
@@ -56,26 +68,31 @@ class ModelRunner:
         attention: Callable[[ModelInputs], TorchAttention],
         adapters: Callable[[ModelInputs], LoRALayers],
         norms: Norms,
+        collectives: Collectives,
     ) -> None:
         self._weights = weights
-        self._cache = cache
+        self._pool = cache.pool
         self._attention = attention
         self._adapters = adapters
         self._norms = norms
+        self._collectives = collectives
+        self._device = cache.pool.tensor.device
         self.graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
-    def run(self, inputs: ModelInputs) -> torch.Tensor:
-        """Store the KV of all tokens; return the logits of `inputs.sampled`, shape (requests, vocabulary)."""
+    def run(self, step: StepInputs) -> torch.Tensor:
+        """Store the KV of all tokens; return the logits of `step.sampled`, shape (requests, vocabulary)."""
         with self._on_device():
+            inputs = step.on(self._device)
             if inputs.new_pages.numel():
-                self._cache.pool.clear(inputs.new_pages)
+                self._pool.clear(inputs.new_pages)
             if self.graphs is not None and self.graphs.can_run(inputs):
                 hidden = self.graphs.run(inputs)
             else:
                 uses_adapters = any(segment.adapter for segment in inputs.segments)
                 hidden = self.hidden(inputs, self._adapters(inputs) if uses_adapters else None)
-            return self._weights.head(hidden[inputs.sampled])
+            logits = self._collectives.all_gather(self._weights.head(hidden[inputs.sampled]))
+            return logits[:, : self._weights.vocab_size]
 
     @torch.inference_mode()
     def capture_graphs(self) -> None:
@@ -86,12 +103,12 @@ class ModelRunner:
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Make the model's GPU the current one of this thread, as Triton and CUDA graphs require."""
-        device = self._cache.pool.tensor.device
-        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def hidden(self, inputs: ModelInputs, adapters: LoRALayers | None) -> torch.Tensor:
         """Return the last hidden state of every token."""
-        return forward(self._weights, inputs.tokens, self._attention(inputs), adapters, self._norms)
+        attention = self._attention(inputs)
+        return forward(self._weights, inputs.tokens, attention, adapters, self._norms, self._collectives)
 
 
 class _StaticInputs(NamedTuple):
@@ -99,6 +116,8 @@ class _StaticInputs(NamedTuple):
     decodes: Decodes
     numbers: torch.Tensor | None
     """Row of each token in the adapter tables; None: without adapters."""
+    host_numbers: torch.Tensor
+    """In pinned memory; not overwritten before the step's logits are back."""
     replay: Replay
 
 
@@ -171,7 +190,6 @@ class DecodeGraphs:
             context=filled(1, size),
             pages=filled(self._dump_page, size, self._max_blocks),
         )
-        empty = np.zeros(0, np.int64)
         inputs = ModelInputs(
             tokens=filled(0, size),
             positions=filled(0, size),
@@ -182,11 +200,11 @@ class DecodeGraphs:
             prefills=(),
             segments=(),
             sampled=decodes.at,
-            rows=empty,
-            next_positions=empty,
         )
         numbers = torch.full((size,), -1, dtype=torch.int32, device=self._device) if with_adapters else None
-        return _StaticInputs(inputs, decodes, numbers, self._capture(lambda: self._forward(inputs, numbers)))
+        host_numbers = torch.empty(size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        replay = self._capture(lambda: self._forward(inputs, numbers))
+        return _StaticInputs(inputs, decodes, numbers, host_numbers, replay)
 
     def _fill(self, static: _StaticInputs, inputs: ModelInputs, requests: int) -> None:
         if inputs.decodes is None:
@@ -204,10 +222,11 @@ class DecodeGraphs:
         static.decodes.pages[:requests, :blocks].copy_(inputs.decodes.pages)
         static.decodes.pages[requests:, 0] = self._dump_page
         if static.numbers is not None:
-            numbers = np.full(static.numbers.shape[0], -1, np.int32)
+            numbers = static.host_numbers.numpy()
+            numbers[:] = -1
             for segment in inputs.segments:
                 numbers[segment.start : segment.end] = self._number_of.get(segment.adapter, -1)
-            static.numbers.copy_(torch.from_numpy(numbers))
+            static.numbers.copy_(static.host_numbers, non_blocking=True)
 
 
 class CudaCapture:

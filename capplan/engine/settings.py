@@ -50,6 +50,7 @@ _MOST: Final = MappingProxyType(
         "max_loras": 2**16,
         "max_cpu_loras": 2**20,
         "max_adapters": 2**20,
+        "tensor_parallel_size": 2**6,
         "max_in_flight": 2**20,
         "max_model_len": 2**24,
         "block_size": 2**16,
@@ -72,7 +73,9 @@ class EngineOptions(SpecModel):
     dtype
         ``auto`` is the dtype that the model is stored in.
     device
-        ``cpu``, ``cuda``, ``cuda:1`` and so on.
+        ``cpu``, ``cuda``, ``cuda:1`` and so on; under tensor parallelism the first of the GPUs.
+    tensor_parallel_size
+        GPUs, or on the CPU processes, that share the model and its adapters.
     rules
         Serving rules by name; see `capplan.serving.rules`.
     scheduler, cache
@@ -113,6 +116,7 @@ class EngineOptions(SpecModel):
     args: dict[str, Any] = Field(default_factory=dict)
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     device: str = "cpu"
+    tensor_parallel_size: Count = 1
     rules: str = "capplan"
     scheduler: SchedulerSource | None = None
     cache: CacheSource | None = None

@@ -1,34 +1,23 @@
-"""Engine construction: weights, memory sizes, adapters, scheduler state and core."""
+"""Engine construction: memory sizes, adapters, scheduler state and core."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import torch
 
 from capplan.engine.engine_core import EngineCore
-from capplan.engine.lora.adapter import AdapterLayout, AdapterSource
+from capplan.engine.lora.adapter import AdapterSource
 from capplan.engine.lora.loader import AdapterLoader, ThreadLoader, VirtualLoader
-from capplan.engine.lora.manager import AdapterLoads, LoRAManager
-from capplan.engine.lora.memory import RowTables, StaticSlots, UnifiedPages
-from capplan.engine.model_runner import ModelRunner, attention_factory, decode_graphs, lora_factory, norms_for
-from capplan.engine.models import (
-    ModelConfig,
-    Weights,
-    load_weights,
-    model_config,
-    packed,
-    random_weights,
-)
-from capplan.engine.models.decoder import RopeTable
-from capplan.engine.pool import BlockTables, CountedBlocks, KvCache, NamedBlocks, PagePool, kv_page_elements
+from capplan.engine.lora.manager import AdapterLoads
+from capplan.engine.pool import BlockTables, CountedBlocks, NamedBlocks, kv_page_elements
 from capplan.engine.scheduler_output import with_host_adapters
 from capplan.engine.settings import EngineOptions
 from capplan.engine.timing import EngineClock, VirtualClock, WallClock
+from capplan.engine.worker import Sizes, Worker
 from capplan.errors import InfeasibleError, InputError
 from capplan.serving import Limits, State, new_state
 from capplan.serving.refresh import set_queues
@@ -42,54 +31,27 @@ _STEP_BYTES: Final = 2 * 2**30
 _INDEX_BYTES: Final = 8
 
 
-class LoadedModel(NamedTuple):
-    """A model, and its folder if it has one."""
-
-    config: ModelConfig
-    weights: Weights
-    folder: Path | None
-
-
-class Sizes(NamedTuple):
-    """Complete settings of an engine and sizes of its allocations."""
-
-    args: EngineArgs
-    num_blocks: int
-    """Blocks of the scheduler. Under S-LoRA's rules adapters take their share of them."""
-    pool_pages: int
-    slot_bytes: int
-    """Bytes of one static slot; 0 in unified memory."""
-
-
-def load_model(model: str | Path | ModelConfig, options: EngineOptions) -> LoadedModel:
-    """Return a model from its folder, or with random weights from a ``config.json``, a name or a config."""
-    device = torch.device(options.device)
-    if isinstance(model, ModelConfig):
-        config, folder = model, None
-    else:
-        config, folder = model_config(model), Path(model) if Path(model).is_dir() else None
-    dtype = options.torch_dtype(config)
-    if folder is None:
-        return LoadedModel(config, packed(random_weights(config, dtype, device, options.seed)), None)
-    return LoadedModel(config, packed(load_weights(config, folder, dtype, device)), folder)
-
-
 def build_core(
-    model: LoadedModel, sources: Sequence[AdapterSource], options: EngineOptions, virtual_time: bool
+    worker: Worker, sources: Sequence[AdapterSource], options: EngineOptions, virtual_time: bool
 ) -> tuple[EngineCore, Sizes]:
-    """Allocate an engine and return its core and sizes."""
-    dtype, device = model.weights.embed.dtype, model.weights.embed.device
-    capacity = options.adapter_capacity(len(sources))
+    """Allocate an engine and return its core and sizes.
+
+    Parameters
+    ----------
+    worker
+        First rank, with its model.
+    """
+    lora, config, dtype = worker.lora, worker.config, worker.dtype
+    capacity = lora.rank_of.size - 1
     host_slots = options.args.get("max_cpu_loras", capacity)
-    lora = LoRAManager(capacity, AdapterLayout(model.config), dtype, pin=device.type == "cuda")
     for number, source in enumerate(sources, start=1):
         lora.register(number, source, options.args.get("max_lora_rank"))
         lora.read(number)  # each is read once, so that a broken one fails here; the host keeps the last ones
-        lora.discard(number - host_slots)
-    sizes = choose_sizes(model.config, options, lora, dtype, device)
-    _require_memory(sizes, kv_page_elements(model.config, options.block_size) * dtype.itemsize, options)
-    pool = PagePool(sizes.pool_pages, kv_page_elements(model.config, options.block_size), dtype, device)
-    args = sizes.args
+        lora.drop(number - host_slots)
+    sizes = choose_sizes(worker, options)
+    _require_memory(sizes, kv_page_elements(config, options.block_size) * dtype.itemsize, options)
+    worker.allocate(sizes)
+    args, pool = sizes.args, worker.pool
     limits = options.limits(args, capacity, sizes.num_blocks)
     state = new_state(options.max_in_flight, capacity, sizes.num_blocks, limits)
     if limits.policy != POOLED:  # where the host keeps every adapter
@@ -101,19 +63,14 @@ def build_core(
     else:
         blocks_per_request = -(-args.max_model_len // options.block_size)
         blocks = CountedBlocks(pool, options.max_in_flight, blocks_per_request, options.block_size)
-    lora.memory = (
-        UnifiedPages(lora.layout, pool)
-        if options.chosen_memory() == "unified"
-        else StaticSlots(lora.layout, args.max_loras, args.max_lora_rank, dtype, device)
-    )
-    runner = _runner(model, options, limits, lora, pool, args.max_lora_rank)
     clock: EngineClock = VirtualClock() if virtual_time else WallClock()
     loader: AdapterLoader = VirtualLoader(clock) if virtual_time else ThreadLoader(clock)
-    token_bytes = kv_page_elements(model.config, 1) * dtype.itemsize if options.charges_adapters else 0
+    token_bytes = kv_page_elements(config, 1) * dtype.itemsize if options.charges_adapters else 0
     loads = AdapterLoads(state, limits, lora, loader, clock, token_bytes)
     for number in range(1, len(sources) + 1):
         loads.set_sizes(number)
-    return EngineCore(state, limits, runner, blocks, loads, clock, device, scheduler), sizes
+    core = EngineCore(state, limits, worker.all_ranks(), blocks, loads, clock, worker.device, scheduler)
+    return core, sizes
 
 
 def _set_up_pool(state: State, limits: Limits, options: EngineOptions) -> Scheduler | None:
@@ -129,37 +86,8 @@ def _set_up_pool(state: State, limits: Limits, options: EngineOptions) -> Schedu
     return scheduler
 
 
-def _runner(
-    model: LoadedModel,
-    options: EngineOptions,
-    limits: Limits,
-    lora: LoRAManager,
-    pool: PagePool,
-    slot_rank: int,
-) -> ModelRunner:
-    dtype, device = pool.tensor.dtype, pool.tensor.device
-    cache = KvCache(model.config, pool, options.block_size)
-    rope = RopeTable(model.config, limits.max_model_len, dtype, device)
-    tables = RowTables(lora.layout, limits.max_loras, slot_rank, device)
-    runner = ModelRunner(
-        model.weights,
-        cache,
-        attention_factory(options, model.config, cache, rope),
-        lora_factory(options, lora, tables),
-        norms_for(options, model.config, dtype),
-    )
-    runner.graphs = decode_graphs(options, limits, lora, tables, cache, runner)
-    return runner
-
-
-def choose_sizes(
-    config: ModelConfig,
-    options: EngineOptions,
-    lora: LoRAManager,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Sizes:
-    """Return the sizes of an engine, chosen where the options leave them open.
+def choose_sizes(worker: Worker, options: EngineOptions) -> Sizes:
+    """Return the sizes of an engine, of each rank, chosen where the options leave them open.
 
     In unified memory under rules that count slots, the pool has pages for A_max adapters of rank S_max beside
     the KV blocks, because those rules guarantee every slot. Under S-LoRA's rules one count covers both.
@@ -169,7 +97,7 @@ def choose_sizes(
     InfeasibleError
         If no request of `max_model_len` fits.
     """
-    layout = lora.layout
+    config, lora, dtype, layout = worker.config, worker.lora, worker.dtype, worker.lora.layout
     adapters = lora.rank_of.size - 1
     chosen = {"max_loras": max(1, min(adapters, 8)), "max_model_len": config.max_positions}
     if adapters == 0 and not {"max_loras", "max_lora_rank"} & options.args.keys():
@@ -177,6 +105,10 @@ def choose_sizes(
     elif "max_lora_rank" not in options.args:
         chosen["max_lora_rank"] = _slot_rank(int(lora.rank_of.max()))
     args = options.engine_args(**chosen)
+    if args.max_model_len > config.max_positions:
+        raise InputError(
+            f"must be at most the model's {config.max_positions}", args.max_model_len, "max_model_len"
+        )
     slotless = options.serving_rules().unified_memory
     _check_host_slots(args, adapters, slotless)
     page_bytes = kv_page_elements(config, options.block_size) * dtype.itemsize
@@ -184,13 +116,9 @@ def choose_sizes(
     unified = options.chosen_memory() == "unified"
     slots_bytes = 0 if slotless else args.max_loras * slot_bytes
     num_blocks = options.num_kv_blocks or _blocks_that_fit(
-        args.gpu_memory_utilization, page_bytes, slots_bytes, device
+        args.gpu_memory_utilization, page_bytes, slots_bytes, worker.device
     )
     most = num_blocks * options.block_size
-    if args.max_model_len > config.max_positions:
-        raise InputError(
-            f"must be at most the model's {config.max_positions}", args.max_model_len, "max_model_len"
-        )
     if num_blocks >= 1 and "max_model_len" not in options.args:
         args = args.replace(max_model_len=min(config.max_positions, most))
     if args.max_model_len > most:

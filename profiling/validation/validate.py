@@ -326,6 +326,7 @@ def server_command(
         "--block-size": block_size,
         "--dtype": options.dtype,
         "--device": options.device,
+        "--tensor-parallel-size": group.tp if group.tp > 1 else None,
         "--lora-kernel": options.lora_kernel,
         "--shared-prefix-tokens": workload.shared_prefix_tokens or None,
         "--cpu-affinity": options.cpu_affinity,

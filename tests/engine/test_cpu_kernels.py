@@ -81,9 +81,7 @@ def test_decodes_attend_to_their_own_pages_and_new_keys(heads: int, kv_heads: in
     own = tables[torch.arange(len(lengths)), positions // block_size]
     none = torch.zeros(0, dtype=torch.int64)
     decodes = Decodes(torch.arange(len(lengths)), lengths, tables)
-    batch = ModelInputs(
-        none, positions, own, positions % block_size, none, decodes, (), (), none, none.numpy(), none.numpy()
-    )
+    batch = ModelInputs(none, positions, own, positions % block_size, none, decodes, (), (), none)
     # Scores far apart: small ones underflow.
     qkv = torch.randn(len(lengths), (heads + 2 * kv_heads) * head_dim) * 6
     before = qkv.clone()

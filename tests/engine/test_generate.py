@@ -62,7 +62,7 @@ def save_model(engine: Engine, folder: Path) -> None:
     from capplan.engine.models.weights import _targets
 
     weights = random_weights(engine.config, torch.float32, torch.device("cpu"))
-    tensors = {name: t.clone() for name, t in _targets(engine.config, weights).items()}
+    tensors = {name: target.tensor.clone() for name, target in _targets(engine.config, weights).items()}
     save_file(tensors, folder / "model.safetensors")
     config = {
         "model_type": "llama",

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
+from capplan import InputError
 from capplan.engine.router import process as router_process
 from capplan.engine.router.app import merged
-from capplan.engine.router.instances import ServingOptions, instances_of
+from capplan.engine.router.instances import ServingOptions, gpus_of, instances_of, spread_over_gpus
 from capplan.engine.router.supervisor import RouterConfig, WeightedRoundRobin
 from capplan.engine.settings import EngineOptions
 from capplan.spec import Cache, PlanBase, QueueClass, Queues, Wrs
@@ -89,6 +91,8 @@ def test_instances_are_configured_by_the_plan(tmp_path: Path) -> None:
     assert [spec.name for spec in specs] == ["g0-1", "g0-2", "g1-1"]
     assert specs[0].shares == {"a": 0.5, "shared": 0.125}
     assert specs[2].adapters == {"b": str(folder), "shared": 16}
+    assert all("tensor_parallel_size" not in spec.engine for spec in specs)
+
     message = json.loads(specs[2].message("127.0.0.1", "key"))
     assert message["engine"] == {
         "rules": "vllm-0.8",
@@ -101,6 +105,24 @@ def test_instances_are_configured_by_the_plan(tmp_path: Path) -> None:
     }
     assert message["server"]["api_key"] == "key"
     assert message["server"]["max_requests"] == 264
+
+
+def test_instances_get_the_gpus_of_their_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    plan = small_plan()
+    g0, g1 = plan.groups
+    random = tuple(adapter.replace(path=None) for adapter in g1.adapters)
+    groups = (g0.replace(tp=2, replicas=1), g1.replace(adapters=random))
+    plan = plan.replace(groups=groups, totals=plan.totals.replace(gpus=3))
+    serving = ServingOptions("tiny-llama", "base", {"device": "cuda"})
+    first, second = spread_over_gpus(instances_of(plan, serving))
+    assert (first.engine["tensor_parallel_size"], first.engine["device"]) == (2, "cuda:0")
+    assert ("tensor_parallel_size" in second.engine, second.engine["device"]) == (False, "cuda:2")
+    assert [gpus_of(first), gpus_of(second)] == [2, 1]
+    assert gpus_of(replace(first, engine={**first.engine, "device": "cpu"})) == 0
+    own = ServingOptions("tiny-llama", "base", {"device": "cuda", "tensor_parallel_size": 4})
+    with pytest.raises(InputError, match="needs 8 GPUs for 2 instances"):
+        spread_over_gpus(instances_of(plan, own))
 
 
 @pytest.mark.parametrize(
@@ -266,8 +288,8 @@ def test_invalid_flags_are_one_line_errors(run: Run, plan_file: Path, flags: str
         (lambda plan: plan["groups"][0].update(replicas=0), "groups[0].replicas: must be"),
         (lambda plan: plan["groups"][0]["adapters"][1].update(share=0.9), "must sum to 1"),
         (
-            lambda plan: plan["groups"][1].update(tp=2) or plan["totals"].update(gpus=3),
-            "group g1: tp: must be 1",
+            lambda plan: plan["groups"][1].update(tp=3) or plan["totals"].update(gpus=4),
+            "group g1: tp: must divide the 4 heads of tiny-llama",
         ),
         (lambda plan: plan["groups"][1]["adapters"][0].update(path="s3://x"), "b: path: must be a folder"),
         (lambda plan: plan.clear(), "is required"),

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from capplan.engine.models.config import ModelConfig
+from capplan.engine.models.shard import WHOLE, ModelShard
 from capplan.errors import InputError
 
 MODULES: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -33,36 +34,49 @@ GROUPS: Final = tuple((module, side) for site in SITES for side in (A, B) for mo
 class AdapterLayout:
     """Row lengths of a model's adapters.
 
+    Under tensor parallelism a rank holds what its part of the base model takes, as in vLLM without
+    ``fully_sharded_loras``: its outputs of B where the base model is cut by output, its inputs of A where it
+    is cut by input.
+
     Attributes
     ----------
+    model_sizes
+        (in, out) of each module of the whole model.
     sizes
-        (in, out) of each module.
+        (in, out) of each module on this rank.
     out_starts
         First column of each module's output within the output of its site.
     site_outputs
         First columns and widths of the modules of each site.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
-        hidden, inner = config.hidden_size, config.intermediate_size
-        query, kv = config.query_size, config.kv_size
+    def __init__(self, config: ModelConfig, shard: ModelShard = WHOLE) -> None:
         self.layers = config.layers
-        self.sizes = (
-            (hidden, query),
-            (hidden, kv),
-            (hidden, kv),
-            (query, hidden),
-            (hidden, inner),
-            (hidden, inner),
-            (inner, hidden),
-        )
+        self.model_sizes = _module_sizes(config)
+        self.sizes = _module_sizes(shard.config(config))
+        (_, query), (_, kv), *_, (_, inner), _ = self.sizes
         self.out_starts = (0, query, query + kv, 0, 0, inner, 0)
         self.site_outputs = tuple(
             (np.array([self.out_starts[m] for m in site]), np.array([self.sizes[m][B] for m in site]))
             for site in SITES
         )
+        parts, everything = shard.parts(config), slice(None)
+        self._cuts = (
+            (everything, parts.query),
+            (everything, parts.kv),
+            (everything, parts.kv),
+            (parts.query, everything),
+            (everything, parts.inner),
+            (everything, parts.inner),
+            (parts.inner, everything),
+        )
         self._group_lengths = np.array([self.sizes[module][side] for module, side in GROUPS], np.int64)
         self.longest_row = int(self._group_lengths.max())
+
+    def cut(self, module: int, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's parts of A, shape (rank, in), and B, shape (out, rank), of the whole model."""
+        inputs, outputs = self._cuts[module]
+        return a[:, inputs], b[outputs]
 
     def ranks(self, rank: int) -> NDArray[np.int64]:
         """Return the ranks of an adapter of one rank on all modules, shape (layers, modules)."""
@@ -97,6 +111,21 @@ class AdapterLayout:
         return offsets
 
 
+def _module_sizes(config: ModelConfig) -> tuple[tuple[int, int], ...]:
+    """Return (in, out) of each module."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query, kv = config.query_size, config.kv_size
+    return (
+        (hidden, query),
+        (hidden, kv),
+        (hidden, kv),
+        (query, hidden),
+        (hidden, inner),
+        (hidden, inner),
+        (inner, hidden),
+    )
+
+
 def group_number(layer: int, module: int, side: int) -> int:
     """Return the index of a group of rows among all layers."""
     return layer * len(GROUPS) + GROUPS.index((module, side))
@@ -118,7 +147,7 @@ class HostAdapter:
     ranks
         Rank on each module, 0 if it has none, shape (layers, modules).
     flat
-        All rows in the order of `AdapterLayout`, in the dtype of the model.
+        All rows of this rank in the order of `AdapterLayout`, in the dtype of the model.
     """
 
     ranks: NDArray[np.int64]
@@ -128,7 +157,7 @@ class HostAdapter:
 def pack(
     layout: AdapterLayout, matrices: Matrices, dtype: torch.dtype, pin: bool, location: str
 ) -> HostAdapter:
-    """Pack the matrices of an adapter into one flat tensor.
+    """Pack the matrices of an adapter of the whole model into one flat tensor, or this rank's parts of them.
 
     Raises
     ------
@@ -140,7 +169,9 @@ def pack(
     parts: list[torch.Tensor] = []
     for layer in range(layout.layers):
         for site in SITES:
-            here = [matrices[layer, module] for module in site if (layer, module) in matrices]
+            here = [
+                layout.cut(module, *matrices[layer, module]) for module in site if (layer, module) in matrices
+            ]
             parts += [a.reshape(-1) for a, _ in here]
             parts += [b.t().reshape(-1) for _, b in here]
     flat = torch.cat([part.to(dtype) for part in parts]) if parts else torch.zeros(0, dtype=dtype)
@@ -163,7 +194,7 @@ def ranks_of(layout: AdapterLayout, shapes: Shapes, location: str) -> NDArray[np
         where = f"{location}: layer {layer} {MODULES[module]}"
         if layer >= layout.layers:
             raise InputError(f"must be below the model's {layout.layers} layers", layer, where)
-        size_in, size_out = layout.sizes[module]
+        size_in, size_out = layout.model_sizes[module]
         if len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] < 1:
             raise InputError("A must be (rank, in) and B (out, rank)", (tuple(a), tuple(b)), where)
         if a[1] != size_in or b[0] != size_out:
@@ -218,7 +249,7 @@ class RandomAdapter:
         matrices = {}
         for layer in range(layout.layers):
             for module in range(len(MODULES)):
-                size_in, size_out = layout.sizes[module]
+                size_in, size_out = layout.model_sizes[module]
                 a = (torch.rand(self.rank, size_in, generator=generator) * 2 - 1) / size_in**0.5
                 b = torch.randn(size_out, self.rank, generator=generator) / self.rank
                 matrices[layer, module] = a, b

@@ -6,9 +6,9 @@ manager copies the bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
-from contextlib import contextmanager
-from typing import Final
+from collections.abc import Callable, Set
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from capplan.engine.lora.adapter import AdapterLayout, AdapterSource, HostAdapter, require_rank
 from capplan.engine.lora.loader import AdapterLoader, LoadJob, LoadResult
 from capplan.engine.lora.memory import AdapterMemory, AdapterPlacement, RowTables, SiteViews
+from capplan.engine.lora.streams import CopyStream
 from capplan.engine.scheduler_output import describe_adapter, evict_unused
 from capplan.engine.timing import EngineClock, PhaseTimer
 from capplan.errors import InputError
@@ -92,15 +93,20 @@ class LoRAManager:
     Attributes
     ----------
     memory
-        Device memory of adapters; set before the first load.
+        Device memory of adapters, set before the first load.
+    copies
+        Stream of copies to the device.
     rank_of
         Largest rank of each adapter, shape (capacity + 1,); 0 for the base model.
     """
 
     memory: AdapterMemory
 
-    def __init__(self, capacity: int, layout: AdapterLayout, dtype: torch.dtype, pin: bool) -> None:
+    def __init__(
+        self, capacity: int, layout: AdapterLayout, dtype: torch.dtype, pin: bool, copies: CopyStream
+    ) -> None:
         self.layout = layout
+        self.copies = copies
         self.rank_of = np.zeros(capacity + 1, np.int64)
         self._dtype = dtype
         self._pin = pin
@@ -136,7 +142,16 @@ class LoRAManager:
         self.rank_of[number] = 0
 
     def read(self, number: int) -> None:
-        """Read an adapter into host memory."""
+        """Read an adapter into host memory.
+
+        Raises
+        ------
+        InputError
+            If it cannot be read, is not finite, or has changed since it was registered.
+        """
+        self._read(number)
+
+    def _read(self, number: int) -> None:
         max_rank = int(self.rank_of[number])
         adapter = self._sources[number].read(self.layout, self._dtype, self._pin, max_rank)
         if not np.array_equal(adapter.ranks, self._ranks[number]):
@@ -164,6 +179,12 @@ class LoRAManager:
         """Keep adapter tables up to date from now on."""
         self._tables = tables
 
+    def place(self, number: int, ranks: NDArray[np.int64], at: NDArray[np.int64] | None = None) -> None:
+        """Place an adapter in free memory, or in the slot or pages `at`, without its weights."""
+        placement = self._placements[number] = self.memory.place(number, ranks, at)
+        if self._tables is not None:
+            self._tables.add(number, placement, self.memory.padding(number, self._tables.max_rank))
+
     def apply(self, state: State, wait: Callable[[int], object]) -> list[tuple[int, LoadJob]]:
         """Apply the scheduler's evictions, allocate memory for its loads, and return the load jobs.
 
@@ -181,57 +202,49 @@ class LoRAManager:
         # An adapter evicted and loaded again within the step is in the list, too.
         for number in [number for number in self._placements if number in loads or not resident[number]]:
             wait(number)
-            self._evict(number)
+            self.memory.release(self.evict(number))
         # A copy: the loader's thread may add another adapter to the host.
         for number in [n for n in tuple(self._host) if n in from_disk or not on_host[n]]:
             wait(number)
-            self._host.pop(number, None)
-        return [self._load_job(number) for number in loads]
+            self.drop(number)
+        return [(number, self.new_load(number)) for number in loads]
 
     def discard(self, number: int) -> None:
         """Remove all copies of an adapter; none of its loads may be in progress."""
         if number in self._placements:
-            self._evict(number)
-        self._host.pop(number, None)
+            self.memory.release(self.evict(number))
+        self.drop(number)
 
-    def _evict(self, number: int) -> None:
+    def evict(self, number: int) -> NDArray[np.int64]:
+        """Remove an adapter from the device and return its slot or pages, which are not free yet."""
         del self._placements[number]
-        self.memory.remove(number)
         if self._tables is not None:
             self._tables.remove(number)
+        return self.memory.forget(number)
 
-    def _load_job(self, number: int) -> tuple[int, LoadJob]:
-        memory = self.memory
-        placement = self._placements[number] = memory.place(number, self._ranks[number])
-        if self._tables is not None:
-            self._tables.add(number, placement, memory.padding(number, self._tables.max_rank))
+    def drop(self, number: int) -> None:
+        """Remove the copy of an adapter on the host, if there is one."""
+        self._host.pop(number, None)
 
-        def run() -> str | None:
-            try:
-                if number not in self._host:
-                    self.read(number)
-                with _copy_stream(memory.storage.device):
-                    memory.clear(number)
-                    placement.copy_from(self._host[number])
-            except InputError as error:
-                return str(InputError(error.rule, error.value, error.location.rpartition("/")[2]))
-            except (RuntimeError, MemoryError) as error:
-                return str(error)
-            return None
+    def new_load(self, number: int, at: NDArray[np.int64] | None = None) -> LoadJob:
+        """Place an adapter in free memory, or in the slot or pages `at`; return the job that copies it."""
+        self.place(number, self._ranks[number], at)
+        # Steps so far may read what the memory held before.
+        return partial(self._load, number, self._placements[number], self.copies.fence())
 
-        return number, run
-
-
-@contextmanager
-def _copy_stream(device: torch.device) -> Iterator[None]:
-    """Run copies on a separate stream on a GPU, and wait for them."""
-    if device.type != "cuda":
-        yield
-        return
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
+    def _load(self, number: int, placement: AdapterPlacement, after: Any) -> str | None:
+        """Copy an adapter to the device, from the host or its source; return an error message, or None."""
+        try:
+            if number not in self._host:
+                self._read(number)
+            with self.copies.copying(after):
+                self.memory.clear(number)
+                placement.copy_from(self._host[number])
+        except InputError as error:
+            return str(InputError(error.rule, error.value, error.location.rpartition("/")[2]))
+        except (RuntimeError, MemoryError) as error:
+            return str(error)
+        return None
 
 
 class AdapterLoads:

@@ -150,19 +150,29 @@ class StaticSlots:
         new_placement = partial(_slot_placement, layout, self.storage, slot_rank)
         self._placement = lru_cache(maxsize=_RANK_PATTERNS * slots)(new_placement)
 
-    def place(self, adapter: int, ranks: NDArray[np.int64]) -> AdapterPlacement:
-        """Allocate a free slot; the adapter's rows are not copied yet."""
-        slot = self._slot_of[adapter] = self._free.pop()
+    def place(
+        self, adapter: int, ranks: NDArray[np.int64], at: NDArray[np.int64] | None = None
+    ) -> AdapterPlacement:
+        """Place an adapter in a free slot, or in the slot `at`; its rows are not copied yet."""
+        slot = self._slot_of[adapter] = self._free.pop() if at is None else int(at[0])
         return self._placement(slot, ranks.tobytes())
+
+    def location(self, adapter: int) -> NDArray[np.int64]:
+        """Return the slot of an adapter, shape (1,)."""
+        return np.array([self._slot_of[adapter]])
 
     def clear(self, adapter: int) -> None:
         """Fill the slot with zeros: padded kernels read rows beyond the adapter's rank."""
         start = self._slot_of[adapter] * self._slot_elements
         self.storage[start : start + self._slot_elements].zero_()
 
-    def remove(self, adapter: int) -> None:
-        """Free the adapter's slot."""
-        self._free.append(self._slot_of.pop(adapter))
+    def forget(self, adapter: int) -> NDArray[np.int64]:
+        """Remove an adapter and return its slot, which is not free yet."""
+        return np.array([self._slot_of.pop(adapter)])
+
+    def release(self, at: NDArray[np.int64]) -> None:
+        """Free a slot."""
+        self._free.append(int(at[0]))
 
     def pages(self, ranks: NDArray[np.int64]) -> int:
         """Return 0: slots are not in the KV pool."""
@@ -218,18 +228,30 @@ class UnifiedPages:
         """Flat tensor of all pages."""
         return self._pool.tensor.view(-1)
 
-    def place(self, adapter: int, ranks: NDArray[np.int64]) -> AdapterPlacement:
-        """Allocate the pages of an adapter; its rows are not copied yet."""
+    def place(
+        self, adapter: int, ranks: NDArray[np.int64], at: NDArray[np.int64] | None = None
+    ) -> AdapterPlacement:
+        """Place an adapter in free pages, or in the pages `at`; its rows are not copied yet."""
         page, within = self._fill(ranks)
-        pages = self._pages_of[adapter] = self._pool.allocate(int(page[-1]) + 1 if page.size else 0)
+        if at is None:
+            at = self._pool.allocate(int(page[-1]) + 1 if page.size else 0)
+        pages = self._pages_of[adapter] = at
         return AdapterPlacement(self._layout, self.storage, ranks, pages[page] * self._page_elements + within)
+
+    def location(self, adapter: int) -> NDArray[np.int64]:
+        """Return the pages of an adapter."""
+        return self._pages_of[adapter]
 
     def clear(self, adapter: int) -> None:
         """Do nothing: pages hold no padding."""
 
-    def remove(self, adapter: int) -> None:
-        """Return the adapter's pages to the pool."""
-        self._pool.release(self._pages_of.pop(adapter))
+    def forget(self, adapter: int) -> NDArray[np.int64]:
+        """Remove an adapter and return its pages, which are not free yet."""
+        return self._pages_of.pop(adapter)
+
+    def release(self, at: NDArray[np.int64]) -> None:
+        """Return pages to the pool."""
+        self._pool.release(at)
 
     def pages(self, ranks: NDArray[np.int64]) -> int:
         """Return the number of pages of an adapter."""

@@ -15,6 +15,7 @@ from torch.nn import functional
 from capplan.engine.input_batch import Decodes, ModelInputs, Prefill
 from capplan.engine.models.config import ModelConfig, Rope
 from capplan.engine.models.weights import Linear, Weights
+from capplan.engine.parallel.collectives import Collectives
 from capplan.engine.pool import KvCache
 
 QKV: Final = 0
@@ -159,18 +160,31 @@ def forward(
     attention: TorchAttention,
     adapters: LoRALayers | None,
     norms: Norms,
+    ranks: Collectives,
 ) -> torch.Tensor:
     """Return the last hidden state of every token, after the final norm, shape (tokens, hidden_size)."""
-    x = functional.embedding(tokens, weights.embed)
+    x = _embed(weights, tokens, ranks)
     h = norms.norm(x, weights.layers[0].input_norm)
     following = [layer.input_norm for layer in weights.layers[1:]] + [weights.norm]
     for number, (layer, next_norm) in enumerate(zip(weights.layers, following, strict=True)):
         mixed = attention(number, _linear(layer.qkv, h, adapters, number, QKV))
-        h = norms.add_norm(x, _linear(layer.o, mixed, adapters, number, OUT), layer.post_norm)
+        out = ranks.all_reduce(_linear(layer.o, mixed, adapters, number, OUT))
+        h = norms.add_norm(x, out, layer.post_norm)
         gate, up = _linear(layer.gate_up, h, adapters, number, GATE_UP).chunk(2, dim=-1)
         inner = functional.silu(gate).mul_(up)
-        h = norms.add_norm(x, _linear(layer.down, inner, adapters, number, DOWN), next_norm)
+        out = ranks.all_reduce(_linear(layer.down, inner, adapters, number, DOWN))
+        h = norms.add_norm(x, out, next_norm)
     return h
+
+
+def _embed(weights: Weights, tokens: torch.Tensor, ranks: Collectives) -> torch.Tensor:
+    """Return the embeddings of tokens; those of other ranks' tokens are in their terms of the sum."""
+    if ranks.size == 1:
+        return functional.embedding(tokens, weights.embed)
+    rows = tokens - weights.first_token
+    absent = (rows < 0) | (rows >= weights.embed.shape[0])
+    own = functional.embedding(rows.masked_fill(absent, 0), weights.embed)
+    return ranks.all_reduce(own.masked_fill_(absent.unsqueeze(1), 0.0))
 
 
 def _linear(

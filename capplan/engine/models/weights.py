@@ -1,4 +1,7 @@
-"""Model weights: read from safetensors, or drawn at random for a config without weights."""
+"""Model weights: read from safetensors, or drawn at random for a config without weights.
+
+Under tensor parallelism each rank holds its part of every matrix, see `capplan.engine.models.shard`.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,14 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch.nn import functional
 
 from capplan.engine.models.config import ModelConfig
+from capplan.engine.models.shard import WHOLE, ModelShard
 from capplan.errors import InputError
 from capplan.spec import read_text
 
@@ -65,15 +69,27 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of a model; tied embeddings are shared by `embed` and `head`."""
+    """Weights of a model, or of a part of it; tied embeddings are shared by `embed` and `head`.
+
+    Attributes
+    ----------
+    first_token
+        Token of the first row of `embed` and `head`.
+    vocab_size
+        Tokens of the whole model.
+    """
 
     embed: torch.Tensor
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
     head: Linear
+    first_token: int
+    vocab_size: int
 
 
-def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
+def empty_weights(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, shard: ModelShard = WHOLE
+) -> Weights:
     """Return uninitialised weights."""
 
     def new(*shape: int) -> torch.Tensor:
@@ -82,22 +98,26 @@ def empty_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device)
     def linear(out: int, width: int, bias: bool) -> Linear:
         return Linear(new(out, width), new(out) if bias else None)
 
-    hidden, inner = config.hidden_size, config.intermediate_size
-    qkv = config.query_size + 2 * config.kv_size
+    part = shard.config(config)
+    hidden, inner = part.hidden_size, part.intermediate_size
+    qkv = part.query_size + 2 * part.kv_size
+    adds_bias = shard.rank == 0  # once to the sum over all ranks
     layers = tuple(
         LayerWeights(
             input_norm=new(hidden),
             qkv=linear(qkv, hidden, config.qkv_bias),
-            o=linear(hidden, config.query_size, config.o_bias),
+            o=linear(hidden, part.query_size, config.o_bias and adds_bias),
             post_norm=new(hidden),
             gate_up=linear(2 * inner, hidden, config.mlp_bias),
-            down=linear(hidden, inner, config.mlp_bias),
+            down=linear(hidden, inner, config.mlp_bias and adds_bias),
         )
         for _ in range(config.layers)
     )
-    embed = new(config.vocab_size, hidden)
-    head = Linear(embed if config.tied_embeddings else new(config.vocab_size, hidden))
-    return Weights(embed=embed, layers=layers, norm=new(hidden), head=head)
+    rows = shard.token_rows(config)
+    embed = new(rows, hidden).zero_()
+    head = Linear(embed if config.tied_embeddings else new(rows, hidden).zero_())
+    first_token = shard.rank * rows
+    return Weights(embed, layers, new(hidden), head, first_token, config.vocab_size)
 
 
 def packed(weights: Weights) -> Weights:
@@ -109,20 +129,26 @@ def packed(weights: Weights) -> Weights:
     return replace(weights, layers=layers, head=weights.head.pack())
 
 
-def random_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Weights:
-    """Return normal weights and norms of one; the same for the same seed and device."""
-    weights = empty_weights(config, dtype, device)
+def random_weights(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0, shard: ModelShard = WHOLE
+) -> Weights:
+    """Return normal weights and norms of one; for one seed and kind of device the parts of one model."""
+    weights = empty_weights(config, dtype, device, shard)
     generator = torch.Generator(device).manual_seed(seed)
-    for name, target in _targets(config, weights).items():
+    for name, target in _targets(config, weights, shard).items():
         if name.endswith("norm.weight"):
-            target.fill_(1.0)
+            target.tensor.fill_(1.0)
         else:
-            target.normal_(0.0, _RANDOM_STD, generator=generator)
+            target.draw(generator)
     return weights
 
 
 def load_weights(
-    config: ModelConfig, folder: str | Path, dtype: torch.dtype, device: torch.device
+    config: ModelConfig,
+    folder: str | Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: ModelShard = WHOLE,
 ) -> Weights:
     """Read the safetensors files of a folder.
 
@@ -131,16 +157,16 @@ def load_weights(
     InputError
         If a file cannot be read, or a tensor is missing or does not have the shape in the config.
     """
-    weights = empty_weights(config, dtype, device)
-    missing = _targets(config, weights)
+    weights = empty_weights(config, dtype, device, shard)
+    missing = _targets(config, weights, shard)
     for file, name, tensor in _tensors(Path(folder)):
         target = missing.pop(name, None)
         if target is None:
             continue  # for example a second copy of tied embeddings
         if tensor.shape != target.shape:
-            rule = f"must have the shape {tuple(target.shape)} of config.json"
+            rule = f"must have the shape {target.shape} of config.json"
             raise InputError(rule, tuple(tensor.shape), f"{file}: {name}")
-        target.copy_(tensor)
+        target.fill(tensor)
     if missing:
         raise InputError(f"must hold {next(iter(missing))}", location=str(folder))
     return weights
@@ -169,27 +195,76 @@ def _files(folder: Path) -> list[Path]:
     raise InputError("must hold model.safetensors or model.safetensors.index.json", location=str(folder))
 
 
-def _targets(config: ModelConfig, weights: Weights) -> dict[str, torch.Tensor]:
+class _Target(NamedTuple):
+    """Destination of a tensor of Hugging Face's files."""
+
+    tensor: torch.Tensor
+    """Its part of the tensor."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    at: tuple[slice, ...]
+    """Part of the whole tensor."""
+
+    def fill(self, whole: torch.Tensor) -> None:
+        """Copy the part of a whole tensor."""
+        self.tensor.copy_(whole[self.at])
+
+    def draw(self, generator: torch.Generator) -> None:
+        """Draw a whole normal tensor and keep the part."""
+        if self.tensor.shape == self.shape:
+            self.tensor.normal_(0.0, _RANDOM_STD, generator=generator)
+        else:
+            whole = self.tensor.new_empty(self.shape)
+            self.fill(whole.normal_(0.0, _RANDOM_STD, generator=generator))
+
+
+def _targets(config: ModelConfig, weights: Weights, shard: ModelShard = WHOLE) -> dict[str, _Target]:
     """Return the destination of each tensor, by its name in Hugging Face's files."""
-    targets = {"model.embed_tokens.weight": weights.embed, "model.norm.weight": weights.norm}
+    hidden, tokens = config.hidden_size, shard.tokens(config)
+    vocabulary = (config.vocab_size, hidden)
+    held = tokens.stop - tokens.start
+    targets = {
+        "model.embed_tokens.weight": _Target(weights.embed[:held], vocabulary, (tokens,)),
+        "model.norm.weight": _Target(weights.norm, (hidden,), ()),
+    }
     if not config.tied_embeddings:
-        targets["lm_head.weight"] = weights.head.weight
-    q, kv, inner = config.query_size, config.kv_size, config.intermediate_size
+        targets["lm_head.weight"] = _Target(weights.head.weight[:held], vocabulary, (tokens,))
     for number, layer in enumerate(weights.layers):
         place = f"model.layers.{number}."
-        parts = [
-            ("self_attn.q_proj", layer.qkv, 0, q),
-            ("self_attn.k_proj", layer.qkv, q, kv),
-            ("self_attn.v_proj", layer.qkv, q + kv, kv),
-            ("self_attn.o_proj", layer.o, 0, config.hidden_size),
-            ("mlp.gate_proj", layer.gate_up, 0, inner),
-            ("mlp.up_proj", layer.gate_up, inner, inner),
-            ("mlp.down_proj", layer.down, 0, config.hidden_size),
-        ]
-        for name, linear, start, rows in parts:
-            targets[f"{place}{name}.weight"] = linear.weight[start : start + rows]
-            if linear.bias is not None:
-                targets[f"{place}{name}.bias"] = linear.bias[start : start + rows]
-        targets[f"{place}input_layernorm.weight"] = layer.input_norm
-        targets[f"{place}post_attention_layernorm.weight"] = layer.post_norm
+        targets |= _linear_targets(config, layer, shard, place)
+        targets[f"{place}input_layernorm.weight"] = _Target(layer.input_norm, (hidden,), ())
+        targets[f"{place}post_attention_layernorm.weight"] = _Target(layer.post_norm, (hidden,), ())
+    return targets
+
+
+def _linear_targets(
+    config: ModelConfig, layer: LayerWeights, shard: ModelShard, place: str
+) -> dict[str, _Target]:
+    """Return the destinations of the linear maps of a layer."""
+    parts, own, hidden = shard.parts(config), shard.config(config), config.hidden_size
+    query, kv, inner = config.query_size, config.kv_size, config.intermediate_size
+    maps: tuple[tuple[str, Linear, int | None, int, slice, bool], ...] = (
+        # Name, matrix, first row in it (None: cut by input), dimensions that are cut, part, bias.
+        ("self_attn.q_proj", layer.qkv, 0, query, parts.query, config.qkv_bias),
+        ("self_attn.k_proj", layer.qkv, own.query_size, kv, parts.kv, config.qkv_bias),
+        ("self_attn.v_proj", layer.qkv, own.query_size + own.kv_size, kv, parts.kv, config.qkv_bias),
+        ("self_attn.o_proj", layer.o, None, query, parts.query, config.o_bias),
+        ("mlp.gate_proj", layer.gate_up, 0, inner, parts.inner, config.mlp_bias),
+        ("mlp.up_proj", layer.gate_up, own.intermediate_size, inner, parts.inner, config.mlp_bias),
+        ("mlp.down_proj", layer.down, None, inner, parts.inner, config.mlp_bias),
+    )
+    targets = {}
+    for name, linear, first, size, part, has_bias in maps:
+        bias = linear.weight.new_empty(0) if linear.bias is None else linear.bias
+        if first is None:
+            weight = _Target(linear.weight, (hidden, size), (slice(None), part))
+            # Only the first rank has it.
+            bias_target = _Target(bias, (hidden,), (slice(bias.shape[0]),))
+        else:
+            rows = slice(first, first + part.stop - part.start)
+            weight = _Target(linear.weight[rows], (size, hidden), (part,))
+            bias_target = _Target(bias[rows], (size,), (part,))
+        targets[f"{place}{name}.weight"] = weight
+        if has_bias:
+            targets[f"{place}{name}.bias"] = bias_target
     return targets

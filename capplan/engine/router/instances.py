@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -10,6 +11,8 @@ from typing import Any, Final
 
 import torch
 
+from capplan.engine.models import model_config
+from capplan.engine.models.shard import require_shardable
 from capplan.engine.server.limiter import ServerSettings
 from capplan.engine.server.limits import ServerLimits
 from capplan.engine.server.process import InstanceConfig
@@ -95,16 +98,21 @@ def instances_of(plan: Plan, serving: ServingOptions, groups: Sequence[str] = ()
 
 
 def _of_group(plan: Plan, group: Group, serving: ServingOptions) -> list[InstanceSpec]:
-    if group.tp != 1:
-        raise InputError("must be 1: the engine has no tensor parallelism", group.tp, f"group {group.id}: tp")
     given = {name: value for name, value in serving.engine.items() if value is not None}
     engine = {
         **group.engine_args.model_dump(exclude_none=True),
+        **({"tensor_parallel_size": group.tp} if group.tp > 1 else {}),
         **_scheduling(group, given),
         **given,
     }
     if not {"scheduler", "cache", "queues"} & engine.keys():
         engine.setdefault("rules", plan.engine_of(group).rules)
+    try:
+        require_shardable(model_config(serving.model), engine.get("tensor_parallel_size", 1))
+    except InputError as error:
+        if error.location != "tensor_parallel_size":
+            raise
+        raise InputError(error.rule, error.value, f"group {group.id}: tp") from None
     server = ServerSettings(
         model_name=serving.model_name,
         max_requests=engine["max_num_seqs"] + _max_queue(group, serving),
@@ -158,22 +166,29 @@ def _source(adapter: PlanAdapter, group: Group) -> str | int:
     return str(folder.resolve())
 
 
+def gpus_of(spec: InstanceSpec) -> int:
+    """Return the number of GPUs of an instance."""
+    on_gpu = str(spec.engine.get("device") or "cpu").startswith("cuda")
+    return int(spec.engine.get("tensor_parallel_size") or 1) if on_gpu else 0
+
+
 def spread_over_gpus(specs: Sequence[InstanceSpec]) -> tuple[InstanceSpec, ...]:
-    """Assign a GPU of this machine to each instance whose device is ``cuda``.
+    """Assign GPUs of this machine to each instance whose device is ``cuda``.
 
     Raises
     ------
     InputError
         If there are fewer GPUs.
     """
-    on_gpu = [spec.name for spec in specs if spec.engine.get("device") == "cuda"]
-    if len(on_gpu) > torch.cuda.device_count():
+    on_gpu = [spec for spec in specs if spec.engine.get("device") == "cuda"]
+    ends = list(itertools.accumulate(map(gpus_of, on_gpu), initial=0))
+    if ends[-1] > torch.cuda.device_count():
         rule = (
-            f"needs {len(on_gpu)} GPUs, one per instance, and there are {torch.cuda.device_count()}; "
+            f"needs {ends[-1]} GPUs for {len(on_gpu)} instances, and there are {torch.cuda.device_count()}; "
             "cuda:0 puts all on the first"
         )
         raise InputError(rule, "cuda", "--device")
-    device = {name: f"cuda:{number}" for number, name in enumerate(on_gpu)}
+    device = {spec.name: f"cuda:{first}" for spec, first in zip(on_gpu, ends, strict=False)}
     return tuple(
         replace(spec, engine={**spec.engine, "device": device[spec.name]}) if spec.name in device else spec
         for spec in specs

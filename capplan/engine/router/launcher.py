@@ -21,7 +21,7 @@ from typing import Any, Final, Protocol
 
 from capplan.compile import is_compiled
 from capplan.engine.core_process import is_stopped
-from capplan.engine.router.instances import InstanceSpec
+from capplan.engine.router.instances import InstanceSpec, gpus_of
 from capplan.errors import NO_VALUE, CapplanError, InputError, NoValue
 
 _COMMAND: Final = (sys.executable, "-m", "capplan.engine.router.launcher")
@@ -200,8 +200,8 @@ class RayLauncher:
         import ray
         from ray.exceptions import RayError
 
-        on_gpu = str(spec.engine.get("device", "cpu")).startswith("cuda")
-        claim = {"num_gpus": 1} if on_gpu else {"num_cpus": self._cpus}
+        gpus = gpus_of(spec)
+        claim = {"num_gpus": gpus} if gpus else {"num_cpus": self._cpus}
         actor = ray.remote(_RayProcess).options(**claim).remote()
         try:
             url = await actor.launch.remote(spec, key)

@@ -26,6 +26,7 @@ from capplan.engine.affinity import AUTO, bound_to, core_cpus, other_cpus
 from capplan.engine.core_process import CoreProcess
 from capplan.engine.messages import CoreSettings, Ended
 from capplan.engine.models import model_config
+from capplan.engine.models.shard import require_shardable
 from capplan.engine.server.http_protocol import ConnectionCap, LimitedProtocol
 from capplan.engine.server.limiter import ServerSettings, ServerState
 from capplan.engine.server.limits import NAME_RULE, is_name
@@ -296,8 +297,8 @@ class InstanceConfig:
             rule = "must be other names than the base model's"
             raise InputError(rule, self.server.model_name, "adapters")
         options = {**self.engine, "max_in_flight": self.server.max_requests}
-        EngineOptions.parse(options)
-        model_config(self.model)
+        parsed = EngineOptions.parse(options)
+        require_shardable(model_config(self.model), parsed.tensor_parallel_size)
         return CoreSettings(self.model, dict(self.adapters), options)
 
 

@@ -90,6 +90,14 @@ def test_a_server_is_started_with_the_chosen_kernel(kernel: str | None) -> None:
         assert words[words.index("--lora-kernel") + 1] == kernel
 
 
+def test_a_server_is_started_with_the_ranks_of_its_group() -> None:
+    given = (PROFILE, WORKLOAD, 64_000, 10, ValidationOptions())
+    flag, group = "--tensor-parallel-size", PLAN.groups[0]
+    words = server_command(PLAN, group.replace(tp=2), *given).words()
+    assert words[words.index(flag) + 1] == "2"
+    assert flag not in server_command(PLAN, group, *given).words()
+
+
 def test_a_server_is_started_with_scheduler_cache_and_queues_of_its_group() -> None:
     wrs = Wrs(a=0.4, b=0.6, max_prompt_tokens=9, max_output_tokens=9, max_adapter_bytes=9)
     classes = (QueueClass(upper_wrs=0.5, quota_tokens=9), QueueClass(upper_wrs=None, quota_tokens=9))

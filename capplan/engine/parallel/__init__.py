@@ -1,0 +1,1 @@
+"""Tensor parallelism: one process per GPU, the first of which schedules."""

@@ -1,0 +1,260 @@
+"""Worker processes of an engine, seen from its first rank.
+
+Each is joined to the first rank by a pair of connected sockets, as the engine core is to its server. The
+first rank sends commands, which a worker runs in their order; it answers those with a tag.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Final, NamedTuple, Self
+
+from capplan.engine.messages import FrameReader, frame
+from capplan.errors import CapplanError
+
+START_TIMEOUT_S: Final = 600.0
+"""For a worker to load its part of a model, as for an engine of vLLM; and for a command afterwards."""
+_STOP_TIMEOUT_S: Final = 3.0
+_NOTICE_S: Final = 5.0
+"""For the end of a worker to be noticed after a collective has failed."""
+_RECEIVE_BYTES: Final = 2**16
+_COMMAND: Final = (sys.executable, "-m", "capplan.engine.parallel.process")
+
+
+class Command(NamedTuple):
+    """Call of a method of a worker by name."""
+
+    tag: int | None
+    """Of the answer; None: there is none."""
+    method: str
+    arguments: tuple[Any, ...]
+
+
+class Answer(NamedTuple):
+    """Result of a command."""
+
+    tag: int
+    result: Any
+    error: Exception | None
+
+
+class WorkerFailed(NamedTuple):
+    """A worker ends with an error; its traceback is on standard error."""
+
+    error: str
+
+
+class WorkerEndedError(CapplanError):
+    """A worker process has ended, so that the engine cannot go on."""
+
+
+class WorkerGroup:
+    """Worker processes of an engine.
+
+    Parameters
+    ----------
+    ranks
+        Numbers of the workers.
+    environment
+        Variables in addition to those of this process.
+
+    Attributes
+    ----------
+    failure
+        Set once a worker has ended.
+    ended
+        Readable once a worker has ended.
+    on_failure
+        Called then by another thread.
+    """
+
+    def __init__(self, ranks: Sequence[int], environment: Mapping[str, str]) -> None:
+        self.failure: WorkerEndedError | None = None
+        self.on_failure: Callable[[], None] = lambda: None
+        self.ended, self._notice = socket.socketpair()
+        self._tags = itertools.count()
+        self._pending: dict[tuple[int, int], Future[Any]] = {}
+        self._lock = threading.Lock()
+        self._closing = False
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._connections: dict[int, socket.socket] = {}
+        for rank in ranks:
+            own, inherited = socket.socketpair()
+            with inherited:
+                self._connections[rank] = own
+                self._processes[rank] = subprocess.Popen(  # noqa: S603 - ourselves
+                    (*_COMMAND, str(inherited.fileno()), str(os.getpid()), str(rank)),
+                    pass_fds=[inherited.fileno()],
+                    env={**os.environ, **environment},
+                )
+        self._reader = threading.Thread(target=self._read, name="worker-answers", daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Numbers of the processes."""
+        return tuple(process.pid for process in self._processes.values())
+
+    def tell(self, method: str, *arguments: Any) -> None:
+        """Let all workers run a method, without an answer.
+
+        Raises
+        ------
+        WorkerEndedError
+            If one has ended.
+        """
+        self._send(Command(None, method, arguments))
+
+    def ask(self, method: str, *arguments: Any) -> list[Future[Any]]:
+        """Let all workers run a method and return their answers.
+
+        Raises
+        ------
+        WorkerEndedError
+            If one has ended.
+        """
+        tag = next(self._tags)
+        answers: list[Future[Any]] = [Future() for _ in self._connections]
+        with self._lock:
+            self.check()
+            self._pending |= dict(zip(((rank, tag) for rank in self._connections), answers, strict=True))
+        self._send(Command(tag, method, arguments))
+        return answers
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Let all workers run a method and return their results.
+
+        Raises
+        ------
+        WorkerEndedError
+            If one has ended, or does not answer in time.
+        """
+        return results(self.ask(method, *arguments))
+
+    def check(self) -> None:
+        """Raise the failure, if there is one."""
+        if self.failure is not None:
+            raise self.failure
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Raise the failure instead of the error of a collective that it causes.
+
+        Raises
+        ------
+        WorkerEndedError
+            If a worker has ended.
+        """
+        try:
+            yield
+        except (RuntimeError, OSError):
+            until_s = time.monotonic() + _NOTICE_S
+            while self.failure is None and time.monotonic() < until_s:
+                time.sleep(0.01)
+            self.check()
+            raise
+        self.check()  # NCCL reports nothing when a rank has ended
+
+    def close(self) -> None:
+        """Let the processes end, and kill those that do not."""
+        self._closing = True
+        for connection in self._connections.values():
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        until_s = time.monotonic() + _STOP_TIMEOUT_S
+        for process in self._processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until_s - time.monotonic()))
+            process.kill()
+            process.wait()
+        self._reader.join()
+        for connection in (*self._connections.values(), self.ended, self._notice):
+            connection.close()
+
+    def _send(self, command: Command) -> None:
+        message = frame(command)
+        self.check()
+        with self.watching():
+            for connection in self._connections.values():
+                connection.sendall(message)
+
+    def _read(self) -> None:
+        """Receive answers until a worker ends."""
+        with selectors.DefaultSelector() as selector:
+            for rank, connection in self._connections.items():
+                selector.register(connection, selectors.EVENT_READ, (rank, FrameReader()))
+            while True:
+                for key, _ in selector.select():
+                    rank, reader = key.data
+                    try:
+                        data = self._connections[rank].recv(_RECEIVE_BYTES)
+                    except OSError:
+                        data = b""
+                    for message in reader.feed(data):
+                        if isinstance(message, WorkerFailed):
+                            self._fail(rank, f"failed: {message.error}")
+                            return
+                        self._answer(rank, message)
+                    if not data:
+                        self._fail(rank, f"ended {self._describe_end(rank)}")
+                        return
+
+    def _answer(self, rank: int, answer: Answer) -> None:
+        with self._lock:
+            pending = self._pending.pop((rank, answer.tag))
+        if answer.error is None:
+            pending.set_result(answer.result)
+        else:
+            pending.set_exception(answer.error)
+
+    def _fail(self, rank: int, how: str) -> None:
+        """Let everything fail that waits for a worker or will."""
+        with self._lock:
+            self.failure = WorkerEndedError(f"the worker of rank {rank} {how}")
+            pending, self._pending = self._pending, {}
+        for each in pending.values():
+            each.set_exception(self.failure)
+        if not self._closing:
+            self._notice.send(b"\0")
+            self.on_failure()
+
+    def _describe_end(self, rank: int) -> str:
+        if self._closing:
+            return "with its engine"
+        try:
+            status = self._processes[rank].wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return "its connection"
+        return f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
+
+
+def results(answers: Sequence[Future[Any]]) -> list[Any]:
+    """Return the results of a command.
+
+    Raises
+    ------
+    WorkerEndedError
+        If a worker has ended, or does not answer in time.
+    """
+    until_s = time.monotonic() + START_TIMEOUT_S
+    try:
+        return [answer.result(max(0.0, until_s - time.monotonic())) for answer in answers]
+    except TimeoutError:
+        raise WorkerEndedError(f"a worker has not answered for {START_TIMEOUT_S:g} s") from None
