@@ -101,6 +101,20 @@ class ModelRunner:
             with self._on_device():
                 self.graphs.capture_all()
 
+    @torch.inference_mode()
+    def graph_bytes(self, held: Callable[[Callable[[], object]], int]) -> int:
+        """Return the memory of all graphs, estimated from the largest ones, which are captured.
+
+        Parameters
+        ----------
+        held
+            Runs a function and returns the bytes that it leaves allocated.
+        """
+        if self.graphs is None:
+            return 0
+        with self._on_device():
+            return self.graphs.measure(held)
+
     def _on_device(self) -> AbstractContextManager[object]:
         """Make the model's GPU the current one of this thread, as Triton and CUDA graphs require."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
@@ -166,6 +180,15 @@ class DecodeGraphs:
         for size in reversed(self._sizes):
             for with_adapters in (True, False):
                 self._captured(size, with_adapters)
+
+    def measure(self, held: Callable[[Callable[[], object]], int]) -> int:
+        """Return the bytes of all graphs: of the largest one, and of the others as much as of the second.
+
+        Graphs share the memory of their tensors, which the largest one needs most of.
+        """
+        first, second = [(size, has) for size in reversed(self._sizes) for has in (True, False)][:2]
+        graphs = 2 * len(self._sizes)
+        return held(lambda: self._captured(*first)) + (graphs - 1) * held(lambda: self._captured(*second))
 
     def run(self, inputs: ModelInputs) -> torch.Tensor:
         """Return the hidden state of every token, valid until the next run."""

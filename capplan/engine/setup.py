@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-import torch
 
 from capplan.engine.engine_core import EngineCore
 from capplan.engine.lora.adapter import AdapterSource
@@ -25,9 +24,6 @@ from capplan.serving.state import POOLED
 from capplan.spec import EngineArgs, Scheduler, allowed_lora_rank
 
 _CPU_KV_BYTES: Final = 256 * 2**20
-_STEP_BYTES: Final = 2 * 2**30
-"""Reserved for activations and logits of a step on a GPU; to be replaced by a measured peak (docs/gpu.md)."""
-
 _INDEX_BYTES: Final = 8
 
 
@@ -116,7 +112,7 @@ def choose_sizes(worker: Worker, options: EngineOptions) -> Sizes:
     unified = options.chosen_memory() == "unified"
     slots_bytes = 0 if slotless else args.max_loras * slot_bytes
     num_blocks = options.num_kv_blocks or _blocks_that_fit(
-        args.gpu_memory_utilization, page_bytes, slots_bytes, worker.device
+        worker, args, page_bytes, slots_bytes if unified else 0
     )
     most = num_blocks * options.block_size
     if num_blocks >= 1 and "max_model_len" not in options.args:
@@ -164,17 +160,11 @@ def _require_memory(sizes: Sizes, page_bytes: int, options: EngineOptions) -> No
         raise InfeasibleError(f"memory: {message}", "memory")
 
 
-def _blocks_that_fit(utilization: float, page_bytes: int, slots_bytes: int, device: torch.device) -> int:
-    """Return the KV blocks that fit beside weights and slots.
-
-    On a GPU as in nano-vllm: total * utilization - used - reserve of a step. Weights are allocated already,
-    slots are not.
-    """
-    if device.type != "cuda":
+def _blocks_that_fit(worker: Worker, args: EngineArgs, page_bytes: int, adapters_bytes: int) -> int:
+    """Return the KV blocks that fit: on a GPU as measured, beside adapters that are in pages."""
+    if worker.device.type != "cuda":
         return max(1, _CPU_KV_BYTES // page_bytes)
-    free, total = torch.cuda.mem_get_info(device)
-    room = int(total * utilization) - (total - free) - slots_bytes - _STEP_BYTES
-    return room // page_bytes
+    return (worker.measure(args).room_bytes - adapters_bytes) // page_bytes
 
 
 def _slot_rank(largest: int) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +15,13 @@ from capplan.engine.lora.adapter import AdapterLayout
 from capplan.engine.lora.manager import LoRAManager
 from capplan.engine.lora.memory import RowTables, StaticSlots, UnifiedPages
 from capplan.engine.lora.streams import copy_stream
+from capplan.engine.memory_profile import (
+    held_bytes,
+    largest_step,
+    peak_bytes,
+    sample_largest,
+    used_bytes,
+)
 from capplan.engine.model_runner import (
     ModelRunner,
     Runner,
@@ -27,6 +36,7 @@ from capplan.engine.models.shard import WHOLE, ModelShard, require_shardable
 from capplan.engine.parallel.collectives import Collectives
 from capplan.engine.pool import KvCache, PagePool, kv_page_elements
 from capplan.engine.settings import EngineOptions
+from capplan.errors import InfeasibleError
 from capplan.spec import EngineArgs
 
 
@@ -48,6 +58,23 @@ class Sizes(NamedTuple):
     pool_pages: int
     slot_bytes: int
     """Bytes of one static slot; 0 in unified memory."""
+
+
+class MeasuredMemory(NamedTuple):
+    """Memory of one rank before its pages are allocated, as measured."""
+
+    step_bytes: int
+    """Peak of the largest step, beyond what is in use before it."""
+    graph_bytes: int
+    """Of all CUDA graphs."""
+    free_bytes: int
+    """Share of the GPU for this engine, less everything in use: weights, adapter slots, libraries, other
+    processes. 0 on a CPU."""
+
+    @property
+    def room_bytes(self) -> int:
+        """For pages."""
+        return self.free_bytes - self.step_bytes - self.graph_bytes
 
 
 def load_model(model: str | Path | ModelConfig, options: EngineOptions, shard: ModelShard) -> LoadedModel:
@@ -109,7 +136,56 @@ class Worker:
         """Return the runner of steps on all ranks."""
         return self.runner
 
+    def measure(self, args: EngineArgs) -> MeasuredMemory:
+        """Run the largest step with few pages, capture the largest graphs, and return what they take.
+
+        Raises
+        ------
+        InfeasibleError
+            If the step does not fit.
+        """
+        try:
+            self._allocate(self._few_pages(args))
+            step_bytes = peak_bytes(self.device, self._largest_run(args))
+            free_bytes = self._free_bytes(args)
+            graph_bytes = self.runner.graph_bytes(partial(held_bytes, self.device))
+        except torch.OutOfMemoryError:
+            message = f"a step of {args.max_num_batched_tokens} tokens does not fit beside weights and slots"
+            raise InfeasibleError(f"memory: {message}", "memory") from None
+        return MeasuredMemory(step_bytes, graph_bytes, free_bytes)
+
+    def _free_bytes(self, args: EngineArgs) -> int:
+        if self.device.type != "cuda":
+            return 0
+        _, total = torch.cuda.mem_get_info(self.device)
+        return int(total * args.gpu_memory_utilization) - used_bytes(self.device)
+
+    def _few_pages(self, args: EngineArgs) -> Sizes:
+        """Return the pages of one adapter, beside all slots."""
+        elements = self.lora.layout.elements(self.lora.layout.ranks(args.max_lora_rank))
+        page_elements = kv_page_elements(self.config, self.options.block_size)
+        # Rows do not cross pages, which are at least half full.
+        return Sizes(args, num_blocks=1, pool_pages=1 + 2 * elements // page_elements, slot_bytes=0)
+
+    def _largest_run(self, args: EngineArgs) -> Callable[[], None]:
+        """Return the largest step, all of whose tokens have an adapter if there is LoRA."""
+        adapter = self.lora.rank_of.size if args.max_loras else 0  # a number without an adapter
+        if adapter:
+            self.lora.place(adapter, self.lora.layout.ranks(args.max_lora_rank))
+        step = largest_step(args, self.options.block_size, self.pool.dump_page, adapter)
+
+        def run() -> None:
+            logits = self.runner.run(step)
+            if self._shard.rank == 0:
+                sample_largest(logits)
+
+        return run
+
     def _allocate(self, sizes: Sizes) -> None:
+        if hasattr(self, "pool"):  # of a measurement
+            del self.pool, self.runner
+            self.lora.clear()
+            gc.collect()  # a runner and its graphs refer to each other
         page_elements = kv_page_elements(self.config, self.options.block_size)
         self.pool = PagePool(sizes.pool_pages, page_elements, self.dtype, self.device)
         layout, args = self.lora.layout, sizes.args

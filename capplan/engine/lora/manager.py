@@ -175,6 +175,12 @@ class LoRAManager:
         """Return the matrices of an adapter on the device, by layer and site."""
         return self._placements[adapter].views
 
+    def clear(self) -> None:
+        """Release the memory, which is set anew then, with all adapters in it."""
+        self._placements.clear()
+        self._tables = None
+        del self.memory
+
     def set_tables(self, tables: RowTables) -> None:
         """Keep adapter tables up to date from now on."""
         self._tables = tables

@@ -27,8 +27,9 @@ from capplan.engine.models.shard import ModelShard, require_shardable
 from capplan.engine.parallel.collectives import DistributedCollectives
 from capplan.engine.parallel.group import WorkerGroup, results
 from capplan.engine.settings import EngineOptions
-from capplan.engine.worker import Sizes, Worker
+from capplan.engine.worker import MeasuredMemory, Sizes, Worker
 from capplan.errors import InputError
+from capplan.spec import EngineArgs
 
 COLLECTIVE_TIMEOUT_S: Final = 300.0
 """For all ranks to arrive at a collective: more than kernels take to compile on the first use."""
@@ -115,6 +116,14 @@ class LeadingWorker(Worker):
     def all_ranks(self) -> Runner:
         """Return the runner of steps on all ranks."""
         return _LeadingRunner(self._group, self.runner, self.device)
+
+    def measure(self, args: EngineArgs) -> MeasuredMemory:
+        """Run the largest step on all ranks and return the memory of the one with the least room."""
+        others = self._group.ask("measure", args)
+        with self._group.watching():
+            own = super().measure(args)
+        measured: list[MeasuredMemory] = [own, *results(others)]
+        return min(measured, key=lambda each: each.room_bytes)
 
     def check(self) -> None:
         """Raise an error if another rank has ended.

@@ -107,6 +107,7 @@ class WorkerLoop:
         self._methods = {
             "connect": connect,
             "allocate": worker.allocate,
+            "measure": worker.measure,
             "run": run,
             "capture_graphs": lambda: worker.runner.capture_graphs(),
             **{name: getattr(lora, name) for name in ("register", "unregister", "read", "drop")},
