@@ -1,12 +1,10 @@
-"""Memory bandwidth of the engine on a GPU: `python -m benchmarks.engine_gpu`.
+"""Bandwidth of shrink and expand on a GPU, relative to a device copy: `python -m benchmarks.engine_gpu`.
 
-Bandwidth of shrink and expand, then decode steps, both relative to a device copy. `--device cpu --model
-tiny-llama` runs the same code without a GPU; its times have no meaning.
+`--device cpu --model tiny-llama` runs the same code without a GPU; its times have no meaning.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -20,7 +18,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import command_line, records_table
-from capplan.engine import Engine, ModelConfig, SamplingParams
+from capplan.engine import ModelConfig
 from capplan.engine.input_batch import Segment
 from capplan.engine.lora import AdapterLayout
 from capplan.engine.lora.adapter import MODULES, SITES, B
@@ -118,75 +116,13 @@ def _for_all(layers: int, run: Callable[[int], object]) -> None:
         run(layer)
 
 
-def decode_steps(given: argparse.Namespace, copy: float) -> list[dict[str, Any]]:
-    """Return median decode steps and the time of moving their bytes."""
-    most = max(given.adapters)
-    context = given.context + given.steps
-    blocks = max(given.batches) * -(-context // 16) + 16
-    settings: dict[str, Any] = {
-        "device": given.device,
-        "max_loras": max(1, most),
-        "max_lora_rank": given.rank,
-        "num_kv_blocks": blocks,
-        "max_num_seqs": max(given.batches),
-        "max_model_len": context + 16,
-        "max_num_batched_tokens": 8192,
-        "rules": "vllm-0.32-sync",
-    }
-    rng = np.random.default_rng(0)
-    rows = []
-    with Engine(given.model, {f"a{i}": given.rank for i in range(most)}, **settings) as engine:
-        config = engine.config
-        for adapters in given.adapters:
-            for batch in given.batches:
-                params = SamplingParams(max_tokens=given.steps, ignore_eos=True)
-                for i in range(batch):
-                    prompt = rng.integers(0, config.vocab_size, given.context).tolist()
-                    name = f"a{i % adapters}" if adapters else None
-                    engine.submit(engine.new_request(prompt, name, params))
-                engine.records.clear()
-                while engine.core.requests:
-                    engine.step()
-                steps = [r for r in engine.records if r.decode_requests == batch and not r.prefill_requests]
-                steps = steps[len(steps) // 4 :]  # the first ones capture
-                dtype = engine.options.torch_dtype(config)
-                floor_s = floor_bytes(config, dtype, batch, min(adapters, batch), given.rank, context) / copy
-                forward = statistics.median(r.forward_ms for r in steps)
-                total = statistics.median(r.duration_ns for r in steps) * 1e-6
-                rows.append(
-                    {
-                        "batch": batch,
-                        "adapters": adapters,
-                        "floor_ms": round(floor_s * 1e3, 3),
-                        "forward_ms": round(forward, 3),
-                        "step_ms": round(total, 3),
-                        "forward / floor": round(forward / (floor_s * 1e3), 2),
-                    }
-                )
-    return rows
-
-
-def floor_bytes(
-    config: ModelConfig, dtype: torch.dtype, batch: int, adapters: int, rank: int, context: int
-) -> int:
-    """Return the minimum bytes of a decode step: weights, KV of the batch, rows of its adapters."""
-    kv = config.query_size + 2 * config.kv_size
-    layer = config.hidden_size * (kv + config.query_size + 3 * config.intermediate_size)
-    weights = config.layers * layer + config.vocab_size * config.hidden_size
-    layout = AdapterLayout(config)
-    adapter_rows = adapters * layout.elements(layout.ranks(rank))
-    return dtype.itemsize * (weights + 2 * config.layers * config.kv_size * batch * context + adapter_rows)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line(__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--model", default="meta-llama/Llama-3.1-8B-Instruct", help="a built-in one")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128, 256])
-    parser.add_argument("--adapters", type=int, nargs="+", default=[0, 8, 64])
+    parser.add_argument("--adapters", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=64, help="tokens that each request generates")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--kernels", nargs="+", default=["mbgmv", "bgmv", "sgmv"])
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
@@ -202,20 +138,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kernels = [
         Kernels(config, dtype, device, adapters, given.rank).measure(batch, kind, copy, timer)
         for adapters in given.adapters
-        if adapters
         for batch in given.batches
         for kind in given.kernels
     ]
-    steps = decode_steps(given, copy)
     if given.json:
-        print(json.dumps({"copy_bytes_per_s": copy, "kernels": kernels, "decode": steps}))
+        print(json.dumps({"copy_bytes_per_s": copy, "kernels": kernels}))
         return 0
     print(f"{given.model}, {config.dtype}; a copy moves {copy / 1e9:.1f} GB/s\n")
     print(
-        f"Shrink and expand at rank {given.rank}: share of the copy's bandwidth\n\n{records_table(kernels)}\n"
-    )
-    print(
-        f"Decode steps at {given.context + given.steps} tokens of context at most\n\n{records_table(steps)}"
+        f"Shrink and expand at rank {given.rank}: share of the copy's bandwidth\n\n{records_table(kernels)}"
     )
     return 0
 

@@ -2,9 +2,10 @@
 
     python -m capplan.profiling.campaign --device cuda --out datasets/h200
 
-Every slice takes less than nine minutes. ``campaign.json`` in the folder records progress and machine. The
-same command resumes a campaign. ``--time-s`` ends it before a time limit of the machine, if necessary within
-a slice; a slice that cannot end in time is not started.
+Every slice takes less than nine minutes, and is worth keeping by itself. ``campaign.json`` in the folder
+records progress and machine, ``README.md`` shows the results. The same command resumes a campaign.
+``--time-s`` ends it before a time limit of the machine, if necessary within a slice; a slice that cannot end
+in time is not started.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from capplan.errors import CapplanError, InputError
+from capplan.profiling.campaign_page import COPIES, CORRECTNESS, DECODE, device_bytes_per_s, write_page
 from capplan.spec import read_text, write_text_atomic
 
 if TYPE_CHECKING:
@@ -41,9 +43,14 @@ _LEAST_VALIDATION_S: Final = _START_S + _VALIDATION_S + 30.0
 """Includes the twin's simulations."""
 _LOADS: Final = (0.4, 0.9, 1.5)
 """Loads of the validations, as shares of the capacity."""
+_CORRECTNESS_S: Final = 240.0
+_DECODE_S: Final = 300.0
+_RANKS: Final = 2
+"""GPUs of the slice with tensor parallelism."""
 _TINY_BUDGET_S: Final = 12.0  # twice the time to measure the rows that a fit needs, on an idle machine
 _TINY_S: Final = 1.0
 RECORD: Final = "campaign.json"
+_COMMAND: Final = "python -m capplan.profiling.campaign"
 
 
 class SliceSettings(NamedTuple):
@@ -81,6 +88,74 @@ class Slice:
         for name, limit in (("budget_s", MOST_SLICE_S), ("least_s", self.budget_s)):
             if not 0.0 < getattr(self, name) <= limit:
                 raise ValueError(f"{name} must be above 0 and at most {limit:g}, got {getattr(self, name)}")
+
+
+def _correctness(setting: SliceSettings) -> SliceResult:
+    """Compare the kernels of the device with PyTorch's."""
+    from capplan.profiling.engine.correctness import CorrectnessCase, correctness_rows
+
+    tiny = CorrectnessCase(
+        model="tiny-llama", ranks=(4, 8), prompts=(1, 16, 17, 40), repeats=1, output_tokens=3
+    )
+    rows = list(correctness_rows(setting.device, tiny if setting.tiny else CorrectnessCase()))
+    _write_table(setting.folder / CORRECTNESS, rows)
+    wrong = [row for row in rows if not row["error"] <= row["limit"]]
+    if wrong:
+        names = "; ".join(f"{row['lora_kernel']}, {row['dtype']}: {row['error']:.1e}" for row in wrong)
+        raise RuntimeError(f"kernels differ from PyTorch's: {names}")
+    return SliceResult(True, f"{len(rows)} variants of the kernels agree with PyTorch's")
+
+
+def _copies(setting: SliceSettings) -> SliceResult:
+    """Measure copies, to which kernels and loads are compared."""
+    from capplan.profiling.kernels.copies import copy_rows
+
+    rows = copy_rows(setting.device)
+    _write_table(setting.folder / COPIES, rows)
+    note = ", ".join(f"{row['bytes_per_s'] / 1e9:.0f} GB/s from the {row['source']}" for row in rows)
+    return SliceResult(True, note)
+
+
+def _decode(ranks: int, setting: SliceSettings) -> SliceResult:
+    """Time decode steps against the bytes that they must move."""
+    from capplan.profiling.engine.decode import DecodeGrid, decode_rows
+
+    grid = DecodeGrid(tensor_parallel_size=ranks)
+    model = "meta-llama/Llama-3.1-8B-Instruct"
+    if setting.tiny:
+        model = "tiny-llama"
+        grid = DecodeGrid((1, 4), (0, 2), rank=4, context=8, steps=8, tensor_parallel_size=ranks)
+    bandwidth = device_bytes_per_s(setting.folder)
+    if bandwidth is None:
+        raise RuntimeError(f"{COPIES} is missing: the slice copies has failed")
+    file = setting.folder / DECODE
+    rows = _read_table(file)
+    known = {(row["adapters"], row["batch"]) for row in rows if row["tensor_parallel_size"] == ranks}
+    found = decode_rows(model, setting.device, grid, bandwidth, known, setting.budget_s - _start_s(setting))
+    for row in found:
+        rows.append(row)
+        known.add((row["adapters"], row["batch"]))
+        _write_table(file, rows)
+    total = len(grid.points())
+    return SliceResult(len(known) == total, f"{len(known)} of {total} batches")
+
+
+def _start_s(setting: SliceSettings) -> float:
+    return 0.0 if setting.tiny else _START_S
+
+
+def _read_table(file: Path) -> list[dict[str, Any]]:
+    import pandas as pd
+
+    rows: list[Any] = pd.read_csv(file).to_dict("records") if file.exists() else []
+    return rows
+
+
+def _write_table(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    import pandas as pd
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text_atomic(file, pd.DataFrame(rows).to_csv(index=False))
 
 
 def _kernels(width: int, phase: str, setting: SliceSettings) -> SliceResult:
@@ -139,10 +214,15 @@ def _loop(setting: SliceSettings) -> ClosedLoop:
 def _engine(stages: Sequence[str], setting: SliceSettings) -> SliceResult:
     """Run stages of `capplan profile engine`."""
     budget_s = min(setting.budget_s, _TINY_BUDGET_S) if setting.tiny else setting.budget_s
-    start_s = 0.0 if setting.tiny else _START_S
-    is_complete = _loop(setting).measure(max(1.0, budget_s - start_s), stages)
+    is_complete = _loop(setting).measure(max(1.0, budget_s - _start_s(setting)), stages)
     note = f"measured {', '.join(stages)} for at most {budget_s:.0f} s"
     return SliceResult(is_complete or setting.tiny, note)
+
+
+def _profile(setting: SliceSettings) -> SliceResult:
+    loop = _loop(setting)
+    loop.calibrate()
+    return SliceResult(True, f"calibrated {loop.profile.name}")
 
 
 def _plan(setting: SliceSettings) -> SliceResult:
@@ -165,35 +245,55 @@ def _validation(load: float, setting: SliceSettings) -> SliceResult:
     return SliceResult(True, f"twin and engine {verdict} at {load:.0%} of the capacity")
 
 
-def slices() -> tuple[Slice, ...]:
-    """Return all slices, in the order in which they are run."""
-    kernels = tuple(
+def slices(gpus: int = 1) -> tuple[Slice, ...]:
+    """Return all slices, in the order in which they are run: those of most worth first.
+
+    Parameters
+    ----------
+    gpus
+        Of the machine; with two of them there is a slice with tensor parallelism.
+    """
+    kernels = [
         Slice(f"kernels-{phase}-{width}", partial(_kernels, width, phase))
-        for phase in ("decode", "prefill")
         for width in (4096, 3584)
+        for phase in ("decode", "prefill")
+    ]
+    first = (
+        Slice("correctness", _correctness, _CORRECTNESS_S),
+        Slice("copies", _copies, _START_S),
+        *kernels[:2],
+        Slice("decode", partial(_decode, 1), _DECODE_S, least_s=_LEAST_ENGINE_S, after=("copies",)),
     )
     engine = tuple(
         Slice(name, partial(_engine, stages), least_s=_LEAST_ENGINE_S)
         for name, stages in (
-            ("engine-loads", ("memory", "loads")),
             ("engine-steps", ("memory", "steps")),
+            ("engine-loads", ("memory", "loads")),
             ("engine-iterations", ("iterations",)),
             ("engine-served", ("memory", "served")),
         )
     )
-    # A profile of incomplete tables would be kept, so planning waits for all of them.
-    plan = Slice("plan", _plan, least_s=_PLAN_S, after=tuple(each.name for each in engine))
-    planned = (*plan.after, plan.name)
+    # A profile of incomplete tables would be kept, so calibration waits for all of them.
+    profile = Slice("profile", _profile, least_s=_START_S, after=tuple(each.name for each in engine))
+    plan = Slice("plan", _plan, least_s=_PLAN_S, after=(*profile.after, profile.name))
     validations = tuple(
         Slice(
             f"validation-{round(100 * load)}",
             partial(_validation, load),
             least_s=_LEAST_VALIDATION_S,
-            after=planned,
+            after=(*plan.after, plan.name),
         )
         for load in _LOADS
     )
-    return (*kernels, *engine, plan, *validations)
+    shared = Slice(
+        f"decode-tp{_RANKS}",
+        partial(_decode, _RANKS),
+        _DECODE_S,
+        least_s=_LEAST_ENGINE_S,
+        after=("copies",),
+    )
+    last = (*kernels[2:], shared) if gpus >= _RANKS else tuple(kernels[2:])
+    return (*first, *engine, profile, plan, *validations, *last)
 
 
 @dataclass
@@ -226,7 +326,7 @@ class Campaign:
         self.folder = Path(folder)
         self._device = device
         self._of = {"chip": device_name(device), "tiny": tiny}
-        self.parts = slices() if parts is None else tuple(parts)
+        self.parts = slices(_gpus(device)) if parts is None else tuple(parts)
         if tiny:
             self.parts = tuple(replace(each, least_s=min(each.least_s, LEAST_S)) for each in self.parts)
         self.progress: defaultdict[str, SliceProgress] = defaultdict(SliceProgress)
@@ -277,13 +377,16 @@ class Campaign:
             machine = describe(self._device)
             progress.runs.append({"seconds": round(now_s() - begin, 1), "note": note, "machine": machine})
             self._write()
+        write_page(self.folder, self._record(), _COMMAND)
         log(f"{each.name}: {note}")
         return not failed
 
     def _write(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        record = {**self._of, "slices": {name: vars(each) for name, each in self.progress.items()}}
-        write_text_atomic(self.folder / RECORD, json.dumps(record, indent=2) + "\n")
+        write_text_atomic(self.folder / RECORD, json.dumps(self._record(), indent=2) + "\n")
+
+    def _record(self) -> dict[str, Any]:
+        return {**self._of, "slices": {name: vars(each) for name, each in self.progress.items()}}
 
     def _read(self) -> None:
         path = self.folder / RECORD
@@ -299,6 +402,12 @@ class Campaign:
                 raise InputError(rule, value, f"{path}: {name}")
 
 
+def _gpus(device: str) -> int:
+    import torch
+
+    return torch.cuda.device_count() if device.startswith("cuda") else 0
+
+
 def default_folder(device: str) -> Path:
     """Return ``datasets/<gpu>`` for the device's chip."""
     from capplan.profiling.machine import device_name
@@ -310,7 +419,7 @@ def default_folder(device: str) -> Path:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a campaign; exit status 0: done or out of time, 1: a slice failed, 2: invalid input."""
     parser = argparse.ArgumentParser(
-        prog="python -m capplan.profiling.campaign",
+        prog=_COMMAND,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

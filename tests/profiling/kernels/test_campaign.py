@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from capplan import InputError
@@ -19,6 +20,7 @@ from capplan.profiling.campaign import (
     main,
     slices,
 )
+from capplan.profiling.campaign_page import kernel_shares
 
 
 class Clock:
@@ -160,6 +162,10 @@ def test_slices_have_unique_names_and_stay_under_nine_minutes() -> None:
         before.add(each.name)
     engine = {name for name in before if name.startswith("engine-")}
     assert all(engine <= set(each.after) for each in every if each.name.startswith(("plan", "validation-")))
+    names = [each.name for each in every]
+    assert names[:5] == ["correctness", "copies", "kernels-decode-4096", "kernels-prefill-4096", "decode"]
+    assert "decode-tp2" not in names
+    assert [each.name for each in slices(gpus=2)] == [*names, "decode-tp2"]
     with pytest.raises(ValueError, match="at most 480"):
         Slice("long", lambda _: SliceResult(True, ""), 600.0)
 
@@ -168,9 +174,10 @@ def test_the_campaign_runs_from_end_to_end_on_a_cpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One slice of each kind: the others differ in sizes, stages or loads alone."""
-    kept = ("kernels-decode-4096", "kernels-prefill-4096", "engine-loads", "engine-served", "plan")
-    every = tuple(each for each in slices() if each.name in (*kept, "validation-90"))
-    monkeypatch.setattr(campaign, "slices", lambda: every)
+    kinds = ("correctness", "copies", "kernels-decode-4096", "kernels-prefill-4096", "decode")
+    kept = (*kinds, "engine-loads", "engine-served", "profile", "plan", "validation-90")
+    every = tuple(each for each in slices() if each.name in kept)
+    monkeypatch.setattr(campaign, "slices", lambda _: every)
     assert main(["--device", "cpu", "--out", str(tmp_path), "--tiny"]) == 0
     total = len(every)
     assert f"{total} of {total} slices done" in capsys.readouterr().out
@@ -178,6 +185,31 @@ def test_the_campaign_runs_from_end_to_end_on_a_cpu(
     assert set(table["phase"]) == {"decode", "prefill"}
     machine = record(tmp_path)["kernels-decode-4096"]["runs"][0]["machine"]  # type: ignore[index]
     assert {"date", "device", "versions", "cpu"} <= set(machine)
+    page = (tmp_path / "README.md").read_text()
+    titles = [line.removeprefix("## ") for line in page.splitlines() if line.startswith("## ")]
+    first = ["Correctness", "Copies", "Shrink and expand", "Decode steps against their bytes"]
+    assert titles[:6] == [*first, "Engine", "Profile"]
+    assert all(f"| {name} |" in page for name in kept)
+
+
+def test_a_kernel_that_differs_fails_its_slice_and_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"dtype": "float32", "lora_kernel": "padded", "error": 0.5, "limit": 1e-4}
+    row |= {"attention_kernel": "torch", "cuda_graphs": False, "compared": 3}
+    monkeypatch.setattr("capplan.profiling.engine.correctness.correctness_rows", lambda *_: [row])
+    started = Campaign(tmp_path, "cpu", slices()[:1], tiny=True)
+    assert not started.run(60.0)
+    assert "kernels differ from PyTorch's: padded, float32: 5.0e-01" in str(record(tmp_path))
+    assert "5.0e-01" in (tmp_path / "README.md").read_text()
+
+
+def test_shares_of_the_bandwidth_count_every_row_once() -> None:
+    columns = {"half": ["shrink", "expand"], "width": 10, "tokens": 3, "adapter_rank_sum": 8}
+    table = pd.DataFrame({**columns, "rank_tokens": 24, "median_us": 1.0})
+    shares = kernel_shares(table, item_bytes=2, bytes_per_s=1e9)["share"]
+    moved = [2 * (8 * 10 + 3 * 10) + 4 * 24, 2 * (8 * 10 + 2 * 3 * 10) + 4 * 24]
+    assert shares.tolist() == pytest.approx([each / 1e3 for each in moved])
 
 
 def test_without_a_gpu_the_default_is_refused(
