@@ -23,7 +23,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from capplan.errors import CapplanError, InputError
-from capplan.profiling.campaign_page import COPIES, CORRECTNESS, DECODE, device_bytes_per_s, write_page
+from capplan.profiling.campaign_page import (
+    COPIES,
+    CORRECTNESS,
+    DECODE,
+    PAGE,
+    device_bytes_per_s,
+    write_page,
+)
 from capplan.spec import read_text, write_text_atomic
 
 if TYPE_CHECKING:
@@ -377,8 +384,11 @@ class Campaign:
             machine = describe(self._device)
             progress.runs.append({"seconds": round(now_s() - begin, 1), "note": note, "machine": machine})
             self._write()
-        write_page(self.folder, self._record(), _COMMAND)
         log(f"{each.name}: {note}")
+        try:
+            write_page(self.folder, self._record(), _COMMAND)
+        except (CapplanError, OSError, LookupError, ValueError) as error:  # the tables are there
+            log(f"{PAGE} is not written: {error}")
         return not failed
 
     def _write(self) -> None:

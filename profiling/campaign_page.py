@@ -140,20 +140,19 @@ def _kernels(folder: Path) -> Iterator[str]:
     yield "## Shrink and expand"
     yield ""
     yield (
-        f"Share of the copy's bandwidth in decode, {settings['dtype']}: least bytes (rows of A or B at true "
-        "ranks, activations) over the median time. A request per adapter of one rank; columns: requests."
+        f"Share of the copy's bandwidth, {settings['dtype']}: least bytes (rows of A or B of each adapter "
+        "once, at its rank; activations) over the median time. Mixes: adapters of one rank, half of the "
+        "largest and half of the smallest, one large among small ones, drawn ranks, and adapters of one rank "
+        "that four requests share."
     )
     yield ""
-    mixes = table["configuration"].str.rpartition("/")[2]
-    decode = table[(table["phase"] == "decode") & mixes.str.startswith("all-")]
-    batches = sorted(decode["requests"].unique())
-    shares = decode.pivot_table("share", ["width", "kernel", "half", "max_rank"], "requests")
-    rows = [
-        (*map(str, key), *("" if math.isnan(value) else f"{value:.2f}" for value in row))
-        for key, row in zip(shares.index, shares.to_numpy(), strict=True)
-    ]
-    yield from _table(("width", "kernel", "half", "rank", *map(str, batches)), rows)
-    yield ""
+    table = table.assign(mix=table["configuration"].str.rpartition("/")[2])
+    for phase, size in (("decode", "requests"), ("prefill", "tokens")):
+        if (chosen := table[table["phase"] == phase]).size:
+            yield f"In {phase}, by {size}:"
+            yield ""
+            yield from _share_table(chosen, size)
+            yield ""
     yield "Toppings' linear models on left-out configurations, and errors (SMAPE) of the additive form:"
     yield ""
     fits = [
@@ -170,6 +169,16 @@ def _kernels(folder: Path) -> Iterator[str]:
     ]
     head = ("width", "phase", "grid", "kernel", "half", "R² BGMV form", "R² MBGMV form", "additive, %")
     yield from _table(head, fits)
+
+
+def _share_table(table: pd.DataFrame, size: str) -> Iterator[str]:
+    """Yield a table of shares, one row per kernel, half and mix; medians of draws and of equal sizes."""
+    shares = table.pivot_table("share", ["width", "kernel", "half", "mix"], size, aggfunc="median")
+    rows = [
+        (*map(str, key), *("" if math.isnan(value) else f"{value:.2f}" for value in row))
+        for key, row in zip(shares.index, shares.to_numpy(), strict=True)
+    ]
+    yield from _table(("width", "kernel", "half", "mix", *map(str, shares.columns)), rows)
 
 
 def _decode(folder: Path) -> Iterator[str]:

@@ -204,6 +204,17 @@ def test_a_kernel_that_differs_fails_its_slice_and_is_recorded(
     assert "5.0e-01" in (tmp_path / "README.md").read_text()
 
 
+def test_a_page_that_cannot_be_written_stops_no_slice(tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "kernels.parquet").write_text("broken")
+    (tmp_path / "copies.csv").write_text("source,bytes,bytes_per_s\ndevice,1,1.0\n")
+    clock, lines = Clock(), []
+    started = Campaign(tmp_path, "cpu", [part("a", 1.0, clock), part("b", 1.0, clock)])
+    assert started.run(1e9, lines.append, clock)
+    assert started.pending_parts() == []
+    assert sum("README.md is not written" in line for line in lines) == 2
+
+
 def test_shares_of_the_bandwidth_count_every_row_once() -> None:
     columns = {"half": ["shrink", "expand"], "width": 10, "tokens": 3, "adapter_rank_sum": 8}
     table = pd.DataFrame({**columns, "rank_tokens": 24, "median_us": 1.0})
