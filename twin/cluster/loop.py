@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from capplan.compile import inner, jit
 from capplan.serving.routers.choose import RoutingRule, choose_blindly, choose_by_looking
 from capplan.serving.routers.dlora import busiest, idlest, is_excessive, load, to_move
-from capplan.serving.routers.fleet import Placement
+from capplan.serving.routers.fleet import ArrivingRequest, Placement, note_sent
 from capplan.serving.scheduler import is_movable, withdraw
 from capplan.serving.state import NONE, State
 from capplan.serving.structures import Heap, heap_push, heap_remove, int_fields, new_record
@@ -21,6 +21,7 @@ from capplan.twin.cluster.steps import (
     lacks_rows,
     observe,
     observe_adapter,
+    report_state,
 )
 from capplan.twin.core import mark_running
 from capplan.workload.sampling import uniform
@@ -32,6 +33,8 @@ _CURSOR = int_fields(
     "migrations",  # requests moved so far
     "pause_ns",  # time after which the loop returns to its caller
     "refresh_ns",  # time of the next refresh of queues, before which all instances are advanced to it
+    "report_ns",  # time of the next report of all instances to the router
+    "report_period_ns",  # 0: the router reads their present state
 )
 
 # Events.
@@ -39,16 +42,28 @@ ARRIVAL = 0
 TICK = 1
 END = 2
 REFRESH = 3
+REPORT = 4
 
 PAUSED = -2
 REFRESH_DUE = -3
 
 
-def new_cursor(period_ns: int) -> np.record:
-    """Return the initial position of the loop, from which it continues after an interruption."""
+def new_cursor(period_ns: int, report_period_ns: int = 0) -> np.record:
+    """Return the initial position of the loop, from which it continues after an interruption.
+
+    Parameters
+    ----------
+    period_ns
+        Time between migrations; 0: none.
+    report_period_ns
+        Time between reports of the instances to the router; 0: it reads their present state.
+    """
     cursor = new_record(_CURSOR)
     cursor.place, cursor.tick_ns = NONE, period_ns
+    cursor.report_period_ns = cursor.report_ns = report_period_ns
     cursor.pause_ns = cursor.refresh_ns = np.iinfo(np.int64).max
+    if report_period_ns == 0:
+        cursor.report_ns = np.iinfo(np.int64).max
     return cursor
 
 
@@ -86,20 +101,15 @@ def serve(
         event, until_ns = _next_event(cluster, rule, cursor)
         if until_ns > cursor.pause_ns:
             return PAUSED
-        request = cursor.next
-        first, last = placement.start[0], placement.start[1]  # the base model is everywhere
-        if event == ARRIVAL and rule.looks:
-            adapter = cluster.adapter[request]
-            first, last = placement.start[adapter], placement.start[adapter + 1]
-        elif event == ARRIVAL:
-            if cursor.place == NONE:
-                draw = uniform(key, request)
-                cursor.place = choose_blindly(rule, cluster.fleet, placement, cluster.adapter[request], draw)
-            first, last = cursor.place, cursor.place + 1
+        first, last = _concerned(cluster, rule, key, cursor, event)
         for place in range(first, last):
             advance_to(cluster, placement.instance[place], until_ns)
         if event == REFRESH:
             return REFRESH_DUE
+        if event == REPORT:
+            report_state(cluster, cursor.report_ns, rule.asks_adapter)
+            cursor.report_ns += cursor.report_period_ns
+            continue
         if event == END:
             break
         if event == TICK:
@@ -115,6 +125,22 @@ def serve(
 
 
 @inner
+def _concerned(
+    cluster: Cluster, rule: RoutingRule, key: np.uint64, cursor: np.record, event: int
+) -> tuple[int, int]:
+    """Return the places, first and one after the last, whose instances are advanced to an event."""
+    placement = cluster.placement
+    if event != ARRIVAL:
+        return int(placement.start[0]), int(placement.start[1])  # the base model is everywhere
+    adapter = cluster.adapter[cursor.next]
+    if rule.looks:
+        return int(placement.start[adapter]), int(placement.start[adapter + 1])
+    if cursor.place == NONE:
+        cursor.place = choose_blindly(rule, cluster.fleet, placement, adapter, uniform(key, cursor.next))
+    return int(cursor.place), int(cursor.place) + 1
+
+
+@inner
 def _next_event(cluster: Cluster, rule: RoutingRule, cursor: np.record) -> tuple[int, int]:
     """Return the next event and its time, up to which instances may run."""
     at_ns = cluster.horizon_ns
@@ -124,6 +150,8 @@ def _next_event(cluster: Cluster, rule: RoutingRule, cursor: np.record) -> tuple
         event = ARRIVAL
     if cursor.refresh_ns <= at_ns:
         event, at_ns = REFRESH, cursor.refresh_ns
+    if cursor.report_ns <= at_ns and cursor.report_ns < cluster.horizon_ns:
+        event, at_ns = REPORT, cursor.report_ns
     if rule.period_ns > 0 and cursor.tick_ns <= at_ns and cursor.tick_ns < cluster.horizon_ns:
         return TICK, cursor.tick_ns
     return event, at_ns
@@ -136,13 +164,16 @@ def _arrive(
     """Hand over the next request; return NONE, or the instance that lacks a row for it."""
     request = cursor.next
     if cursor.place == NONE:
-        cursor.place = _observe_and_choose(cluster, rule, key, answered, request)
+        cursor.place = _observe_and_choose(cluster, rule, key, answered, cursor)
     place = cursor.place
     instance = int(cluster.placement.instance[place])
     member = load_member(cluster.memory, instance)
     if lacks_rows(cluster, instance, member, 1):
         return instance
     hand_over(cluster, place, request, cluster.stream.arrival_ns[request], member)
+    if cursor.report_period_ns > 0:
+        rank = cluster.rank[cluster.adapter[request]]
+        note_sent(cluster.seen, cluster.placement, place, rank, cluster.stream.prompt_tokens[request])
     cursor.place = NONE
     cursor.next = request + 1
     return NONE
@@ -150,24 +181,27 @@ def _arrive(
 
 @inner
 def _observe_and_choose(
-    cluster: Cluster, rule: RoutingRule, key: np.uint64, answered: np.record, request: int
+    cluster: Cluster, rule: RoutingRule, key: np.uint64, answered: np.record, cursor: np.record
 ) -> int:
     """Return the place that a router chooses by reading the instances, which have run up to now."""
-    adapter = cluster.adapter[request]
+    adapter = cluster.adapter[cursor.next]
     placement = cluster.placement
-    if rule.asks_adapter:
-        for place in range(placement.start[adapter], placement.start[adapter + 1]):
+    now_ns = cluster.stream.arrival_ns[cursor.next]
+    for place in range(placement.start[adapter], placement.start[adapter + 1]):
+        if cursor.report_period_ns > 0:
+            break
+        cluster.fleet.instances.seen_ns[placement.instance[place]] = now_ns
+        if rule.asks_adapter:
             observe_adapter(cluster, place)
-    return choose_by_looking(
-        rule,
-        cluster.fleet,
-        placement,
+    request = ArrivingRequest(
         adapter,
         cluster.rank[adapter],
-        cluster.stream.prompt_tokens[request],
+        cluster.stream.prompt_tokens[cursor.next],
         (rule.first_answer + answered.answer_tokens) / (1.0 + answered.answers),
-        uniform(key, request),
+        uniform(key, cursor.next),
+        now_ns,
     )
+    return choose_by_looking(rule, cluster.seen, placement, request)
 
 
 @inner

@@ -1,16 +1,14 @@
-"""Reference loop of the cluster twin in Python, for routers written in Python, and reference routers.
+"""Reference loop of the cluster twin in Python, for routers written in Python.
 
 The instances are those of the compiled twin. The order of events and what a router reads are computed here
 without any of the counts that the compiled loop keeps. An arrival takes some hundred microseconds per
-candidate. The reference routers are compared with the compiled rules of `capplan.serving.routers`, and are
-examples of routers written in Python. They have state, so every simulation needs new ones.
+candidate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import permutations
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -18,7 +16,6 @@ import numpy as np
 from capplan.compile import jit
 from capplan.errors import InputError
 from capplan.serving import NONE, State
-from capplan.serving.routers import Gateway, Performance
 from capplan.serving.state import ENDING, LOADING, POOLED
 from capplan.twin import trace as t
 from capplan.twin.cluster.member import load_member
@@ -29,12 +26,14 @@ from capplan.twin.cluster.run import (
     lay_out,
     next_refresh_ns,
     refresh_members,
+    report_period_ns,
     routing_key,
     trace_of,
 )
 from capplan.twin.cluster.scenario import ClusterScenario
 from capplan.twin.cluster.steps import Cluster, advance_to, hand_over, lacks_rows
 from capplan.twin.core import mark_running
+from capplan.twin.host_link import NEVER_NS
 from capplan.twin.scenario import NS_PER_S
 from capplan.workload.sampling import uniform
 
@@ -86,13 +85,76 @@ class Candidate:
     """Whether requests of the same adapter wait that the scheduler has seen."""
     running_tokens: int = 0
     """KV tokens of the running requests, and tokens of their prompts that are not computed yet."""
+    partial_tokens: int = 0
+    """Tokens of the prompts of running requests that are not computed yet."""
+    queued_prompts: tuple[int, ...] = ()
+    """Prompt tokens of the waiting requests, in the order of `queued`."""
+    is_resident: bool = False
+    """Whether the adapter is in GPU memory."""
+    age_ns: int = 0
+    """Time since the instance reported this state; `NEVER_NS` before its first report."""
 
 
 PythonRouter: TypeAlias = Callable[[RoutedRequest, Sequence[Candidate]], int]
 """Returns the position of the chosen candidate; candidates are in order of instances."""
 
 
-def run_with(scenario: ClusterScenario, router: PythonRouter, seed: int) -> ClusterTrace:
+class _Reports:
+    """What the router knows of the instances if they report their state from time to time.
+
+    Parameters
+    ----------
+    period_ns
+        Time between reports; 0: the router reads the present state.
+    """
+
+    def __init__(self, laid: Laid, period_ns: int) -> None:
+        self._laid = laid
+        self._period_ns = period_ns
+        self.next_ns = period_ns if period_ns else NEVER_NS
+        self._seen_ns: int | None = None
+        self._known = self._observed() if period_ns else []
+
+    def _observed(self) -> list[Candidate]:
+        places = self._laid.cluster.placement.instance.size
+        return [observe_candidate(self._laid, place) for place in range(places)]
+
+    def report(self) -> None:
+        """Report the state of all instances, which have run up to now."""
+        self._known = self._observed()
+        self._seen_ns = self.next_ns
+        self.next_ns += self._period_ns
+        if self.next_ns >= self._laid.cluster.horizon_ns:
+            self.next_ns = NEVER_NS
+
+    def candidates(self, start: int, end: int, now_ns: int) -> list[Candidate]:
+        """Return what the router knows of the holders of an adapter."""
+        if not self._period_ns:
+            return [observe_candidate(self._laid, place) for place in range(start, end)]
+        age_ns = NEVER_NS if self._seen_ns is None else now_ns - self._seen_ns
+        return [replace(known, age_ns=age_ns) for known in self._known[start:end]]
+
+    def note_sent(self, place: int, rank: int, prompt_tokens: int) -> None:
+        """Add a request that the router has sent to an instance."""
+        if not self._period_ns:
+            return
+        chosen = self._known[place]
+        is_new = rank > 0 and not (chosen.is_active or chosen.is_queued)
+        for other, known in enumerate(self._known):
+            if known.instance == chosen.instance:
+                self._known[other] = replace(
+                    known,
+                    queued=(*known.queued, rank),
+                    queued_prompts=(*known.queued_prompts, prompt_tokens),
+                    queued_tokens=known.queued_tokens + prompt_tokens,
+                    queued_adapters=known.queued_adapters + is_new,
+                    is_queued=known.is_queued or (other == place and rank > 0),
+                )
+
+
+def run_with(
+    scenario: ClusterScenario, router: PythonRouter, seed: int, state_period_s: float = 0.0
+) -> ClusterTrace:
     """Simulate a cluster to its horizon as `run_cluster` does, with a router written in Python.
 
     Raises
@@ -100,7 +162,8 @@ def run_with(scenario: ClusterScenario, router: PythonRouter, seed: int) -> Clus
     InputError
         If the router returns no position of a candidate.
     """
-    laid = lay_out(scenario, by_rank=False)
+    laid = lay_out(scenario, by_rank=False, by_adapter=True)
+    reports = _Reports(laid, report_period_ns(state_period_s))
     key = routing_key(seed)
     outputs = scenario.requests.output_tokens
     first_answer = float(outputs.mean()) if outputs.size else 1.0
@@ -108,7 +171,7 @@ def run_with(scenario: ClusterScenario, router: PythonRouter, seed: int) -> Clus
     for number, arrival_ns in enumerate(scenario.requests.arrival_ns.tolist()):
         adapter = int(scenario.requests.adapter[number])
         start, end = scenario.placement.start[adapter : adapter + 2].tolist()
-        refresh_ns = _refresh_until(laid, refresh_ns, arrival_ns)
+        refresh_ns = _refresh_until(laid, refresh_ns, arrival_ns, reports)
         _advance(laid.cluster, start, end, min(arrival_ns, scenario.horizon_ns))
         request = RoutedRequest(
             number=number,
@@ -119,24 +182,29 @@ def run_with(scenario: ClusterScenario, router: PythonRouter, seed: int) -> Clus
             draw=uniform(key, number),
             mean_answer_tokens=_mean_answer(scenario, laid, first_answer),
         )
-        candidates = [observe_candidate(laid, place) for place in range(start, end)]
+        candidates = reports.candidates(start, end, arrival_ns)
         chosen = router(request, candidates)
         if not isinstance(chosen, int | np.integer) or not 0 <= chosen < len(candidates):
             raise InputError(f"must return a position from 0 to {len(candidates) - 1}", chosen, "router")
         if _lacks_rows(laid.cluster, candidates[chosen].instance):
             grow(laid, candidates[chosen].instance)
         _hand_over(laid.cluster, start + chosen, number, arrival_ns)
-    _refresh_until(laid, refresh_ns, scenario.horizon_ns)
+        reports.note_sent(start + chosen, request.rank, request.prompt_tokens)
+    _refresh_until(laid, refresh_ns, scenario.horizon_ns, reports)
     _advance(laid.cluster, 0, scenario.instances, scenario.horizon_ns)  # the base model is everywhere
     for member in laid.members:
         _mark_running(member.state, member.trace)
     return trace_of(laid, migrations=0)
 
 
-def _refresh_until(laid: Laid, refresh_ns: int, until_ns: int) -> int:
-    """Do the refreshes from `refresh_ns` to `until_ns`, and return the time of the next one."""
-    while refresh_ns <= until_ns:
-        _advance(laid.cluster, 0, len(laid.members), refresh_ns)  # the base model is everywhere
+def _refresh_until(laid: Laid, refresh_ns: int, until_ns: int, reports: _Reports) -> int:
+    """Do the reports and refreshes up to `until_ns`, and return the time of the next refresh."""
+    while min(refresh_ns, reports.next_ns) <= until_ns:
+        now_ns = min(refresh_ns, reports.next_ns)
+        _advance(laid.cluster, 0, len(laid.members), now_ns)  # the base model is everywhere
+        if reports.next_ns == now_ns:
+            reports.report()
+            continue
         refresh_members(laid, refresh_ns)
         refresh_ns = next_refresh_ns(laid, refresh_ns)
     return refresh_ns
@@ -164,6 +232,9 @@ def observe_candidate(laid: Laid, place: int) -> Candidate:
         queued=tuple(int(rank[cluster.adapter[request]]) for request in waiting),
         queued_tokens=sum(int(prompts[request]) for request in waiting),
         running_tokens=sum(max(int(rows.prompt[row]), _computed_tokens(state, row)) for row in running),
+        partial_tokens=sum(max(0, int(rows.prompt[row]) - _computed_tokens(state, row)) for row in running),
+        queued_prompts=tuple(int(prompts[request]) for request in waiting),
+        is_resident=local == 0 or (adapters.resident[local] == 1 and adapters.claim[local] != LOADING),
         free_tokens=(int(state.counters.free_blocks) + idle_blocks) * limits.block_size,
         kv_tokens=int(state.counters.capacity) * limits.block_size,
         max_num_seqs=limits.max_num_seqs,
@@ -227,192 +298,3 @@ def _hand_over(cluster: Cluster, place: int, request: int, at_ns: int) -> None:
 @jit
 def _mark_running(state: State, trace: t.TwinTrace) -> None:
     mark_running(state, trace)
-
-
-Candidates = Sequence[Candidate]
-
-
-def load(candidate: Candidate) -> int:
-    """Return the requests at an instance."""
-    return len(candidate.running) + len(candidate.queued)
-
-
-def fits(request: RoutedRequest, candidate: Candidate) -> bool:
-    """Return whether free memory suffices for a prompt after those of the waiting requests."""
-    return candidate.queued_tokens + request.prompt_tokens <= candidate.free_tokens
-
-
-@dataclass
-class Rotating:
-    """The candidate with the smallest key; of several, the first one after the last choice."""
-
-    instances: int
-    key: Callable[[RoutedRequest, Candidate], tuple[float, ...]]
-    last: int = -1
-
-    def __call__(self, request: RoutedRequest, candidates: Candidates) -> int:
-        """Return the position of the chosen candidate."""
-
-        def order(at: int) -> tuple[float, ...]:
-            behind = (candidates[at].instance - self.last - 1) % self.instances
-            return (*self.key(request, candidates[at]), behind)
-
-        chosen = min(range(len(candidates)), key=order)
-        self.last = candidates[chosen].instance
-        return chosen
-
-
-def plan_shares(request: RoutedRequest, candidates: Candidates) -> int:
-    """Draw a candidate by the shares of the plan."""
-    upto = 0.0
-    for at, candidate in enumerate(candidates):
-        upto += candidate.share
-        if request.draw < upto:
-            return at
-    return max(at for at, candidate in enumerate(candidates) if candidate.share > 0)
-
-
-def random_holder(request: RoutedRequest, candidates: Candidates) -> int:
-    """Draw a candidate."""
-    return int(request.draw * len(candidates))
-
-
-def two_choices(request: RoutedRequest, candidates: Candidates) -> int:
-    """Draw an ordered pair of candidates; return the less loaded one, the first of equal ones."""
-    pairs = list(permutations(range(len(candidates)), 2)) or [(0, 0)]
-    return min(pairs[int(request.draw * len(pairs))], key=lambda at: load(candidates[at]))
-
-
-@dataclass
-class SmoothShares:
-    """Smooth weighted round robin."""
-
-    credit: dict[tuple[int, int], float] = field(default_factory=dict)
-
-    def __call__(self, request: RoutedRequest, candidates: Candidates) -> int:
-        """Return the position of the candidate with most credit."""
-        holders = len(candidates)
-        keys = [(request.adapter, candidate.instance) for candidate in candidates]
-        for at, (key, candidate) in enumerate(zip(keys, candidates, strict=True)):
-            first = candidate.share * ((at - request.adapter) % holders / holders)
-            self.credit[key] = self.credit.get(key, first) + candidate.share
-        chosen = max(range(len(keys)), key=lambda at: self.credit[keys[at]])
-        self.credit[keys[chosen]] -= 1.0
-        return chosen
-
-
-@dataclass
-class FirstFit:
-    """The first candidate with room, else the least loaded one."""
-
-    otherwise: Rotating
-
-    def __call__(self, request: RoutedRequest, candidates: Candidates) -> int:
-        """Return the position of the first candidate with room."""
-        for at, candidate in enumerate(candidates):
-            if load(candidate) < candidate.max_num_seqs and fits(request, candidate):
-                self.otherwise.last = candidate.instance
-                return at
-        return self.otherwise(request, candidates)
-
-
-def affinity(candidate: Candidate) -> float:
-    """Return the inference gateway's affinity score."""
-    if candidate.is_active:
-        return 1.0
-    if candidate.active_adapters + candidate.queued_adapters < candidate.max_loras:
-        return 0.8
-    return 0.6 if candidate.is_queued else 0.0
-
-
-@dataclass
-class WeightedScores:
-    """The inference gateway's sum of scores."""
-
-    instances: int
-    gateway: Gateway = field(default_factory=Gateway)
-    last: int = -1
-
-    def __call__(self, request: RoutedRequest, candidates: Candidates) -> int:
-        """Return the position of the candidate with the highest score."""
-        queues = [len(candidate.queued) for candidate in candidates]
-        shortest, longest = min(queues), max(queues)
-
-        def key(_: RoutedRequest, candidate: Candidate) -> tuple[float, ...]:
-            idle = 1.0
-            if longest > shortest:
-                idle = (longest - len(candidate.queued)) / (longest - shortest)
-            free = candidate.free_tokens / candidate.kv_tokens
-            weights = self.gateway
-            score = weights.queue * idle + weights.kv_cache * free + weights.lora * affinity(candidate)
-            return (-score,)
-
-        rotating = Rotating(self.instances, key, self.last)
-        chosen = rotating(request, candidates)
-        self.last = rotating.last
-        return chosen
-
-
-@dataclass(frozen=True)
-class RankAware:
-    """Toppings' key of a candidate."""
-
-    kernel: str
-    models: Sequence[Performance]
-    slo_ms: float
-
-    def __call__(self, request: RoutedRequest, candidate: Candidate) -> tuple[float, ...]:
-        """Return the key of a candidate; the smallest is chosen."""
-        model = self.models[candidate.instance]
-        prefill = model.prefill_alpha_ms, model.prefill_beta_ms
-        decode = model.decode_alpha_ms, model.decode_beta_ms
-        queued, everybody = candidate.queued, (*candidate.running, *candidate.queued)
-        new = request.rank
-        with_it_ms = self._perf((*everybody, new), *decode)
-        prefill_ms = self._perf((*queued, new), *prefill) + model.prefill_ms_per_token * request.prompt_tokens
-        prefill_ms -= self._perf(queued, *prefill)
-        cost = with_it_ms - self._perf(everybody, *decode) + prefill_ms / request.mean_answer_tokens
-        requests = len(everybody)
-        return not fits(request, candidate), with_it_ms > self.slo_ms, cost * requests, requests, cost
-
-    def _perf(self, ranks: Sequence[int], alpha: float, beta: float) -> float:
-        """Return eq. 2 for requests of these ranks, 0 for those of the base model."""
-        if not ranks:
-            return 0.0
-        adapters = [rank for rank in ranks if rank > 0]
-        if self.kernel == "mbgmv":
-            return alpha * sum(adapters) + beta
-        return alpha * (len(adapters) * max(adapters, default=0)) + beta
-
-
-def reference_router(name: str, instances: int, rank_aware: RankAware | None = None) -> PythonRouter:
-    """Return a new reference router.
-
-    Parameters
-    ----------
-    name
-        Name in `capplan.serving.routers.ROUTERS`; dLoRA is without its migrations.
-    instances
-        Number of instances.
-    rank_aware
-        Key of Toppings' router, which requires it.
-    """
-    least_loaded = Rotating(instances, lambda _, candidate: (load(candidate),))
-    rules: dict[str, PythonRouter] = {
-        "plan-shares": plan_shares,
-        "smooth-shares": SmoothShares(),
-        "random": random_holder,
-        "round-robin": Rotating(instances, lambda *_: ()),
-        "least-loaded": least_loaded,
-        "least-tokens": Rotating(instances, lambda _, seen: (seen.running_tokens + seen.queued_tokens,)),
-        "two-choices": two_choices,
-        "first-fit": FirstFit(least_loaded),
-        "lora-affinity": Rotating(instances, lambda _, seen: (-affinity(seen), len(seen.queued))),
-        "inference-gateway": WeightedScores(instances),
-        "dlora": least_loaded,
-    }
-    if rank_aware is not None:
-        rules["toppings"] = Rotating(instances, rank_aware)
-    if name not in rules:
-        raise InputError(f"must be one of {', '.join(rules)}", name, "router")
-    return rules[name]

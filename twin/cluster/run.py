@@ -9,10 +9,11 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from capplan.errors import InputError
 from capplan.serving import NONE, Limits, State, new_state
 from capplan.serving.refresh import refresh
 from capplan.serving.routers.choose import ASK_RANKS, RoutingRule
-from capplan.serving.routers.fleet import Fleet, new_fleet
+from capplan.serving.routers.fleet import NEVER_SEEN, Fleet, new_fleet
 from capplan.serving.state import POOLED
 from capplan.serving.structures import new_heap
 from capplan.twin import trace as t
@@ -23,7 +24,7 @@ from capplan.twin.cluster.scenario import ClusterScenario, take_requests
 from capplan.twin.cluster.steps import Cluster, new_progress, show_arrivals
 from capplan.twin.core import record_pool
 from capplan.twin.host_link import NEVER_NS, new_link
-from capplan.twin.scenario import Scenario, new_engine
+from capplan.twin.scenario import NS_PER_S, Scenario, new_engine
 
 FIRST_ROWS = 512
 """Initial rows of an instance for requests in flight; a full table is doubled."""
@@ -58,6 +59,7 @@ def run_cluster(
     seed: int,
     first_rows: int = FIRST_ROWS,
     interrupt: Callable[[], None] | None = None,
+    state_period_s: float = 0.0,
 ) -> ClusterTrace:
     """Simulate a cluster to its horizon.
 
@@ -71,14 +73,30 @@ def run_cluster(
         Initial rows of every instance, without effect on the result.
     interrupt
         Called every simulated minute; an exception that it raises ends the simulation.
+    state_period_s
+        Time between reports of the instances to the router; 0: it reads their present state.
     """
-    laid = lay_out(scenario, rule.code in ASK_RANKS, first_rows)
-    return trace_of(laid, run_laid(laid, rule, seed, interrupt))
+    report_ns = report_period_ns(state_period_s) if rule.looks else 0
+    laid = lay_out(scenario, rule.code in ASK_RANKS, first_rows, rule.asks_adapter, report_ns)
+    return trace_of(laid, run_laid(laid, rule, seed, interrupt, report_ns))
 
 
-def run_laid(laid: Laid, rule: RoutingRule, seed: int, interrupt: Callable[[], None] | None = None) -> int:
+def report_period_ns(state_period_s: float) -> int:
+    """Return the time between reports of the instances to the router, in nanoseconds; 0: no delay."""
+    if not 0 <= state_period_s < float("inf"):
+        raise InputError("must be a finite number >= 0", state_period_s, "state_period_s")
+    return round(state_period_s * NS_PER_S)
+
+
+def run_laid(
+    laid: Laid,
+    rule: RoutingRule,
+    seed: int,
+    interrupt: Callable[[], None] | None = None,
+    report_period_ns: int = 0,
+) -> int:
     """Simulate a cluster in memory, and return the number of moved requests."""
-    cursor = new_cursor(rule.period_ns)
+    cursor = new_cursor(rule.period_ns, report_period_ns)
     cursor.refresh_ns = next_refresh_ns(laid, 0)
     if interrupt is not None:
         cursor.pause_ns = _PAUSE_NS
@@ -124,11 +142,26 @@ def routing_key(seed: int) -> np.uint64:
     return np.uint64(np.random.SeedSequence(seed, spawn_key=(1,)).generate_state(1, np.uint64)[0])
 
 
-def lay_out(scenario: ClusterScenario, by_rank: bool, first_rows: int = FIRST_ROWS) -> Laid:
-    """Return the cluster in memory; `by_rank`: with requests counted by rank, for routers that read them."""
+def lay_out(
+    scenario: ClusterScenario,
+    by_rank: bool,
+    first_rows: int = FIRST_ROWS,
+    by_adapter: bool = False,
+    report_period_ns: int = 0,
+) -> Laid:
+    """Return the cluster in memory.
+
+    Parameters
+    ----------
+    by_rank, by_adapter
+        Whether the router reads requests by rank, and the state of adapters.
+    first_rows, report_period_ns
+        As in `run_cluster`.
+    """
     requests = scenario.requests
     count = requests.arrival_ns.size
-    fleet = new_fleet(scenario.instances, scenario.rank, by_rank)
+    places = scenario.placement.instance.size if by_adapter else 0
+    fleet = new_fleet(scenario.instances, scenario.rank, by_rank, places)
     answered, following = new_answered(), np.zeros(count, np.int64)
     shared = t.new_trace(count, waits=any(engine.pool is not None for engine in scenario.engines))
     memory = new_memory(scenario.instances, scenario.engines[0].limits.policy == POOLED)
@@ -163,6 +196,7 @@ def lay_out(scenario: ClusterScenario, by_rank: bool, first_rows: int = FIRST_RO
         memory=memory,
         progress=new_progress(scenario.instances),
         fleet=fleet,
+        seen=fleet if report_period_ns == 0 else _never_seen(fleet),
         placement=scenario.placement,
         adapter=requests.adapter.copy(),
         rank=scenario.rank,
@@ -174,6 +208,13 @@ def lay_out(scenario: ClusterScenario, by_rank: bool, first_rows: int = FIRST_RO
         horizon_ns=scenario.horizon_ns,
     )
     return Laid(scenario.engines, cluster, members, answered)
+
+
+def _never_seen(fleet: Fleet) -> Fleet:
+    """Return the state of instances that have not reported yet: their limits, and no request."""
+    instances = fleet.instances.copy()
+    instances.seen_ns = NEVER_SEEN
+    return Fleet(instances, fleet.by_rank.copy(), fleet.ranks, fleet.standing.copy())
 
 
 def _neighbours(link: NDArray[np.int64]) -> NDArray[np.int64]:

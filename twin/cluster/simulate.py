@@ -41,6 +41,7 @@ def simulate_cluster(
     seed: int = 0,
     gpus_per_link: int = 1,
     interrupt: Callable[[], None] | None = None,
+    state_period_s: float = 0.0,
 ) -> ClusterResult:
     """Simulate several instances that serve one workload.
 
@@ -51,8 +52,8 @@ def simulate_cluster(
     instances
         The engines, and the adapters that each holds.
     router
-        Name of a router in `capplan.serving.routers.ROUTERS`, parameters of one (`Dlora`, `Toppings`), or a
-        function of a request and the candidates (slow; for experiments).
+        Name of a router in `capplan.serving.routers.ROUTERS`, parameters of one (`Dlora`, `Gateway`,
+        `LeastWorkLeft`, `Toppings`), or a function of a request and the candidates (slow; for experiments).
     duration_s
         Horizon in seconds.
     seed
@@ -64,6 +65,10 @@ def simulate_cluster(
     interrupt
         Called every simulated minute, unless the router is a function; an exception that it raises ends the
         simulation.
+    state_period_s
+        Time between reports of the instances to the router, all at multiples of it. Meanwhile the router
+        knows their last report and the requests that it has sent since; before the first one it knows that
+        they are idle. 0: it reads their present state. Migrations are decided by the present state.
 
     Returns
     -------
@@ -79,7 +84,7 @@ def simulate_cluster(
     """
     started = time.perf_counter()
     scenario = build_cluster(workload, instances, duration_s, seed, gpus_per_link=gpus_per_link)
-    trace = _trace(scenario, router, seed, interrupt)
+    trace = _trace(scenario, router, seed, interrupt, state_period_s)
     return _result(scenario, trace, instances, started, workload.slo.tpt_over_base)
 
 
@@ -106,10 +111,12 @@ def _trace(
     router: NamedRouter | PythonRouter,
     seed: int,
     interrupt: Callable[[], None] | None = None,
+    state_period_s: float = 0.0,
 ) -> ClusterTrace:
     if callable(router):
-        return run_with(scenario, router, seed)
-    return run_cluster(scenario, build_rule(router, scenario), seed, interrupt=interrupt)
+        return run_with(scenario, router, seed, state_period_s)
+    rule = build_rule(router, scenario)
+    return run_cluster(scenario, rule, seed, interrupt=interrupt, state_period_s=state_period_s)
 
 
 def _result(

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from capplan.compile import by_reference, inner, jit
 from capplan.serving import State
 from capplan.serving.pooled_state import has_pool, with_pool
-from capplan.serving.routers.fleet import ACTIVE, AWAITED, Fleet, Placement
+from capplan.serving.routers.fleet import ACTIVE, AWAITED, RESIDENT, Fleet, Placement
 from capplan.serving.state import (
     LOADING,
     NO_CLAIM,
@@ -39,6 +39,9 @@ class Cluster(NamedTuple):
     progress: Records
     """Shape (instances,); fields as in `_PROGRESS`."""
     fleet: Fleet
+    """Present state of the instances."""
+    seen: Fleet
+    """State that the router reads: `fleet` itself, or an older one with what the router has sent since."""
     placement: Placement
     adapter: NDArray[np.int32]
     """Adapter of each request, numbered over the whole cluster."""
@@ -167,7 +170,8 @@ def observe(cluster: Cluster, instance: int, member: ClusterMember) -> None:
     record.running = c.n_running - c.n_ending
     record.queued = c.n_waiting - c.n_gone + unseen(cluster, instance, member)
     record.free_blocks = c.free_blocks + _idle_blocks(member.state)
-    record.running_tokens = _running_tokens(member.state)
+    record.partial_tokens = _partial_tokens(member.state)
+    record.running_tokens = c.kv_tokens + record.partial_tokens
     record.active_adapters = c.n_active - c.n_claimed
     record.queued_adapters = member.state.hot.size[0] + member.state.cold.size[0] + member.clock.at.n_copies
     if member.state.adapters.queue_head[0] != NONE:
@@ -181,9 +185,9 @@ def _idle_blocks(state: State) -> int:
 
 
 @inner
-def _running_tokens(state: State) -> int:
-    """Return the tokens with KV of the running requests, and those of their prompts not computed yet."""
-    tokens = state.counters.kv_tokens
+def _partial_tokens(state: State) -> int:
+    """Return the tokens of the prompts of running requests that are not computed yet."""
+    tokens = 0
     for i in range(state.counters.n_partial):
         row = state.lists.partial[i]
         tokens += max(0, state.rows.prompt[row] - state.rows.computed[row])
@@ -204,7 +208,27 @@ def observe_adapter(cluster: Cluster, place: int) -> None:
         standing |= ACTIVE
     if local > 0 and adapters.queue_head[local] != NONE:
         standing |= AWAITED
-    cluster.fleet.standing[instance] = standing
+    if local == 0 or (adapters.resident[local] == 1 and adapters.claim[local] != LOADING):
+        standing |= RESIDENT
+    cluster.fleet.standing[place] = standing
+
+
+@inner
+def report_state(cluster: Cluster, at_ns: int, by_adapter: bool) -> None:
+    """Copy the present state of all instances, which have run up to now, to that which the router reads."""
+    fleet, seen = cluster.fleet, cluster.seen
+    if by_adapter:
+        for place in range(seen.standing.size):
+            observe_adapter(cluster, place)
+            seen.standing[place] = fleet.standing[place]
+    for instance in range(seen.instances.size):
+        seen.instances[instance] = fleet.instances[instance]
+        seen.instances.seen_ns[instance] = at_ns
+        if seen.by_rank.shape[2] > 0:
+            for kind in range(seen.by_rank.shape[1]):
+                for k in range(seen.ranks.size):
+                    rank = seen.ranks[k]
+                    seen.by_rank[instance, kind, rank] = fleet.by_rank[instance, kind, rank]
 
 
 @inner

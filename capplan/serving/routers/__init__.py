@@ -4,6 +4,18 @@ from capplan.serving.routers.choose import ROUTERS, router_code
 from capplan.serving.routers.dlora import Dlora
 from capplan.serving.routers.fleet import Fleet, Placement
 from capplan.serving.routers.gateway import Gateway
+from capplan.serving.routers.least_work_left import LeastWorkLeft, WorkModel
 from capplan.serving.routers.toppings import Performance, Toppings
 
-__all__ = ["ROUTERS", "Dlora", "Fleet", "Gateway", "Performance", "Placement", "Toppings", "router_code"]
+__all__ = [
+    "ROUTERS",
+    "Dlora",
+    "Fleet",
+    "Gateway",
+    "LeastWorkLeft",
+    "Performance",
+    "Placement",
+    "Toppings",
+    "WorkModel",
+    "router_code",
+]

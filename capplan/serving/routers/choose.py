@@ -8,13 +8,14 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import by_reference, inner
+from capplan.compile import by_reference, inner, jit
 from capplan.errors import InputError
 from capplan.serving.routers.first_fit import first_fit
-from capplan.serving.routers.fleet import Fleet, Placement
+from capplan.serving.routers.fleet import ArrivingRequest, Fleet, Placement, note_sent
 from capplan.serving.routers.gateway import highest_score
 from capplan.serving.routers.least_loaded import least_loaded
 from capplan.serving.routers.least_tokens import fewest_tokens
+from capplan.serving.routers.least_work_left import least_added_work
 from capplan.serving.routers.lora_affinity import nearest
 from capplan.serving.routers.plan_shares import by_share
 from capplan.serving.routers.random_holder import any_holder
@@ -35,6 +36,7 @@ TOPPINGS = 8
 GATEWAY = 9
 TWO_CHOICES = 10
 LEAST_TOKENS = 11
+LEAST_WORK_LEFT = 12
 
 
 class RouterEntry(NamedTuple):
@@ -93,6 +95,17 @@ ROUTERS: Final = MappingProxyType(
             "the holder with the least predicted slowdown, from the ranks it serves (`Toppings(...)`)",
             "Toppings 5, Algorithm 1",
         ),
+        "toppings-rank-blind": RouterEntry(
+            TOPPINGS,
+            "the same with one rank for all adapters (`Toppings(rank_aware=False)`)",
+            "LoRAServe V-D, which compares with it",
+        ),
+        "least-work-left": RouterEntry(
+            LEAST_WORK_LEFT,
+            "the holder whose expected work grows the least, weighted by the work that it has; holders "
+            "outside the placement count twice; without recent state `smooth-shares` (`LeastWorkLeft(...)`)",
+            "Harchol-Balter, Performance Modeling and Design of Computer Systems, 2013, chapter 24",
+        ),
     }
 )
 """Routers by name."""
@@ -100,10 +113,10 @@ ROUTERS: Final = MappingProxyType(
 BLIND: Final = (PLAN_SHARES, SMOOTH_SHARES, RANDOM, ROUND_ROBIN)
 """Routers that do not read the state of instances."""
 
-ASK_RANKS: Final = (FIRST_FIT, TOPPINGS, LEAST_TOKENS)
+ASK_RANKS: Final = (FIRST_FIT, TOPPINGS, LEAST_TOKENS, LEAST_WORK_LEFT)
 """Routers that read the requests and their tokens by rank."""
 
-ASK_ADAPTER: Final = (LORA_AFFINITY, GATEWAY)
+ASK_ADAPTER: Final = (LORA_AFFINITY, GATEWAY, LEAST_WORK_LEFT)
 """Routers that read whether instances run, hold or await the request's adapter."""
 
 
@@ -119,18 +132,19 @@ class RoutingRule(NamedTuple):
     turn: NDArray[np.int64]
     """Shape (1,): the last chosen instance."""
     credit: NDArray[np.float64]
-    """Shape (places,) for smooth shares, else empty."""
+    """Shape (places,) for rules that use smooth shares, else empty."""
     weights: NDArray[np.float64]
-    """Weights of the gateway's scores."""
+    """Weights of the gateway's scores, or parameters of least work left."""
     # -- dLoRA --
     period_ns: int
     """Time between migrations; 0: none."""
     excess: float
     request_s: float
     migration_s: float
-    # -- Toppings --
+    # -- Toppings, least work left --
     kernel: int
     models: NDArray[np.float64]
+    """One line per instance."""
     slo_ms: float
     first_answer: float
     """Mean output tokens assumed before any request has finished; it counts as one request."""
@@ -149,19 +163,33 @@ def router_code(name: str) -> int:
     return ROUTERS[name].code
 
 
-@inner
-def choose_blindly(rule: RoutingRule, fleet: Fleet, placement: Placement, adapter: int, draw: float) -> int:
-    """Return the place that gets a request, for routers that do not read instances.
+@jit
+def route(rule: RoutingRule, fleet: Fleet, placement: Placement, request: ArrivingRequest) -> int:
+    """Return the place that gets a request, and add the request to the state of the instance there.
 
     Parameters
     ----------
     rule, fleet, placement
-        The router, the instances, and the holders of each adapter.
-    adapter
-        The request's adapter.
-    draw
-        Random number of this request, uniform in [0, 1).
+        The router, the reported state of the instances, and the holders of each adapter.
+    request
+        The request.
     """
+    if not rule.looks:
+        return choose_blindly(rule, fleet, placement, request.adapter, request.draw)
+    place = choose_by_looking(rule, fleet, placement, request)
+    note_sent(fleet, placement, place, request.rank, request.prompt_tokens)
+    return place
+
+
+@jit
+def note(fleet: Fleet, placement: Placement, place: int, rank: int, prompt_tokens: int) -> None:
+    """Add a request sent to the instance at a place to its reported state."""
+    note_sent(fleet, placement, place, rank, prompt_tokens)
+
+
+@inner
+def choose_blindly(rule: RoutingRule, fleet: Fleet, placement: Placement, adapter: int, draw: float) -> int:
+    """Return the place that gets a request of an adapter, for routers that do not read instances."""
     first, last = placement.start[adapter], placement.start[adapter + 1]
     if rule.code == PLAN_SHARES:
         place = by_share(placement, first, last, draw)
@@ -176,46 +204,27 @@ def choose_blindly(rule: RoutingRule, fleet: Fleet, placement: Placement, adapte
 
 
 @inner
-def choose_by_looking(
-    rule: RoutingRule,
-    fleet: Fleet,
-    placement: Placement,
-    adapter: int,
-    rank: int,
-    prompt: int,
-    mean_answer: float,
-    draw: float,
-) -> int:
-    """Return the place that gets a request, for routers that read the instances.
-
-    Parameters
-    ----------
-    rule, fleet, placement
-        The router, the instances, and the holders of each adapter.
-    adapter, rank, prompt
-        The request's adapter, its rank, and prompt tokens.
-    mean_answer
-        Mean output tokens of the requests finished so far.
-    draw
-        Random number of this request, uniform in [0, 1).
-    """
-    first, last = placement.start[adapter], placement.start[adapter + 1]
-    turn = rule.turn[0]
+def choose_by_looking(rule: RoutingRule, fleet: Fleet, placement: Placement, request: ArrivingRequest) -> int:
+    """Return the place that gets a request, for routers that read the instances."""
+    first, last = placement.start[request.adapter], placement.start[request.adapter + 1]
+    turn, models, prompt = rule.turn[0], rule.models, request.prompt_tokens
     if rule.code == FIRST_FIT:
         place = first_fit(fleet, placement, first, last, prompt, turn)
     elif rule.code == LEAST_TOKENS:
         place = fewest_tokens(fleet, placement, first, last, turn)
     elif rule.code == TWO_CHOICES:
-        place = less_loaded_of_two(fleet, placement, first, last, draw)
+        place = less_loaded_of_two(fleet, placement, first, last, request.draw)
     elif rule.code == LORA_AFFINITY:
         place = nearest(fleet, placement, first, last, turn)
     elif rule.code == GATEWAY:
         place = highest_score(fleet, placement, first, last, turn, rule.weights)
     elif rule.code == TOPPINGS:
-        models, slo_ms = rule.models, rule.slo_ms
+        rank, answer, slo_ms = request.rank, request.mean_answer, rule.slo_ms
         place = rank_aware(
-            fleet, placement, first, last, rank, prompt, turn, rule.kernel, models, slo_ms, mean_answer
+            fleet, placement, first, last, rank, prompt, turn, rule.kernel, models, slo_ms, answer
         )
+    elif rule.code == LEAST_WORK_LEFT:
+        place = least_added_work(fleet, placement, first, last, request, models, rule.weights, rule.credit)
     else:
         place = least_loaded(fleet, placement, first, last, turn)
     rule.turn[0] = placement.instance[place]

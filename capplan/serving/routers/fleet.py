@@ -1,7 +1,9 @@
 """Input of routers: holders of adapters, and the current state of each instance.
 
-Flat arrays, which the cluster twin keeps up to date and compiled rules read. A rule looks at the *holders* of
-the request's adapter, places ``first`` to ``last - 1`` of the placement, and returns one of them.
+Flat arrays, which the cluster twin and the router of `capplan serve PLAN` keep up to date and compiled rules
+read. A rule looks at the *holders* of the request's adapter, places ``first`` to ``last - 1`` of the
+placement, and returns one of them. The state may be older than the request: then it contains what the
+instance reported last and the requests that the router has sent there since (`note_sent`).
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ _INSTANCE = int_fields(
     "active_adapters",  # adapters of running requests
     "queued_adapters",  # adapters of waiting requests, and adapters on their way
     "running_tokens",  # of running requests: with KV, and of prompts not computed yet
+    "partial_tokens",  # of prompts of running requests that are not computed yet
+    "seen_ns",  # time of the state; NEVER_SEEN before the first one
     # -- constant --
     "max_num_seqs",
     "max_loras",
@@ -48,7 +52,9 @@ PRESENT = 0  # rows of `Fleet.by_rank`: unfinished requests at the instance,
 QUEUED = 1  # waiting ones, including those that its scheduler has not seen,
 QUEUED_TOKENS = 2  # and their prompt tokens
 ACTIVE = 1  # bits of `Fleet.standing`: requests of the adapter run,
-AWAITED = 2  # or wait
+AWAITED = 2  # or wait,
+RESIDENT = 4  # or it is in GPU memory
+NEVER_SEEN = -(2**62)
 
 
 @by_reference
@@ -63,11 +69,37 @@ class Fleet(NamedTuple):
     ranks: NDArray[np.int64]
     """Distinct ranks in descending order, 0 last."""
     standing: NDArray[np.int64]
-    """Shape (instances,): bits ACTIVE and AWAITED of the request's adapter, for routers that read them."""
+    """Shape (places,): bits ACTIVE, AWAITED and RESIDENT of the adapter there, for routers that read them."""
 
 
-def new_fleet(instances: int, ranks: NDArray[np.int64], by_rank: bool) -> Fleet:
-    """Return the state of idle instances, with counts by rank if the router reads them."""
+class ArrivingRequest(NamedTuple):
+    """A request to route."""
+
+    adapter: int
+    """Its number in the placement."""
+    rank: int
+    """Rank of its adapter; 0: the base model."""
+    prompt_tokens: int
+    mean_answer: float
+    """Mean output tokens of the requests finished so far."""
+    draw: float
+    """Random number of this request, uniform in [0, 1)."""
+    now_ns: int
+    """Time on the clock of ``seen_ns``."""
+
+
+def new_fleet(instances: int, ranks: NDArray[np.int64], by_rank: bool, places: int = 0) -> Fleet:
+    """Return the state of idle instances at time 0.
+
+    Parameters
+    ----------
+    ranks
+        Ranks of the adapters.
+    by_rank
+        Whether the router reads counts by rank.
+    places
+        Places of the placement, for routers that read the state of adapters.
+    """
     distinct = np.unique(np.append(ranks, 0))[::-1].astype(np.int64)
     records = np.zeros(instances, _INSTANCE).view(np.recarray)
     columns = int(distinct[0]) + 1 if by_rank else 0
@@ -75,8 +107,23 @@ def new_fleet(instances: int, ranks: NDArray[np.int64], by_rank: bool) -> Fleet:
         instances=records,
         by_rank=np.zeros((instances, 3, columns), np.int64),
         ranks=distinct.copy(),
-        standing=np.zeros(instances, np.int64),
+        standing=np.zeros(places, np.int64),
     )
+
+
+@inner
+def note_sent(fleet: Fleet, placement: Placement, place: int, rank: int, prompt_tokens: int) -> None:
+    """Add a request sent to the instance at a place to its state, which is older than the request."""
+    instance = placement.instance[place]
+    fleet.instances.queued[instance] += 1
+    if fleet.by_rank.shape[2] > 0:
+        fleet.by_rank[instance, PRESENT, rank] += 1
+        fleet.by_rank[instance, QUEUED, rank] += 1
+        fleet.by_rank[instance, QUEUED_TOKENS, rank] += prompt_tokens
+    if fleet.standing.size > 0 and rank > 0:
+        if not fleet.standing[place] & (ACTIVE | AWAITED):
+            fleet.instances.queued_adapters[instance] += 1
+        fleet.standing[place] |= AWAITED
 
 
 @inner

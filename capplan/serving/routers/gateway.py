@@ -5,7 +5,7 @@ Three scorers of kubernetes-sigs/gateway-api-inference-extension
 the shortest queue among the candidates, 0 for the longest, all 1 where they are equal),
 ``kv-cache-utilization-scorer`` (the free share of the KV cache) and ``lora-affinity-scorer`` (1.0, 0.8, 0.6
 or 0 by the classes of `lora_affinity`); ``max-score-picker`` picks. The prefix-cache scorer is left out.
-Metrics are seen as they are, not some milliseconds late; ties go round, where the gateway draws.
+Ties go round, where the gateway draws.
 """
 
 from __future__ import annotations
@@ -55,7 +55,11 @@ def highest_score(
         record = fleet.instances[instance]
         idle = (longest - record.queued) / (longest - shortest) if longest > shortest else 1.0
         free = record.free_blocks / record.blocks
-        score = weights[0] * idle + weights[1] * free + weights[2] * _lora_score(affinity(fleet, instance))
+        score = (
+            weights[0] * idle
+            + weights[1] * free
+            + weights[2] * _lora_score(affinity(fleet, placement, place))
+        )
         distance = after(instance, turn, fleet.instances.size)
         if score > highest or (score == highest and distance < least_distance):
             chosen, highest, least_distance = place, score, distance

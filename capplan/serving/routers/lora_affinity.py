@@ -16,14 +16,14 @@ from capplan.serving.routers.fleet import ACTIVE, AWAITED, Fleet, Placement, aft
 
 
 @inner
-def affinity(fleet: Fleet, instance: int) -> int:
-    """Return the class of an instance for the request's adapter; 0 is best."""
-    record = fleet.instances[instance]
-    if fleet.standing[instance] & ACTIVE:
+def affinity(fleet: Fleet, placement: Placement, place: int) -> int:
+    """Return the class of a holder for the request's adapter; 0 is best."""
+    record = fleet.instances[placement.instance[place]]
+    if fleet.standing[place] & ACTIVE:
         return 0
     if record.active_adapters + record.queued_adapters < record.max_loras:
         return 1
-    return 2 if fleet.standing[instance] & AWAITED else 3
+    return 2 if fleet.standing[place] & AWAITED else 3
 
 
 @inner
@@ -33,7 +33,7 @@ def nearest(fleet: Fleet, placement: Placement, first: int, last: int, turn: int
     best = shortest = least_distance = 2**62
     for place in range(first, last):
         instance = placement.instance[place]
-        kind = affinity(fleet, instance)
+        kind = affinity(fleet, placement, place)
         queue = fleet.instances.queued[instance]
         distance = after(instance, turn, fleet.instances.size)
         better = kind < best or (kind == best and queue < shortest)

@@ -13,6 +13,10 @@ one is defined; ties rotate. `requests` does not count the new one.
 
 Eq. 2 has no term in tokens. By default the profile's time per prompt token is added to the prefill;
 ``literal=True`` omits it. The time per candidate is constant: the instances keep counts per rank.
+
+``rank_aware=False`` is the load-aware router that LoRAServe compares with (section V-D), which considers the
+requests served and queued at each server, but not their ranks: all adapters have one rank, and eq. 2 becomes
+``alpha * |S| + beta``.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from capplan.serving.routers.fleet import PRESENT, QUEUED, Fleet, Placement, aft
 
 BGMV = 0
 MBGMV = 1
+BLIND = 2
 
 # Columns of the models' array; each beta stands behind its alpha.
 PREFILL_ALPHA = 0
@@ -42,7 +47,7 @@ class Performance:
     """Performance model of an instance: eq. 2 for whole iterations, in milliseconds."""
 
     prefill_alpha_ms: float
-    """Per unit of |S| * largest rank, or of the sum of ranks."""
+    """Per unit of |S| * largest rank, of the sum of ranks, or of |S| for a router that is not rank-aware."""
     prefill_beta_ms: float
     decode_alpha_ms: float
     decode_beta_ms: float
@@ -71,12 +76,15 @@ class Toppings:
         Omit the term in prompt tokens.
     performance
         One per instance, or one for all; None: fitted to what each profile predicts.
+    rank_aware
+        Whether ranks differ in eq. 2; False: `kernel` has no effect.
     """
 
     kernel: Literal["bgmv", "mbgmv"] = "bgmv"
     slo_ms: float | None = None
     literal: bool = False
     performance: Performance | Sequence[Performance] | None = None
+    rank_aware: bool = True
 
     def __post_init__(self) -> None:
         if self.kernel not in ("bgmv", "mbgmv"):
@@ -86,7 +94,9 @@ class Toppings:
 
     @property
     def code(self) -> int:
-        """The kernel as a number."""
+        """The form of eq. 2 as a number."""
+        if not self.rank_aware:
+            return BLIND
         return BGMV if self.kernel == "bgmv" else MBGMV
 
 
@@ -179,4 +189,6 @@ def _perf(
 
 @inner
 def _eq_2(kernel: int, adapters: int, largest: int, total: int, alpha: float, beta: float) -> float:
+    if kernel == BLIND:
+        return alpha * adapters + beta
     return alpha * (total if kernel == MBGMV else adapters * largest) + beta

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 
-from capplan.serving.routers import Performance
+from capplan.serving.routers import Performance, WorkModel
 from capplan.twin import Scenario
 from capplan.twin.cluster.scenario import ClusterScenario, place
 from capplan.workload import Requests
@@ -69,6 +69,12 @@ def _holding(engine: Scenario, numbers: np.ndarray, ranks: np.ndarray) -> Scenar
 def make_performance(choose: Choose) -> Performance:
     """Return models of round numbers, so that many scores tie."""
     return Performance(*(choose(0, 4) / 2 for _ in range(5)))
+
+
+def make_work_model(choose: Choose) -> WorkModel:
+    """Return a model of round numbers, so that many scores tie."""
+    coefficients = (choose(0, 4) / 2 for _ in range(7))
+    return WorkModel(*coefficients, batch_tokens=choose(1, 64), padded=choose(0, 1) == 1)
 
 
 @st.composite

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.serving.routers import ROUTERS, Dlora, Toppings
+from capplan.serving.routers import ROUTERS, Dlora, LeastWorkLeft, Toppings
 from capplan.twin.cluster import NamedRouter
-from capplan.twin.cluster.reference import Candidate, RankAware, RoutedRequest, reference_router, run_with
+from capplan.twin.cluster.reference import Candidate, RoutedRequest, run_with
+from capplan.twin.cluster.reference_routers import LeastAddedWork, RankAware, reference_router
 from capplan.twin.cluster.routers import build_rule
 from capplan.twin.cluster.run import run_cluster, with_rows
 from capplan.twin.cluster.scenario import ClusterScenario, place
@@ -17,7 +18,7 @@ from capplan.twin.core import run
 from capplan.twin.scenario import new_engine
 from tests.serving.worlds import seeded
 from tests.twin.cluster.comparison import alone, assert_instances_did_as_alone, assert_nothing_is_lost
-from tests.twin.cluster.scenarios import clusters, make_performance, seeded_cluster
+from tests.twin.cluster.scenarios import clusters, make_performance, make_work_model, seeded_cluster
 from tests.twin.comparison import assert_same
 from tests.twin.pooled import seeded_pooled
 from tests.twin.scenarios import scenarios, seeded_scenario
@@ -99,21 +100,43 @@ def test_the_same_seed_gives_the_same_result(
         assert_same(ours, theirs)
 
 
-@given(clusters(shared=True), st.sampled_from(list(ROUTERS)), st.integers(0, 999))
-def test_compiled_routers_decide_as_reference_ones(scenario: ClusterScenario, name: str, seed: int) -> None:
+@given(
+    clusters(shared=True),
+    st.sampled_from(list(ROUTERS)),
+    st.integers(0, 999),
+    st.sampled_from([0.0, 0.003, 0.02, 1e3]),
+)
+def test_compiled_routers_decide_as_reference_ones(
+    scenario: ClusterScenario, name: str, seed: int, state_period_s: float
+) -> None:
     models = [make_performance(seeded(seed + i)) for i in range(scenario.instances)]
+    work_models = [make_work_model(seeded(seed + i)) for i in range(scenario.instances)]
     kernel, slo_ms = ("bgmv", "mbgmv")[seed % 2], 1.0 + seed % 50
     router: NamedRouter = name
-    if name == "toppings":
-        router = Toppings("bgmv" if seed % 2 == 0 else "mbgmv", slo_ms, performance=models)
+    if name.startswith("toppings"):
+        is_aware = name == "toppings"
+        form = "bgmv" if seed % 2 == 0 else "mbgmv"
+        router = Toppings(form, slo_ms, performance=models, rank_aware=is_aware)
+        kernel = kernel if is_aware else "blind"
     if name == "dlora":
         router = Dlora(period_s=1e6)
-    compiled = run_cluster(scenario, build_rule(router, scenario), seed)
-    rule = reference_router(name, scenario.instances, RankAware(kernel, models, slo_ms))
-    readable = run_with(scenario, rule, seed)
+    parameters = LeastWorkLeft(off_plan=1.0 + seed % 3, max_age_s=0.01, models=work_models)
+    if name == "least-work-left":
+        router = parameters
+    compiled = run_cluster(scenario, build_rule(router, scenario), seed, state_period_s=state_period_s)
+    work = LeastAddedWork(work_models, parameters)
+    rule = reference_router(name, scenario.instances, RankAware(kernel, models, slo_ms), work)
+    readable = run_with(scenario, rule, seed, state_period_s)
     np.testing.assert_array_equal(compiled.instance, readable.instance)
     for ours, theirs in zip(compiled.traces, readable.traces, strict=True):
         assert_same(ours, theirs)  # although instances are advanced in other parts
+
+
+@given(clusters(shared=True), st.integers(0, 99))
+def test_without_any_report_least_work_left_is_smooth_shares(scenario: ClusterScenario, seed: int) -> None:
+    looking = run_cluster(scenario, build_rule("least-work-left", scenario), seed, state_period_s=1e6)
+    shares = run_cluster(scenario, build_rule("smooth-shares", scenario), seed)
+    np.testing.assert_array_equal(looking.instance, shares.instance)
 
 
 def test_requests_of_one_instance_are_those_of_the_single_twin() -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from capplan.models.step_latency import TOPPINGS_BGMV, TOPPINGS_MBGMV
 from capplan.twin.cluster import Instance, Toppings
-from capplan.twin.cluster.routers import base_iteration_ms, fit_performance
+from capplan.twin.cluster.router_models import base_iteration_ms, fit_performance
 from capplan.twin.cluster.scenario import build_cluster
 from tests.twin.cluster.workloads import PROFILE, even
 
