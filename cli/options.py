@@ -17,6 +17,7 @@ from typer.models import ArgumentInfo, ParameterInfo
 from capplan.errors import InputError
 from capplan.spec import Cache, EngineArgs, Queues, Scheduler
 from capplan.spec.files import parse_yaml
+from capplan.spec.routing import ROUTER_NAMES
 from capplan.spec.scheduling import cache_of, scheduler_of
 from capplan.spec.validation import format_key, validate_document
 
@@ -90,6 +91,23 @@ CacheName: TypeAlias = Annotated[
         metavar="NAME",
         help="Adapter cache: chameleon, fairshare, lru, gdsf, none, or a mapping such as "
         "'{policy: lru, prefetch: none}'; default: the engine's own, or none beside --scheduler.",
+    ),
+]
+
+
+def _known_router(name: str | None) -> str | None:
+    if name is not None and name not in ROUTER_NAMES:
+        raise InputError(f"must be one of {', '.join(ROUTER_NAMES)}", name, "--router")
+    return name
+
+
+RouterOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--router",
+        metavar="NAME",
+        callback=_known_router,
+        help="Router, such as smooth-shares, least-work-left or toppings; default: that of the file.",
     ),
 ]
 

@@ -16,6 +16,7 @@ from capplan.cli.options import (
     CacheName,
     ProfileName,
     Quiet,
+    RouterOption,
     SchedulerName,
     Seed,
     WorkloadFile,
@@ -81,6 +82,7 @@ class PlanArgs:
     queues: bool = typer.Option(
         False, "--queues", help="Plan queues by request size: --scheduler chameleon with every default."
     )
+    router: RouterOption = None
     robust: float | None = typer.Option(
         None, metavar="QUANTILE", help="Bounds must hold at this quantile of the step times, such as 0.9."
     )
@@ -98,6 +100,8 @@ def plan(args: PlanArgs) -> None:
     workload = _with_scheduling(load_workload(args.workload), args)
     if args.previous is not None:
         workload = workload.replace(previous_plan=args.previous)
+    if args.router is not None:
+        workload = workload.replace(router=args.router)
     if args.move_cost is not None:
         workload = workload.replace(move_cost=args.move_cost)
     chosen = chosen_profile(workload, args.profile)

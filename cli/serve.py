@@ -16,6 +16,7 @@ from capplan.cli.console import counted
 from capplan.cli.options import (
     ENGINE,
     CacheName,
+    RouterOption,
     SchedulerName,
     Unverified,
     command,
@@ -31,10 +32,12 @@ from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation
 from capplan.errors import InputError
 from capplan.spec import Plan
+from capplan.spec.routing import PLAN_ROUTER, STATE_PERIOD_S
 
 if TYPE_CHECKING:
     from capplan.engine.router.instances import InstanceSpec
     from capplan.engine.router.launcher import Launcher
+    from capplan.engine.router.routing import RoutingSettings
     from capplan.engine.server import ServerLimits
 
 _OPEN_RANK: Final = 16  # vLLM's default
@@ -86,6 +89,10 @@ class ServeArgs:
         None,
         metavar="URL",
         help="Adapter registry (SQLite file or SQLAlchemy URL) with the folders of the plan's adapters.",
+    )
+    router: RouterOption = None
+    state_period_s: float = typer.Option(
+        STATE_PERIOD_S, metavar="S", help="Of the plan, between reports of an instance to the router."
     )
     model: str | None = typer.Option(
         None,
@@ -211,7 +218,8 @@ def serve(args: ServeArgs) -> None:
     """Serve a model and its adapters over HTTP until SIGTERM or Ctrl-C, then drain and exit 0.
 
     OpenAI's clients work unchanged; an adapter is chosen by its name as the model. With a PLAN all its
-    instances are started, behind a router that follows the plan's shares; flags come before the plan.
+    instances are started, behind the router that it names, by default smooth-shares; flags come before the
+    plan.
     """
     require_extra("engine", ENGINE)
     if args.host not in _LOOPBACK and args.api_key is None:
@@ -225,7 +233,12 @@ def serve(args: ServeArgs) -> None:
 
 def _serve_instance(args: ServeArgs) -> int:
     """Serve one instance until it ends; return the exit status."""
-    of_plans = {"--group": args.groups, "--ray-address": args.ray_address, "--registry": args.registry}
+    of_plans = {
+        "--group": args.groups,
+        "--ray-address": args.ray_address,
+        "--registry": args.registry,
+        "--router": args.router,
+    }
     for flag, value in of_plans.items():
         if value:
             raise InputError("is for plans", location=flag)
@@ -330,7 +343,8 @@ def _serve_plan(args: ServeArgs) -> int:
         "adapters": len({name for spec in specs for name in spec.adapters}),
         "instances": [spec.name for spec in specs],
     }
-    config = RouterConfig(specs, _launcher(args.ray_address, len(specs)), server, log=_log)
+    launcher = _launcher(args.ray_address, len(specs))
+    config = RouterConfig(specs, launcher, server, log=_log, routing=_routing(args, file, plan))
     return run_router(config, _ready(f"{file}: {model_name}", facts, as_json=args.as_json))
 
 
@@ -369,6 +383,30 @@ def _instances(
     except InputError as error:
         location = error.location if error.location.startswith("--") else f"{file}: {error.location}"
         raise InputError(error.rule, error.value, location) from None
+
+
+def _routing(args: ServeArgs, file: str, plan: Plan) -> RoutingSettings:
+    """Return the router of a plan: that of the command line, or else the plan's."""
+    from capplan.engine.router.routing import RoutingSettings
+
+    if not 0.01 <= args.state_period_s <= 60.0:
+        raise InputError("must be from 0.01 to 60", args.state_period_s, "--state-period-s")
+    name = args.router or plan.router or PLAN_ROUTER
+    if name == PLAN_ROUTER:
+        return RoutingSettings()
+    from capplan.datasets import load_profile
+    from capplan.twin.cluster.plans import served_rule
+    from capplan.twin.cluster.routers import MODELLED
+
+    groups = [group for group in plan.groups if not args.groups or group.id in args.groups]
+    names = {group.profile for group in groups} if name in MODELLED else set()
+    try:
+        profiles = {each: load_profile(each) for each in names}
+        rule = served_rule(plan, groups, name, profiles)
+    except InputError as error:
+        raise InputError(error.rule, error.value, f"{file}: router {name}: {error.location}") from None
+    ranks = {adapter.name: adapter.rank for group in groups for adapter in group.adapters}
+    return RoutingSettings(rule, ranks, args.state_period_s)
 
 
 def _model_of(plan: Plan, model: str | None) -> str:

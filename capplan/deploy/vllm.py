@@ -17,7 +17,8 @@ from capplan.datasets.catalog import known_arch
 from capplan.errors import InputError
 from capplan.serving.rules import SLORA_ENGINE, serving_rules
 from capplan.spec import EngineArgs, Group, Plan, PlanAdapter
-from capplan.spec.plan import PLAN_ROUTER, PlanEngine
+from capplan.spec.plan import PlanEngine
+from capplan.spec.routing import PLAN_ROUTER
 
 LAUNCH: Final = "launch"
 ROUTING: Final = "routing.json"
@@ -226,7 +227,7 @@ def _routing(plan: Plan, servers: Iterable[Server], digest: str) -> str:
     document: dict[str, Any] = {
         "plan_sha256": digest,
         "base_model": plan.base_model,
-        "router": PLAN_ROUTER,
+        "router": plan.router or PLAN_ROUTER,
         "groups": groups,
         "adapters": _shares(plan.groups),
     }

@@ -23,6 +23,7 @@ from capplan.engine.prediction import OutputPredictor
 from capplan.engine.request import Completion, FinishReason, Request, SamplingParams, Timing
 from capplan.engine.settings import EngineOptions
 from capplan.engine.setup import build_core
+from capplan.engine.state_report import StateReport, state_report
 from capplan.engine.timing import StepRecord
 from capplan.engine.tokenizer import Tokenizer, load_tokenizer
 from capplan.errors import InputError
@@ -235,6 +236,10 @@ class Engine:
         self.core.loads.unregister(number)
         self._numbers.remove(name)
         self._prefix_ids.renew(number)
+
+    def state_report(self) -> StateReport:
+        """Return the state that routers read."""
+        return state_report(self.core, self._registry.name_of)
 
     def completion(self, request: Request) -> Completion:
         """Return the completion of a finished request."""

@@ -99,6 +99,11 @@ class EngineCore:
         """Whether a further request can be queued."""
         return bool(self.state.counters.n_free_rows > len(self._arrived))
 
+    @property
+    def unseen(self) -> int:
+        """Number of accepted requests that the scheduler has not seen."""
+        return len(self._arrived)
+
     def can_run(self, request: Request) -> bool:
         """Return whether an idle engine can run a request; `submit` refuses any other."""
         limits, prompt = self.limits, request.prompt.size

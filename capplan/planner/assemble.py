@@ -7,6 +7,7 @@ from functools import partial
 from statistics import fmean
 from typing import Final
 
+import numpy as np
 from pydantic import JsonValue
 
 from capplan.planner.bound import lower_bound, lower_bound_gpus
@@ -41,7 +42,9 @@ from capplan.spec import (
     Totals,
     Trace,
     Verification,
+    Workload,
 )
+from capplan.spec.routing import MEAN_LENGTHS
 from capplan.twin import SimulationResult
 from capplan.twin.extrapolation import Extrapolation, extrapolations, merged, values_of
 from capplan.twin.metrics import bound_value
@@ -88,12 +91,14 @@ def build_plan(
         groups=groups,
         totals=_totals(problem, assignments),
         moves=moves,
+        router=workload.router,
         provenance={
             **_profiles(problem),
             "lower_bound": f"tokens, KV reads and full batches alone keep {bound.gpus:.3f} GPUs busy{price}",
             "headroom": workload.headroom,
             "extrapolations": _extrapolations(problem, names, assignments, verifications),
             **_trace_speed(workload.trace),
+            **_mean_lengths(workload),
             **_move_sizes(problem, moves, old),
             **notes,
         },
@@ -111,6 +116,17 @@ def build_plan(
 def _trace_speed(trace: Trace | None) -> dict[str, JsonValue]:
     """Return the speed of a trace that is replayed at another rate than recorded."""
     return {} if trace is None or trace.speed == 1.0 else {"trace_speed": trace.speed}
+
+
+def _mean_lengths(workload: Workload) -> dict[str, JsonValue]:
+    """Return the mean lengths of requests, by which routers are fitted; empty without a router."""
+    if workload.router is None:
+        return {}
+    traffic = list(workload.traffic.values())
+    rates = [each.rate_rps for each in traffic]
+    weights = rates if any(rates) else [1.0] * len(traffic)
+    means = np.average([[part.mean for part in workload.lengths_of(each)] for each in traffic], 0, weights)
+    return dict(zip(MEAN_LENGTHS, means.tolist(), strict=True))
 
 
 def _move_sizes(

@@ -15,10 +15,10 @@ from capplan.planner.deadline import NEVER, Deadline
 from capplan.planner.problem import SIMULATED_S, Assignment, Problem, distinct_adapters, horizon_s
 from capplan.planner.queues import with_queues
 from capplan.spec import Binds, Slo, Workload
-from capplan.spec.plan import PLAN_ROUTER
+from capplan.spec.routing import PLAN_ROUTER, STATE_PERIOD_S
 from capplan.spec.slo import describe_latency
 from capplan.twin import SimulationResult, simulate
-from capplan.twin.cluster import Instance, simulate_cluster
+from capplan.twin.cluster import Instance, served_router, simulate_cluster
 from capplan.twin.core import run
 from capplan.twin.group_metrics import Attainment
 from capplan.twin.metrics import bound_value
@@ -201,7 +201,7 @@ def evaluate_cluster(
     duration_s: float,
     deadline: Deadline = NEVER,
 ) -> list[Evaluation]:
-    """Simulate all instances under one clock, with requests routed by the shares of the plan.
+    """Simulate all instances under one clock, with requests routed as `capplan serve PLAN` does.
 
     Raises
     ------
@@ -223,7 +223,9 @@ def evaluate_cluster(
     ]
     length_s = horizon_s(workload, duration_s)
     options: dict[str, Any] = {"seed": seed, "duration_s": length_s, "interrupt": deadline.check}
-    cluster = simulate_cluster(workload, instances, router=PLAN_ROUTER, **options)
+    router = served_router(problem.workload.router or PLAN_ROUTER)
+    options |= {"router": router, "state_period_s": STATE_PERIOD_S}
+    cluster = simulate_cluster(workload, instances, **options)
     evaluations = []
     for number, result in enumerate(cluster.instances):
         routed, own = cluster.requests, cluster.requests.instance == number

@@ -24,6 +24,7 @@ from capplan.spec.files import parse_json, parse_yaml, read_text
 from capplan.spec.limits import beyond, input_limits
 from capplan.spec.lora_modules import TargetModules
 from capplan.spec.predicted import Predicted
+from capplan.spec.routing import ROUTER, RouterName
 from capplan.spec.scheduling import (
     Cache,
     CacheSource,
@@ -60,9 +61,6 @@ from capplan.spec.validation import (
 
 if TYPE_CHECKING:
     import pandas as pd
-
-PLAN_ROUTER: Final = "smooth-shares"
-"""Router by which a plan is verified and `capplan serve` serves it: smooth weighted round robin."""
 
 
 class PlanEngine(SpecModel):
@@ -272,10 +270,15 @@ class Plan(Displayed, SpecModel):
     groups: Many[Group] = Field(min_length=1, description="Groups of identical instances.")
     totals: Totals = Field(description="Size and price.")
     moves: Many[Move] = Field(default=(), description="Changes from the plan in force.")
+    router: RouterName | None = Field(default=None, description=ROUTER)
     provenance: dict[str, JsonValue] = Field(
         default={}, description="Where the numbers and the plan come from."
     )
     verification: Verification = Field(description="Verdict of the twin.")
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return without_unset(handler(self), ("router",))
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

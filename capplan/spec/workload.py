@@ -16,6 +16,7 @@ from capplan.errors import InputError
 from capplan.spec.engine_args import EngineConfig
 from capplan.spec.lengths import LengthPairs, Lengths
 from capplan.spec.lora_modules import TargetModules
+from capplan.spec.routing import ROUTER, RouterName
 from capplan.spec.scheduling import (
     CACHE,
     PROMPT_WEIGHT,
@@ -136,6 +137,7 @@ class PlanningRequirements(SpecModel):
     queues: QueueConfig | None = Field(
         default=None, description="Queues by request size of scheduler chameleon, which this key implies."
     )
+    router: RouterName | None = Field(default=None, description=ROUTER)
     previous_plan: Text | None = Field(
         default=None, description="Plan in force, to keep adapters where they are."
     )

@@ -14,6 +14,7 @@ from capplan.engine.router.instances import InstanceSpec, ServingOptions, instan
 from capplan.engine.router.launcher import LaunchError
 from capplan.engine.router.process import RouterServer
 from capplan.engine.router.proxy import RouterState
+from capplan.engine.router.routing import RoutingSettings
 from capplan.engine.router.supervisor import InstanceFleet, RestartPolicy, RouterConfig
 from capplan.engine.server import ServerSettings, bind, url_of
 from capplan.spec import Totals, Verification
@@ -34,6 +35,13 @@ def tiny_plan() -> Plan:
     return small_plan(groups=groups, totals=totals, verification=check)
 
 
+def idle_state() -> dict[str, Any]:
+    """Return the state of an idle instance."""
+    sizes = {"blocks": 100, "free_blocks": 100, "block_size": 16, "max_num_seqs": 32, "max_loras": 2}
+    counts = ("running", "queued", "active_adapters", "queued_adapters", "running_tokens", "partial_tokens")
+    return {**sizes, **dict.fromkeys(counts, 0), "by_rank": {}, "adapters": {}}
+
+
 class FakeInstance:
     """Instance that responds with its name."""
 
@@ -48,6 +56,7 @@ class FakeInstance:
         """Code of the refusal of all requests and pings."""
         self.busy = 0
         self.scrapes = 0
+        self.reported = idle_state()
         self.bodies: list[dict[str, Any]] = []
         self.stopped_within_s: float | None = None
         self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -56,6 +65,7 @@ class FakeInstance:
         app.router.add_get("/health", self._health)
         app.router.add_get("/ping", self._ping)
         app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/state", self._state)
         self._runner = web.AppRunner(app, shutdown_timeout=0.01)
 
     async def start(self) -> None:
@@ -118,6 +128,9 @@ class FakeInstance:
         self.scrapes += 1
         await asyncio.sleep(0.2)
         return web.Response(text='# HELP x An x\n# TYPE x gauge\nx{l="1"} 1.0\n# HELP y A y\ny 2.0\n')
+
+    async def _state(self, _: web.Request) -> web.Response:
+        return web.json_response(self.reported)
 
     async def stop_listening(self) -> None:
         """Refuse connections without ending."""
@@ -196,13 +209,18 @@ class Routed:
 
 @asynccontextmanager
 async def routed(
-    plan: Plan | None = None, groups: Sequence[str] = (), policy: RestartPolicy = QUICK, **server: Any
+    plan: Plan | None = None,
+    groups: Sequence[str] = (),
+    policy: RestartPolicy = QUICK,
+    routing: RoutingSettings | None = None,
+    **server: Any,
 ) -> AsyncIterator[Routed]:
     """Serve a plan with fake instances; check that no task is left at the end."""
     specs = instances_of(plan or tiny_plan(), ServingOptions("tiny-llama", "base", max_queue=4), groups)
     launcher, log = FakeLauncher(), list[str]()
     settings = ServerSettings("base", **server)
-    config = RouterConfig(specs, launcher, settings, restart_policy=policy, log=log.append)
+    routing = routing or RoutingSettings()
+    config = RouterConfig(specs, launcher, settings, policy, log=log.append, routing=routing)
     state = RouterState(settings, InstanceFleet(config))
     is_ready = asyncio.Event()
     listener = bind("127.0.0.1", 0)

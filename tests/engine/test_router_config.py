@@ -18,12 +18,13 @@ from capplan import InputError
 from capplan.engine.router import process as router_process
 from capplan.engine.router.app import merged
 from capplan.engine.router.instances import ServingOptions, gpus_of, instances_of, spread_over_gpus
-from capplan.engine.router.supervisor import RouterConfig, WeightedRoundRobin
+from capplan.engine.router.routing import InstanceRouter
+from capplan.engine.router.supervisor import RouterConfig
 from capplan.engine.settings import EngineOptions
 from capplan.spec import Cache, PlanBase, QueueClass, Queues, Wrs
 from capplan.spec.registry import AdapterRegistry, RegisteredAdapter
 from capplan.twin.cluster import Candidate, RoutedRequest
-from capplan.twin.cluster.reference import SmoothShares
+from capplan.twin.cluster.reference_routers import SmoothShares
 from tests.cli.conftest import Run, error_line, run
 from tests.cli.examples import small_plan
 from tests.engine.fake_instances import tiny_plan
@@ -37,7 +38,7 @@ weights = st.lists(st.integers(0, 5), min_size=1, max_size=6)
 def test_every_holder_is_within_one_request_of_its_share(
     parts: list[int], requests: int, data: st.DataObject
 ) -> None:
-    shares = WeightedRoundRobin([{"x": float(part)} for part in parts])
+    shares = InstanceRouter([{"x": float(part)} for part in parts])
     there = data.draw(st.lists(st.booleans(), min_size=len(parts), max_size=len(parts)))
     if not any(there):
         assert shares.choose("x", lambda i: there[i]) is None
@@ -57,7 +58,7 @@ def test_every_holder_is_within_one_request_of_its_share(
 def test_routing_equals_the_twins_reference_router(asked: list[int]) -> None:
     """Each request goes to the same instance as in the reference implementation."""
     held = [{"x": 0.2, "y": 0.5}, {"x": 0.3, "y": 0.0}, {"x": 0.5, "y": 0.5}]
-    shares, twin = WeightedRoundRobin(held), SmoothShares()
+    shares, twin = InstanceRouter(held), SmoothShares()
     for number, adapter in enumerate(asked):
         name = [None, "x", "y"][adapter]
         request = RoutedRequest(number, 0.0, adapter, 8, 1, 0.0, 1.0)
@@ -67,15 +68,15 @@ def test_routing_equals_the_twins_reference_router(asked: list[int]) -> None:
 
 
 def test_base_requests_follow_their_shares_to_any_instance_that_is_up() -> None:
-    shares = WeightedRoundRobin([{"x": 1.0}, {}, {}], [0.25, 0.75, 0.0])
+    shares = InstanceRouter([{"x": 1.0}, {}, {}], [0.25, 0.75, 0.0])
     assert Counter(shares.choose(None, lambda _: True) for _ in range(40)) == {0: 10, 1: 30}
     assert shares.choose(None, lambda i: i == 2) == 2
-    equal = WeightedRoundRobin([{"x": 1.0}, {}], [0.0, 0.0])
+    equal = InstanceRouter([{"x": 1.0}, {}], [0.0, 0.0])
     assert Counter(equal.choose(None, lambda _: True) for _ in range(40)) == {0: 20, 1: 20}
 
 
 def test_an_unavailable_holder_accumulates_no_credit() -> None:
-    shares = WeightedRoundRobin([{"x": 0.5}, {"x": 0.5}])
+    shares = InstanceRouter([{"x": 0.5}, {"x": 0.5}])
     assert [shares.choose("x", lambda i: i == 0) for _ in range(50)] == [0] * 50
     back = [shares.choose("x", lambda _: True) for _ in range(10)]
     assert back.count(0) == 5

@@ -45,6 +45,11 @@ class AdapterNumbers:
         """All names, ordered by number."""
         return tuple(sorted(self._numbers, key=self._numbers.__getitem__))
 
+    @property
+    def name_of(self) -> dict[int, str]:
+        """Names by number."""
+        return {number: name for name, number in self._numbers.items()}
+
     def number(self, name: str | None) -> int:
         """Return the number of an adapter; None is the base model.
 

@@ -142,6 +142,14 @@ class RouterMetrics:
         for kind, name, help_text, value in _INSTANCE_METRICS:
             rows = [((each.spec.name, each.spec.group), value(state, each)) for each in instances]
             yield metric_family(kind, f"capplan:{name}", help_text, ("instance", "group"), rows)
+        if state.fleet.router.looks:
+            ages = [
+                ((each.spec.name, each.spec.group), state.fleet.router.age_s(i))
+                for i, each in enumerate(instances)
+            ]
+            help_text = "Age of the state by which requests are routed; NaN: not known"
+            labels = ("instance", "group")
+            yield metric_family(Gauge, "capplan:router_state_age_seconds", help_text, labels, ages)
         for kind, name, help_text, count in (
             (Gauge, "instances_up", "Instances that are up", sum(each.is_up for each in instances)),
             (Gauge, "router_requests_in_flight", "Requests not answered yet", state.in_flight),

@@ -22,6 +22,8 @@ QUEUE_FULL_RETRY_S: Final = 5
 
 _FORWARDED_HEADERS: Final = ("content-type", "retry-after", "cache-control", "x-accel-buffering")
 _END_OF_EVENT: Final = b"\n\n"
+_BYTES_PER_TOKEN: Final = 4
+"""Of a request body, to estimate the length of its prompt, which only the instance tokenizes."""
 _RETRIED_CODES: Final = ("engine_failed", "engine_stopped", "shutting_down")
 """Error codes of an instance that accepts no requests and has not started this one."""
 _OVERLOADED: Final = "overloaded"
@@ -149,7 +151,7 @@ class ProxyResponse(Response):
         tried: list[InstanceSupervisor] = []
         is_overloaded = False
         while True:
-            instance = self._state.fleet.choose(adapter, tried)
+            instance = self._state.fleet.choose(adapter, tried, len(self._request) // _BYTES_PER_TOKEN)
             if instance is None:
                 raise self._no_instance(adapter, is_overloaded)
             try:

@@ -8,91 +8,23 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
 import aiohttp
-import numpy as np
 
 from capplan.engine.router.instance_client import FileLimitError, InstanceClient
 from capplan.engine.router.instances import InstanceSpec
 from capplan.engine.router.launcher import InstanceHandle, Launcher, LaunchError
+from capplan.engine.router.routing import InstanceRouter, RoutingSettings
 from capplan.engine.server.limiter import ServerSettings
 from capplan.errors import InputError
-from capplan.serving.routers import Placement
-from capplan.serving.routers import smooth_shares as rule
 
 InstanceState = Literal["starting", "up", "stalled", "down", "failed"]
 
-# The plain Python function: a decision takes microseconds, and nothing is compiled before the first request.
-_by_credit: Final[Callable[..., int]] = getattr(rule.by_credit, "py_func", rule.by_credit)
-
-
-class WeightedRoundRobin:
-    """Smooth weighted round robin over the available holders of each adapter, as in the cluster twin.
-
-    The share of unavailable holders goes to the others in proportion. Their credit does not change meanwhile.
-
-    Parameters
-    ----------
-    held
-        Adapters of each instance with the share of the adapter's requests meant for it. Shares are normalised
-        over holders.
-    base
-        Share of the base model's requests meant for each instance; None: equal shares.
-    """
-
-    def __init__(self, held: Sequence[Mapping[str, float]], base: Sequence[float] | None = None) -> None:
-        holders: dict[str | None, list[tuple[int, float]]] = {
-            None: list(enumerate(base or [1.0] * len(held)))
-        }
-        for i, shares in enumerate(held):
-            for name, share in shares.items():
-                holders.setdefault(name, []).append((i, share))
-        self._number = {name: number for number, name in enumerate(holders)}
-        self._placement = _placement(list(holders.values()))
-        self._credit = rule.first_credit(self._placement)
-
-    def __contains__(self, adapter: object) -> bool:
-        return adapter in self._number
-
-    def holders(self, adapter: str | None) -> list[int]:
-        """Return the instances with an adapter; None is the base model."""
-        return [int(each) for each in self._placement.instance[slice(*self._range(adapter))]]
-
-    def choose(self, adapter: str | None, available: Callable[[int], bool]) -> int | None:
-        """Return the instance of the next request; None if no holder is available."""
-        first, last = self._range(adapter)
-        places = [place for place in range(first, last) if available(int(self._placement.instance[place]))]
-        if not places:
-            return None
-        share, credit = self._placement.share[places], self._credit[places]
-        if len(places) < last - first:
-            total = share.sum()
-            share = share / total if total > 0 else np.full(share.size, 1.0 / share.size)
-        chosen = _by_credit(self._placement._replace(share=share), 0, share.size, credit)
-        self._credit[places] = credit
-        return int(self._placement.instance[places[chosen]])
-
-    def _range(self, adapter: str | None) -> tuple[int, int]:
-        number = self._number[adapter]
-        return int(self._placement.start[number]), int(self._placement.start[number + 1])
-
-
-def _placement(lists: Sequence[Sequence[tuple[int, float]]]) -> Placement:
-    """Return a placement from the (instance, share) of each adapter's holders; zero shares count as equal."""
-    shares = []
-    for holders in lists:
-        total = sum(share for _, share in holders)
-        shares += [share / total if total > 0 else 1.0 / len(holders) for _, share in holders]
-    counts = [len(holders) for holders in lists]
-    return Placement(
-        start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        instance=np.array([i for holders in lists for i, _ in holders], np.int32),
-        local=np.zeros(sum(counts), np.int32),  # not used: instances number their adapters themselves
-        share=np.array(shares, np.float64),
-    )
+_STATE_TIMEOUT_S: Final = 5.0
+"""For the state of an instance, whose engine answers between two steps."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +80,8 @@ class RouterConfig:
         Settings of the router.
     log
         Receives one line per event of an instance.
+    routing
+        The router; by default the plan's shares by smooth weighted round robin.
     """
 
     specs: Sequence[InstanceSpec]
@@ -155,6 +89,7 @@ class RouterConfig:
     server: ServerSettings
     restart_policy: RestartPolicy = field(default_factory=RestartPolicy)
     log: Callable[[str], None] = lambda line: logging.getLogger(__name__).warning(line)
+    routing: RoutingSettings = field(default_factory=RoutingSettings)
 
 
 class InstanceSupervisor:
@@ -358,31 +293,41 @@ class InstanceFleet:
         In the order of the plan.
     failed
         Set when all instances have failed for good, or a supervisor has a defect.
+    router
+        Chooses the instances of requests.
     """
 
     def __init__(self, config: RouterConfig) -> None:
         key = secrets.token_urlsafe(32)  # only the router uses the instances
         self.instances = [InstanceSupervisor(spec, config, key) for spec in config.specs]
         self.failed = asyncio.Event()
-        self._shares = WeightedRoundRobin(
-            [spec.shares for spec in config.specs], [spec.base_share for spec in config.specs]
+        self.router = InstanceRouter(
+            [spec.shares for spec in config.specs],
+            [spec.base_share for spec in config.specs],
+            config.routing,
         )
+        self._state_period_s = config.routing.state_period_s
         self._tasks: list[asyncio.Task[None]] = []
 
     def __contains__(self, adapter: object) -> bool:
-        return adapter in self._shares
+        return adapter in self.router
 
     def choose(
-        self, adapter: str | None, excluded: Collection[InstanceSupervisor] = ()
+        self,
+        adapter: str | None,
+        excluded: Collection[InstanceSupervisor] = (),
+        prompt_tokens: int = 0,
     ) -> InstanceSupervisor | None:
-        """Return the instance of a request by the plan's shares; None if none is up."""
+        """Return the instance of a request by the router; None if none is up."""
         instances = self.instances
-        index = self._shares.choose(adapter, lambda i: instances[i].is_up and instances[i] not in excluded)
+        index = self.router.choose(
+            adapter, lambda i: instances[i].is_up and instances[i] not in excluded, prompt_tokens
+        )
         return None if index is None else instances[index]
 
     def retry_after_s(self, adapter: str | None) -> int:
         """Return the time until the first of an adapter's holders may be up again."""
-        return min(self.instances[i].retry_after_s() for i in self._shares.holders(adapter))
+        return min(self.instances[i].retry_after_s() for i in self.router.holders(adapter))
 
     def serves_everything(self) -> bool:
         """Return whether every adapter has a holder that is up; every instance serves the base model."""
@@ -407,6 +352,24 @@ class InstanceFleet:
             raise
         self._tasks = [asyncio.ensure_future(instance.supervise()) for instance in self.instances]
         self._tasks.append(asyncio.ensure_future(self._wait_for_failure(tuple(self._tasks))))
+        if self.router.looks:
+            self._tasks += [asyncio.ensure_future(self._watch_state(i)) for i in range(len(self.instances))]
+
+    async def _watch_state(self, index: int) -> None:
+        """Read the state of an instance from time to time; forget it when the instance has ended."""
+        instance, known = self.instances[index], None
+        while True:
+            client = instance.client
+            if client is not known:
+                self.router.forget(index)
+                known = client
+            if client is not None:
+                asked_ns = time.monotonic_ns()
+                with contextlib.suppress(aiohttp.ClientError, FileLimitError, TimeoutError, ValueError):
+                    document = await client.get("/state", _STATE_TIMEOUT_S)
+                    if client is instance.client:
+                        self.router.report(index, document, asked_ns)
+            await asyncio.sleep(self._state_period_s)
 
     async def _wait_for_failure(self, tasks: Sequence[asyncio.Task[None]]) -> None:
         try:

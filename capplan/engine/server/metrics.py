@@ -81,6 +81,11 @@ class Metrics:
     ----------
     ready
         Facts of the engine.
+
+    Attributes
+    ----------
+    answers, answer_tokens
+        Finished requests, and their output tokens.
     """
 
     def __init__(self, model_name: str, ready: CoreReady) -> None:
@@ -90,6 +95,7 @@ class Metrics:
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._preemptions = 0
+        self.answers = self.answer_tokens = 0
         self._finished = dict.fromkeys(_FINISH_REASONS, 0)
         self._step_tokens = Histogram(_STEP_TOKENS)
         self._ttft_s = Histogram(_TTFT_S)
@@ -121,6 +127,8 @@ class Metrics:
         if ended.admitted_ns is not None:
             self._queue_s.observe((ended.admitted_ns - arrival_ns) * 1e-9)
         if first_ns is not None and last_ns is not None and ended.reason in ("stop", "length"):
+            self.answers += 1
+            self.answer_tokens += state.token_count
             self._e2e_s.observe((last_ns - arrival_ns) * 1e-9)
             if state.token_count > 1:
                 self._tpot_s.observe((last_ns - first_ns) * 1e-9 / (state.token_count - 1))

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from capplan.engine.server.limiter import RequestLimiter
-from capplan.engine.server.output_stream import OutputStream
+from capplan.engine.server.output_stream import EngineDeadError, OutputStream
 from capplan.engine.server.protocol import (
     ApiError,
     ChatRequest,
@@ -182,6 +182,15 @@ def _health(reason: str | None) -> Response:
     if reason is None:
         return JSONResponse({"status": "ok"})
     return JSONResponse({"status": "unavailable", "reason": reason}, 503)
+
+
+@router.get("/state", response_model=None)
+async def state(request: Request) -> Response:
+    """Return the state of the engine between two steps, which routers read."""
+    try:
+        return JSONResponse(await _service(request).state())
+    except (EngineDeadError, TimeoutError):
+        return _health("engine_unresponsive")
 
 
 @router.get("/metrics", response_model=None)

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from capplan.engine.core_process import is_stopped
 from capplan.engine.messages import CoreReady, Gauges
@@ -20,6 +20,7 @@ from capplan.engine.server.limiter import ServerSettings, ServerState
 from capplan.engine.server.metrics import Metrics
 from capplan.engine.server.output_stream import EngineDeadError
 from capplan.engine.server.protocol import RETRY, ApiError, ChatMessage, engine_failed, shutting_down
+from capplan.engine.state_report import StateReport
 from capplan.engine.tokenizer import load_tokenizer
 from capplan.errors import InputError
 
@@ -202,6 +203,18 @@ class Service(ServerState):
         """Return the time in which half of the prompts in flight finish at the present rate."""
         per_s = self.engine.finished_per_s()
         return min(60, max(1, math.ceil(0.5 * self.engine.in_flight / per_s))) if per_s else 5
+
+    async def state(self) -> dict[str, Any]:
+        """Return the state that routers read, between two steps.
+
+        Raises
+        ------
+        EngineDeadError, TimeoutError
+            If the engine does not answer.
+        """
+        report: StateReport = await asyncio.wait_for(self.engine.call("state_report"), _GAUGES_TIMEOUT_S)
+        answers = {"answers": self.metrics.answers, "answer_tokens": self.metrics.answer_tokens}
+        return {**report._asdict(), **answers}
 
     async def metrics_text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""

@@ -1,0 +1,202 @@
+"""The running router decides as the cluster twin does, from the states that instances report."""
+
+import json
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
+
+from capplan import InputError
+from capplan.engine.router.routing import InstanceRouter, RoutingSettings
+from capplan.serving.routers import ROUTERS, LeastWorkLeft, Toppings
+from capplan.serving.routers.choose import RoutingRule
+from capplan.serving.routers.fleet import ACTIVE, AWAITED, RESIDENT
+from capplan.spec.routing import ROUTER_NAMES
+from capplan.twin.cluster import Candidate, RoutedRequest
+from capplan.twin.cluster.reference_routers import LeastAddedWork, RankAware, reference_router
+from capplan.twin.cluster.routers import plain_rule
+from capplan.twin.host_link import NEVER_NS
+from tests.engine.fake_instances import idle_state
+from tests.engine.test_router import run
+from tests.serving.worlds import seeded
+from tests.twin.cluster.scenarios import make_performance, make_work_model
+
+HELD = ({"x": 0.5, "y": 1.0}, {"x": 0.25, "y": 0.0}, {"x": 0.25})
+RANK = {"x": 8, "y": 16}
+NAMES = (None, "x", "y")
+MAX_AGE_S = 0.5
+
+
+@dataclass
+class KnownStates:
+    """Mirror of what the router knows, as candidates of reference routers."""
+
+    states: list[dict[str, Any]]
+    seen_ns: list[int | None] = field(default_factory=lambda: [None] * 3)
+    sent: list[list[tuple[int, str | None, int]]] = field(default_factory=lambda: [[], [], []])
+
+    def candidates(self, adapter: str | None, now_ns: int) -> list[Candidate]:
+        holders = [i for i in range(3) if adapter is None or adapter in HELD[i]]
+        total = sum(HELD[i].get(adapter or "", 1.0) for i in holders)
+        return [self._candidate(i, adapter, HELD[i].get(adapter or "", 1.0) / total, now_ns) for i in holders]
+
+    def _candidate(self, i: int, adapter: str | None, share: float, now_ns: int) -> Candidate:
+        state, seen_ns = self.states[i], self.seen_ns[i]
+        running, queued, prompts = [], [], []
+        for rank, (present, waiting, tokens) in state["by_rank"].items():
+            running += [int(rank)] * (present - waiting)
+            queued += [int(rank)] * waiting
+            prompts += [tokens, *[0] * (waiting - 1)][:waiting]
+        bits = dict(state["adapters"])
+        queued_adapters = state["queued_adapters"]
+        for _, name, tokens in self.sent[i]:
+            queued.append(RANK.get(name or "", 0))
+            prompts.append(tokens)
+            if name is not None:
+                queued_adapters += not bits.get(name, 0) & (ACTIVE | AWAITED)
+                bits[name] = bits.get(name, 0) | AWAITED
+        own = bits.get(adapter or "", 0)
+        return Candidate(
+            instance=i,
+            share=share,
+            running=tuple(running),
+            queued=tuple(queued),
+            queued_tokens=sum(prompts),
+            queued_prompts=tuple(prompts),
+            free_tokens=state["free_blocks"] * state["block_size"],
+            kv_tokens=state["blocks"] * state["block_size"],
+            max_num_seqs=state["max_num_seqs"],
+            max_loras=state["max_loras"],
+            active_adapters=state["active_adapters"],
+            queued_adapters=queued_adapters,
+            is_active=bool(own & ACTIVE),
+            is_queued=bool(own & AWAITED),
+            is_resident=bool(own & RESIDENT),
+            running_tokens=state["running_tokens"],
+            partial_tokens=state["partial_tokens"],
+            age_ns=NEVER_NS if seen_ns is None else now_ns - seen_ns,
+        )
+
+
+def busy_state(choose: Any) -> dict[str, Any]:
+    """Return a random state whose counts fit each other."""
+    by_rank = {}
+    for rank in (0, 8, 16):
+        present = choose(0, 4)
+        waiting = choose(0, present)
+        by_rank[str(rank)] = [present, waiting, waiting * choose(1, 9)]
+    running_tokens = choose(0, 100)
+    return {
+        **idle_state(),
+        "running": sum(present - waiting for present, waiting, _ in by_rank.values()),
+        "queued": sum(waiting for _, waiting, _ in by_rank.values()),
+        "free_blocks": choose(0, 4),
+        "active_adapters": choose(0, 2),
+        "queued_adapters": choose(0, 2),
+        "running_tokens": running_tokens,
+        "partial_tokens": choose(0, running_tokens),
+        "by_rank": by_rank,
+        "adapters": {name: choose(0, 7) for name in RANK},
+    }
+
+
+def rule_and_reference(name: str, seed: int) -> tuple[RoutingRule, Any]:
+    """Return a compiled rule with random models, and its reference."""
+    models = [make_performance(seeded(seed + i)) for i in range(3)]
+    work = [make_work_model(seeded(seed + i)) for i in range(3)]
+    parameters = LeastWorkLeft(off_plan=2.0, max_age_s=MAX_AGE_S)
+    rule = plain_rule(parameters if name == "least-work-left" else name, 100.0)
+    if name.startswith("toppings"):
+        rule = plain_rule(Toppings(rank_aware=name == "toppings"), 100.0)
+        rule = rule._replace(models=np.array([model.row for model in models]), slo_ms=20.0)
+    if name == "least-work-left":
+        rule = rule._replace(models=np.array([model.row for model in work]))
+    rank_aware = RankAware("bgmv" if name == "toppings" else "blind", models, 20.0)
+    return rule, reference_router(name, 3, rank_aware, LeastAddedWork(work, parameters))
+
+
+@pytest.mark.parametrize("name", ROUTER_NAMES)
+@settings(max_examples=15)
+@given(seed=st.integers(0, 10**6))
+def test_the_running_router_decides_as_the_twins_reference(name: str, seed: int) -> None:
+    choose = seeded(seed)
+    rule, reference = rule_and_reference(name, seed)
+    router = InstanceRouter(HELD, None, RoutingSettings(rule, RANK), seed=7)
+    known = KnownStates([{**idle_state(), "blocks": 1, "block_size": 1, "free_blocks": 0}] * 3)
+    known.states = [{**s, "max_num_seqs": 0, "max_loras": 0} for s in known.states]
+    draw = np.random.default_rng(7).random
+    now_ns, asked_ns = 0, [0, 0, 0]
+    for number in range(20):
+        now_ns += choose(1, 200) * 10**6
+        i = choose(0, 2)
+        if choose(0, 2) == 0:  # the requests sent since the question are not in the answer
+            state, asked_ns[i] = busy_state(choose), choose(asked_ns[i], now_ns)
+            router.report(i, json.dumps(state).encode(), asked_ns[i])
+            known.states[i], known.seen_ns[i] = state, asked_ns[i]
+            known.sent[i] = [each for each in known.sent[i] if each[0] >= asked_ns[i]]
+        adapter = choose(0, 2)
+        prompt_tokens = choose(1, 50)
+        request = RoutedRequest(
+            number, 0.0, adapter, RANK.get(NAMES[adapter] or "", 0), prompt_tokens, draw(), 100.0
+        )
+        candidates = known.candidates(NAMES[adapter], now_ns)
+        expected = candidates[reference(request, candidates)].instance
+        assert router.choose(NAMES[adapter], lambda _: True, prompt_tokens, now_ns) == expected
+        known.sent[expected].append((now_ns, NAMES[adapter], prompt_tokens))
+
+
+@pytest.mark.parametrize("name", ROUTER_NAMES)
+def test_a_request_goes_to_a_holder_that_is_up(name: str) -> None:
+    router = InstanceRouter(HELD, None, RoutingSettings(rule_and_reference(name, 0)[0], RANK))
+    for up in ((0,), (1, 2), (2,), ()):
+        holders = {i for i in up if "y" in HELD[i]}
+        chosen = {router.choose("y", lambda i, up=up: i in up) for _ in range(8)}
+        assert chosen <= holders if holders else chosen == {None}
+
+
+def test_workloads_may_name_every_router() -> None:
+    assert set(ROUTER_NAMES) == set(ROUTERS)
+
+
+def settings_of(name: str) -> RoutingSettings:
+    return RoutingSettings(rule_and_reference(name, 0)[0], {"a": 8, "b": 4, "shared": 16}, 0.01)
+
+
+def test_requests_go_to_the_instance_that_reports_fewer() -> None:
+    async def check(r: Any) -> None:
+        r.launcher["g1-1"].reported |= {"running": 5, "by_rank": {"16": [5, 0, 0]}}
+        await r.until(lambda: int(r.state.fleet.router._fleet.instances.running[1]) == 5)
+        assert {(await r.post("shared"))[1]["instance"] for _ in range(3)} == {"g0-1"}
+        text = await (await r.client.get("/metrics")).text()
+        assert 'capplan:router_state_age_seconds{group="g0",instance="g0-1"} 0.' in text
+        r.launcher["g1-1"].reported = idle_state()
+        r.launcher["g0-1"].reported |= {"queued": 9}
+        await r.until(lambda: int(r.state.fleet.router._fleet.instances.queued[0]) >= 9)
+        assert (await r.post("shared"))[1]["instance"] == "g1-1"
+
+    run(check, routing=settings_of("least-loaded"))
+
+
+def test_states_that_are_none_and_instances_that_end_lose_no_request() -> None:
+    async def check(r: Any) -> None:
+        r.launcher["g0-1"].reported = {"running": -1}
+        r.launcher.may_start.clear()
+        await r.launcher["g1-1"].crash()
+        answers = [await r.post("shared") for _ in range(6)]
+        assert {(status, body["instance"]) for status, body, _ in answers} == {(200, "g0-1")}
+        assert np.isnan(r.state.fleet.router.age_s(1))
+        r.launcher.may_start.set()
+        await r.until(lambda: not np.isnan(r.state.fleet.router.age_s(1)))
+
+    run(check, routing=settings_of("least-work-left"))
+
+
+@pytest.mark.parametrize("field_", ["off_plan", "max_age_s"])
+def test_parameters_are_checked(field_: str) -> None:
+    with pytest.raises(InputError, match=f"LeastWorkLeft.{field_}: must be"):
+        replace(LeastWorkLeft(), **{field_: float("nan")})
