@@ -104,7 +104,8 @@ def _shared_options(
 _COMMANDS: Final = {
     "plan": "Plan which adapters share which GPUs, with which engine settings, and verify it with the twin.",
     "compare": "Compare solvers on a workload: raw answers, and the verdict of the twin on fresh seeds.",
-    "simulate": "Simulate one GPU that serves the whole workload.",
+    "simulate": "Simulate one GPU that serves the whole workload, or the instances of a plan.",
+    "capacity": "Find the highest load of a cluster within its SLO, or the fewest instances for its load.",
     "tune": "Search settings of Chameleon's scheduler and cache, and compare them on held-out windows.",
     "explain": "Explain a plan: bottleneck of each group, predictions, verification, and the number of GPUs.",
     "report": "Write a plan as one HTML page that works offline: groups, predictions, bottlenecks, adapters.",

@@ -16,6 +16,7 @@ from capplan.cli.options import (
     ProfileName,
     RayAddress,
     ReportFile,
+    RouterOption,
     SchedulerName,
     Seed,
     Workers,
@@ -69,6 +70,10 @@ class SimulateArgs:
     s_max: int | None = typer.Option(
         None, metavar="RANK", help="Rank of a slot; default: the smallest that holds every adapter."
     )
+    plan: str | None = typer.Option(
+        None, metavar="PLAN", help="Simulate the instances of this plan for the workload, behind its router."
+    )
+    router: RouterOption = None
     profile: ProfileName = None
     duration_s: float = typer.Option(3600.0, "--duration", metavar="SECONDS", help="Simulated time.")
     seed: Seed = 0
@@ -106,7 +111,7 @@ class SimulateArgs:
 
 @command
 def simulate(args: SimulateArgs) -> None:
-    """Simulate one GPU that serves the whole workload.
+    """Simulate one GPU that serves the whole workload, or the instances of a plan.
 
     Engine settings that are not given come from the workload file, then from the twin's defaults.
     """
@@ -114,6 +119,11 @@ def simulate(args: SimulateArgs) -> None:
 
     require_writable_files(args.report, args.requests_out)
     require_duration(args.duration_s)
+    if args.plan is not None:
+        _simulate_plan(args, args.plan)
+        return
+    if args.router is not None:
+        raise InputError("goes with --plan", args.router, "--router")
     workload = load_workload(args.workload)
     slots = _slots(args, workload)
     require_seeds(args.seeds, workload)
@@ -159,6 +169,34 @@ def simulate(args: SimulateArgs) -> None:
             typer.echo(line)
     if args.strict:
         require_no_extrapolation(beyond)
+
+
+_OF_ONE_GPU: Final = (
+    *("a_max", "s_max", *_ENGINE, "max_in_flight", "rules", "scheduler", "cache", "prefix_caching"),
+    *("report", "requests_out", "workers", "ray_address"),
+)
+"""Options that do not go with a plan."""
+
+
+def _simulate_plan(args: SimulateArgs, plan: str) -> None:
+    """Simulate the instances of a plan."""
+    from capplan.cli.simulate_plan import simulate_plan
+
+    given = [name for name in _OF_ONE_GPU if getattr(args, name) is not None]
+    given += ["seeds"] if args.seeds != 1 else []
+    given += ["detail"] if args.detail else []
+    if given:
+        flag = f"--{given[0].replace('_', '-')}"
+        raise InputError("does not go with --plan", getattr(args, given[0]), flag)
+    simulate_plan(
+        args.workload,
+        plan,
+        profile=args.profile,
+        router=args.router,
+        duration_s=args.duration_s,
+        seed=args.seed,
+        as_json=args.as_json,
+    )
 
 
 def found_extrapolations(

@@ -1,0 +1,331 @@
+"""Simulation of a plan as a cluster, and the highest load that it sustains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, stdev
+from typing import Final, Literal
+
+import numpy as np
+from scipy.stats import t as student_t
+
+from capplan.errors import InfeasibleError, InputError
+from capplan.planner.evaluate import violated_bounds
+from capplan.planner.explain.rebuild import rebuild
+from capplan.planner.parallel import parallel_map
+from capplan.serving import adapter_bytes
+from capplan.spec import Plan, Profile, Slo, Workload
+from capplan.spec.latency_stats import LatencyStats, latency_stats
+from capplan.spec.routing import PLAN_ROUTER, STATE_PERIOD_S
+from capplan.twin.cluster import (
+    ClusterResult,
+    Instance,
+    served_router,
+    simulate_cluster,
+    simulate_without_adapters,
+)
+from capplan.twin.metrics import bound_value
+from capplan.twin.per_request import FINISHED
+
+UNLOADED: Final = 0.01
+"""Load of the reference run `unloaded`, as a share of the workload's."""
+
+ReferenceRun = Literal["unloaded", "no-lora"]
+REFERENCE_RUNS: Final[tuple[ReferenceRun, ...]] = ("unloaded", "no-lora")
+
+
+@dataclass(frozen=True)
+class SimulatedFleet:
+    """Instances that serve a workload behind a router.
+
+    Attributes
+    ----------
+    names
+        Of the instances, as in `capplan serve PLAN`.
+    state_period_s
+        Time between reports of the instances to the router.
+    """
+
+    workload: Workload
+    instances: tuple[Instance, ...]
+    names: tuple[str, ...]
+    router: str = PLAN_ROUTER
+    state_period_s: float = STATE_PERIOD_S
+
+    def simulate(self, seed: int, duration_s: float, load: float = 1.0) -> ClusterResult:
+        """Simulate the fleet with every rate times `load`.
+
+        Raises
+        ------
+        InfeasibleError
+            If an instance does not start.
+        """
+        return simulate_cluster(
+            at_load(self.workload, load),
+            self.instances,
+            router=served_router(self.router),
+            duration_s=duration_s,
+            seed=seed,
+            state_period_s=self.state_period_s,
+        )
+
+    def reference(self, run: ReferenceRun, seed: int, duration_s: float) -> ClusterResult:
+        """Simulate a reference run of latency bounds.
+
+        Parameters
+        ----------
+        run
+            ``unloaded``: at 1 % of the load; ``no-lora``: the same requests without adapters, least loaded.
+        """
+        if run == "unloaded":
+            return self.simulate(seed, duration_s / UNLOADED, UNLOADED)
+        return simulate_without_adapters(self.workload, self.instances, duration_s=duration_s, seed=seed)
+
+
+def at_load(workload: Workload, load: float) -> Workload:
+    """Return a workload with every rate times `load`; a trace is replayed faster."""
+    trace = workload.trace
+    if load != 1.0 and trace is not None:
+        arrival_ns = (trace.arrival_ns / load).astype(trace.arrival_ns.dtype)
+        arrival_ns.setflags(write=False)
+        trace = replace(trace, arrival_ns=arrival_ns, duration_s=trace.duration_s / load)
+    return workload.at_rates_times(load).model_copy(update={"trace": trace})
+
+
+def fleet_of_plan(
+    plan: Plan, workload: Workload, profile: Profile | None, source: str, router: str | None = None
+) -> SimulatedFleet:
+    """Return the instances of a plan.
+
+    Parameters
+    ----------
+    plan, workload, profile, source
+        As for `capplan.planner.explain.rebuild.rebuild`.
+    router
+        Router instead of the plan's.
+
+    Raises
+    ------
+    InputError
+        If the workload or the profile is not the plan's.
+    """
+    rebuilt = rebuild(plan, workload, profile, source)
+    instances, names = [], []
+    for each in rebuilt.groups:
+        group = each.group
+        own = Instance.of(
+            rebuilt.problem.pools[each.assignment.pool].profile,
+            group.engine_args,
+            each.assignment.fractions,
+            group.scheduling,
+            group.queues,
+        )
+        instances += [own] * group.replicas
+        names += [f"{group.id}-{replica}" for replica in range(1, group.replicas + 1)]
+    chosen = router or plan.router or PLAN_ROUTER
+    return SimulatedFleet(rebuilt.problem.workload, tuple(instances), tuple(names), chosen)
+
+
+@dataclass(frozen=True)
+class RelativeBound:
+    """Latency bound as a multiple of that of a reference run."""
+
+    name: str
+    """Such as ``ttft_p99_s``."""
+    factor: float
+    run: ReferenceRun
+
+
+def with_bounds(
+    fleet: SimulatedFleet, bounds: Sequence[RelativeBound], seed: int, duration_s: float
+) -> dict[str, float]:
+    """Return the values of bounds that are multiples of reference runs."""
+    runs = {run: fleet.reference(run, seed, duration_s) for run in {each.run for each in bounds}}
+    return {each.name: each.factor * bound_value(runs[each.run], each.name) for each in bounds}
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Highest load within the bounds, as a multiple of the workload's.
+
+    Attributes
+    ----------
+    loads
+        Per seed.
+    mean, low, high
+        Mean, and the ends of its confidence interval.
+    binds
+        Bounds that break just above the mean of the loads.
+    """
+
+    loads: tuple[float, ...]
+    mean: float
+    low: float
+    high: float
+    confidence: float
+    binds: tuple[str, ...]
+
+
+PRECISION: Final = 0.01
+_SMALLEST: Final = 1.0 / 1024.0
+_LARGEST: Final = 1024.0
+
+
+def highest_load(holds: Callable[[float], bool], precision: float = PRECISION) -> float:
+    """Return a load that holds and is within `precision` of one that does not; 0 if none holds.
+
+    The load is bracketed from 1 on by doubling and halving, and bisected in its logarithm.
+    """
+    low, high = 0.5, 1.0
+    while holds(high):
+        low, high = high, 2.0 * high
+        if high > _LARGEST:
+            return low
+    while high <= 1.0 and not holds(low):
+        low, high = low / 2.0, low
+        if low < _SMALLEST:
+            return 0.0
+    while high / low > 1.0 + precision:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def capacity(
+    fleet: SimulatedFleet,
+    slo: Slo,
+    seeds: Sequence[int],
+    duration_s: float,
+    *,
+    precision: float = PRECISION,
+    confidence: float = 0.9,
+    answered: Callable[[int], None] | None = None,
+) -> Capacity:
+    """Return the highest load of a fleet within its bounds.
+
+    A seed has the same random numbers at all loads. Its highest load is bracketed and bisected; the interval
+    of the mean is Student's over the seeds.
+
+    Parameters
+    ----------
+    precision
+        Relative error of the bisection.
+    confidence
+        Of the interval of the mean.
+    answered
+        Called with the number of seeds done.
+
+    Raises
+    ------
+    InfeasibleError
+        If an instance does not start.
+    InputError
+        Without seeds, or for a precision or confidence out of range.
+    """
+    if not seeds:
+        raise InputError("must be at least one seed", [], "seeds")
+    for name, value in (("precision", precision), ("confidence", confidence)):
+        if not 0 < value < 1:
+            raise InputError("must be above 0 and below 1", value, name)
+
+    def of_seed(seed: int) -> float:
+        def holds(load: float) -> bool:
+            return not violated_bounds(slo, fleet.simulate(seed, duration_s, load))
+
+        return highest_load(holds, precision)
+
+    loads = parallel_map(of_seed, seeds, answered)
+    mean = fmean(loads)
+    half = 0.0
+    if len(loads) > 1:
+        quantile = float(student_t.ppf(0.5 + confidence / 2.0, len(loads) - 1))
+        half = quantile * stdev(loads) / len(loads) ** 0.5
+    above = (mean or _SMALLEST) * (1.0 + 2.0 * precision)
+    binds = violated_bounds(slo, fleet.simulate(seeds[0], duration_s, above))
+    return Capacity(tuple(loads), mean, max(0.0, mean - half), mean + half, confidence, binds)
+
+
+def fewest_instances(
+    make: Callable[[int], SimulatedFleet], slo: Slo, seeds: Sequence[int], duration_s: float, most: int
+) -> int:
+    """Return the fewest instances that serve the workload within the bounds on every seed.
+
+    The number is doubled until the bounds hold, and bisected.
+
+    Raises
+    ------
+    InfeasibleError
+        With reason ``slo`` if `most` do not.
+    """
+
+    def holds(count: int) -> bool:
+        fleet = make(count)
+        results = parallel_map(lambda seed: fleet.simulate(seed, duration_s), seeds)
+        return not any(violated_bounds(slo, result) for result in results)
+
+    low, high = 0, 1
+    while not holds(high):
+        if high == most:
+            raise InfeasibleError(f"{most} instances do not serve the workload within its bounds", "slo")
+        low, high = high, min(2 * high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+@dataclass(frozen=True)
+class StoredAdapters:
+    """Adapters that an instance stores."""
+
+    count: int
+    bytes: int
+
+
+def stored_adapters(fleet: SimulatedFleet) -> list[StoredAdapters]:
+    """Return the adapters that each instance stores."""
+    found = []
+    for instance in fleet.instances:
+        held = [
+            adapter_bytes(instance.profile.model, adapter.rank, adapter.target_modules)
+            for adapter in fleet.workload.adapters
+            if instance.adapters is None or adapter.name in instance.adapters
+        ]
+        found.append(StoredAdapters(len(held), sum(held)))
+    return found
+
+
+@dataclass(frozen=True)
+class RankMetrics:
+    """Requests of the adapters of one rank; 0: of the base model. Latencies are of those that have them."""
+
+    rank: int
+    submitted: int
+    finished: int
+    waiting: int
+    """Without a token at the end."""
+    ttft_s: LatencyStats
+    tpt_ms: LatencyStats
+
+
+def by_rank(fleet: SimulatedFleet, result: ClusterResult) -> list[RankMetrics]:
+    """Return the metrics of the requests by the rank of their adapters, ascending."""
+    requests = result.requests
+    rank_of = np.array([0, *(adapter.rank for adapter in fleet.workload.adapters)])
+    ranks = rank_of[requests.adapter]
+    found = []
+    for rank in np.unique(ranks).tolist():
+        own = ranks == rank
+        ttft_s, tpt_ms = requests.ttft_s[own], requests.tpt_ms[own]
+        found.append(
+            RankMetrics(
+                rank=rank,
+                submitted=int(own.sum()),
+                finished=int(np.count_nonzero(requests.status[own] == FINISHED)),
+                waiting=int(np.count_nonzero(np.isnan(ttft_s))),
+                ttft_s=latency_stats(ttft_s),
+                tpt_ms=latency_stats(tpt_ms),
+            )
+        )
+    return found

@@ -1,0 +1,237 @@
+"""`capplan capacity`: the highest load within the SLO, or the fewest GPUs for the load."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import typer
+
+from capplan.cli.console import Table, number, print_json, print_table
+from capplan.cli.options import (
+    AsJson,
+    ProfileName,
+    RouterOption,
+    Seed,
+    WorkloadFile,
+    chosen_profile,
+    command,
+    read_plan,
+)
+from capplan.cli.progress import announce_compilation, progress_bars
+from capplan.errors import InfeasibleError, InputError
+from capplan.spec.limits import require_duration
+
+if TYPE_CHECKING:
+    from capplan.planner.served import Capacity, RelativeBound, SimulatedFleet
+    from capplan.spec import Profile, Slo, Workload
+
+_BOUND: Final = re.compile(r"([a-z0-9_]+)=([0-9.eE+-]+)(?:\*([a-z-]+))?")
+_REPLICATED: Final = "least-loaded"
+"""Router of instances with all adapters, which have no shares to follow."""
+_MOST_SEEDS: Final = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacityArgs:
+    """Options of `capplan capacity`."""
+
+    workload: WorkloadFile
+    plan: str | None = typer.Option(
+        None, metavar="PLAN", help="Instances of a plan for this workload; default: equal ones."
+    )
+    instances: int | None = typer.Option(
+        None, metavar="N", help="Without a plan: equal instances that hold every adapter."
+    )
+    fewest: bool = typer.Option(
+        False, "--fewest", help="Without a plan: find the fewest instances for the workload's load."
+    )
+    a_max: int | None = typer.Option(
+        None, metavar="N", help="Without a plan: adapter slots of an instance; default: the workload's."
+    )
+    router: RouterOption = None
+    slo: list[str] | None = typer.Option(
+        None,
+        metavar="BOUND",
+        help="Bound instead of the workload's: METRIC=VALUE such as ttft_p95_s=10, or a multiple of a "
+        "reference run, METRIC=FACTOR*unloaded or METRIC=FACTOR*no-lora. Repeatable.",
+    )
+    profile: ProfileName = None
+    duration_s: float = typer.Option(600.0, "--duration", metavar="SECONDS", help="Simulated time.")
+    seed: Seed = 0
+    seeds: int = typer.Option(5, metavar="N", min=1, max=_MOST_SEEDS, help="Seeds from --seed on.")
+    precision: float = typer.Option(0.01, metavar="SHARE", help="Relative error of the load of a seed.")
+    confidence: float = typer.Option(0.9, metavar="SHARE", help="Of the interval of the mean over seeds.")
+    as_json: AsJson = False
+
+
+@command
+def capacity(args: CapacityArgs) -> None:
+    """Find the highest load of a cluster within its SLO, or the fewest instances for its load.
+
+    Loads are compared on common random numbers, seed by seed. Exit status 3: no load, or no number of
+    instances, is within the SLO.
+    """
+    from capplan.planner.served import capacity as highest
+    from capplan.planner.served import fewest_instances, with_bounds
+    from capplan.spec import load_workload
+    from capplan.spec.limits import input_limits
+
+    require_duration(args.duration_s)
+    _check(args)
+    absolute, relative = _bounds(args.slo or ())
+    workload = load_workload(args.workload)
+    fleet = _fleet(args, workload, args.instances or 1)
+    announce_compilation(quiet=args.as_json)
+    found = with_bounds(fleet, relative, args.seed, args.duration_s)
+    slo = _slo(workload.slo, {**absolute, **found}, relative or absolute)
+    seeds = range(args.seed, args.seed + args.seeds)
+    if args.fewest:
+        most = input_limits().max_instances
+        count = fewest_instances(lambda n: _fleet(args, workload, n), slo, seeds, args.duration_s, most)
+        _print_fewest(count, slo, as_json=args.as_json)
+        return
+    with progress_bars(quiet=args.as_json) as on_progress:
+        on_progress("seeds", 0, len(seeds))
+        result = highest(
+            fleet,
+            slo,
+            seeds,
+            args.duration_s,
+            precision=args.precision,
+            confidence=args.confidence,
+            answered=lambda done: on_progress("seeds", done, len(seeds)),
+        )
+    if result.mean == 0.0:
+        raise InfeasibleError(f"no load is within the SLO: {'; '.join(result.binds)}", "slo")
+    _print(fleet, slo, result, as_json=args.as_json)
+
+
+def _check(args: CapacityArgs) -> None:
+    """Check that options go together."""
+    if args.plan is not None:
+        for flag, value in (
+            ("--instances", args.instances),
+            ("--a-max", args.a_max),
+            ("--fewest", args.fewest),
+        ):
+            if value:
+                raise InputError("does not go with --plan", value, flag)
+    if args.fewest and args.instances is not None:
+        raise InputError("does not go with --fewest", args.instances, "--instances")
+    if args.instances is not None and args.instances < 1:
+        raise InputError("must be >= 1", args.instances, "--instances")
+
+
+def _bounds(texts: list[str] | tuple[str, ...]) -> tuple[dict[str, float], list[RelativeBound]]:
+    """Return absolute bounds, and those that are multiples of reference runs."""
+    from capplan.planner.served import REFERENCE_RUNS, ReferenceRun, RelativeBound
+    from capplan.spec import Slo
+
+    known = [name for name in Slo.model_fields if name.endswith(("_s", "_ms"))]
+    absolute: dict[str, float] = {}
+    relative = []
+    for text in texts:
+        match = _BOUND.fullmatch(text)
+        if match is None:
+            raise InputError("must be METRIC=VALUE or METRIC=FACTOR*RUN", text, "--slo")
+        name, value, run = match.groups()
+        if name not in known:
+            raise InputError(f"must be one of {', '.join(known)}", name, "--slo")
+        try:
+            bound = float(value)
+        except ValueError:
+            raise InputError("must be a number", value, f"--slo {name}") from None
+        if not 0 < bound < float("inf"):
+            raise InputError("must be a finite number > 0", bound, f"--slo {name}")
+        if run is None:
+            absolute[name] = bound
+        elif run in REFERENCE_RUNS:
+            relative.append(RelativeBound(name, bound, cast("ReferenceRun", run)))
+        else:
+            raise InputError(f"must be one of {', '.join(REFERENCE_RUNS)}", run, f"--slo {name}")
+    return absolute, relative
+
+
+def _slo(own: Slo, bounds: dict[str, float], given: object) -> Slo:
+    """Return the bounds: those of the command line, or else the workload's."""
+    from capplan.spec import Slo
+
+    if not given:
+        return own
+    return Slo(served_fraction=own.served_fraction, **cast("dict[str, Any]", bounds))
+
+
+def _fleet(args: CapacityArgs, workload: Workload, count: int) -> SimulatedFleet:
+    """Return the instances of the plan, or equal ones with all adapters."""
+    from capplan.planner.served import SimulatedFleet, fleet_of_plan
+
+    if args.plan is not None:
+        plan = read_plan(args.plan, unverified=True)
+        chosen = None if args.profile is None else chosen_profile(workload, args.profile)
+        return fleet_of_plan(plan, workload, chosen, args.workload, args.router)
+    profile = chosen_profile(workload, args.profile)
+    if profile is None:
+        raise InputError("is required, because the workload names pools", location="--profile")
+    instance = _instance(args, workload, profile)
+    names = tuple(f"i{number}" for number in range(1, count + 1))
+    router = args.router or workload.router or _REPLICATED
+    return SimulatedFleet(workload, (instance,) * count, names, router)
+
+
+def _instance(args: CapacityArgs, workload: Workload, profile: Profile) -> Any:
+    """Return an instance that holds every adapter, with the workload's engine settings."""
+    from capplan.spec import allowed_lora_rank
+    from capplan.twin.cluster import Instance
+
+    engine = workload.engine
+    slots = args.a_max if args.a_max is not None else engine.max_loras
+    pair = workload.scheduling
+    if slots is None and (pair is not None or not workload.adapters):
+        slots = len(workload.adapters)
+    if slots is None:
+        raise InputError("is required, unless the workload fixes engine.max_loras", location="--a-max")
+    rank = engine.max_lora_rank or allowed_lora_rank(max((a.rank for a in workload.adapters), default=1))
+    names = (
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_cpu_loras",
+        "max_model_len",
+        "gpu_memory_utilization",
+    )
+    given = {name: value for name in names if (value := getattr(engine, name)) is not None}
+    scheduler, cache = pair or (None, None)
+    s_max = rank if workload.adapters else 0
+    return Instance(profile, slots, s_max, scheduler=scheduler, cache=cache, **given)
+
+
+def _print_fewest(count: int, slo: Slo, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"instances": count, "slo": slo.latency_bounds()})
+    else:
+        typer.echo(f"{count} instances serve the workload within {_words(slo)} on every seed")
+
+
+def _print(fleet: SimulatedFleet, slo: Slo, result: Capacity, *, as_json: bool) -> None:
+    rate = fleet.workload.total_rate_rps
+    if as_json:
+        facts = {"router": fleet.router, "instances": len(fleet.instances), "slo": slo.latency_bounds()}
+        print_json({**facts, "rate_rps": rate, **asdict(result)})
+        return
+    share = f"{100.0 * result.confidence:g} %"
+    columns = (
+        ("load, x workload", *(number(load, 3) for load in (result.mean, result.low, result.high))),
+        ("req/s", *(number(rate * load, 2) for load in (result.mean, result.low, result.high))),
+    )
+    print_table(
+        Table((f"{len(fleet.instances)} instances, {fleet.router}", "mean", f"{share} from", "to"), columns)
+    )
+    typer.echo(f"bounds: {_words(slo)}; {len(result.loads)} seeds")
+    if result.binds:
+        typer.echo(f"just above: {'; '.join(result.binds)}")
+
+
+def _words(slo: Slo) -> str:
+    bounds = [f"{name} {value:.4g}" for name, value in slo.latency_bounds().items()]
+    return ", ".join([*bounds, f"served_fraction {slo.served_fraction:g}"])

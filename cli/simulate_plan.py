@@ -1,0 +1,161 @@
+"""`capplan simulate WORKLOAD --plan PLAN`: the instances of a plan under one clock, behind its router."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
+
+import typer
+
+from capplan.cli.console import Table, number, percent, print_json, print_table
+from capplan.cli.options import chosen_profile, read_plan
+from capplan.cli.progress import announce_compilation
+
+if TYPE_CHECKING:
+    from capplan.planner.served import RankMetrics, SimulatedFleet, StoredAdapters
+    from capplan.twin.cluster import ClusterResult
+
+_GIB: Final = 2**30
+
+METRICS: Final = (  # metric of the result, its name with unit, decimals
+    ("throughput_tok_s", "throughput, tok/s", 0),
+    ("offered_tok_s", "offered, tok/s", 0),
+    ("ttft_s_mean", "TTFT mean, s", 3),
+    ("ttft_s_p50", "TTFT p50, s", 3),
+    ("ttft_s_p95", "TTFT p95, s", 3),
+    ("ttft_s_p99", "TTFT p99, s", 3),
+    ("tpot_ms_mean", "TPOT mean, ms", 2),
+    ("tpot_ms_p99", "TPOT p99, ms", 2),
+    ("tpt_ms_mean", "TPT mean, ms", 2),
+    ("e2e_s_p99", "E2E p99, s", 2),
+    ("completed", "completed requests", 0),
+    ("submitted", "submitted requests", 0),
+    ("preemptions", "preemptions", 0),
+    ("adapter_loads", "adapter loads", 0),
+)
+
+
+def simulate_plan(
+    workload_file: str,
+    plan_file: str,
+    *,
+    profile: str | None,
+    router: str | None,
+    duration_s: float,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Simulate the instances of a plan, and print the metrics of all, of each instance, and by rank."""
+    from capplan.planner.served import by_rank, fleet_of_plan, stored_adapters
+    from capplan.spec import load_workload
+
+    workload = load_workload(workload_file)
+    plan = read_plan(plan_file, unverified=True)
+    chosen = None if profile is None else chosen_profile(workload, profile)
+    fleet = fleet_of_plan(plan, workload, chosen, workload_file, router)
+    announce_compilation(quiet=as_json)
+    result = fleet.simulate(seed, duration_s)
+    ranks, held = by_rank(fleet, result), stored_adapters(fleet)
+    if as_json:
+        print_json(document(fleet, result, ranks, held))
+        return
+    print_table(metrics_table(fleet, result))
+    print_table(instances_table(fleet, result, held))
+    print_table(ranks_table(ranks))
+    typer.echo(storage_line(fleet, held))
+
+
+def document(
+    fleet: SimulatedFleet,
+    result: ClusterResult,
+    ranks: Sequence[RankMetrics],
+    held: Sequence[StoredAdapters],
+) -> dict[str, Any]:
+    """Return the results as JSON data."""
+    instances = [
+        {
+            "name": name,
+            "requests": routed,
+            **_metrics(own),
+            "adapters_stored": store.count,
+            "bytes": store.bytes,
+        }
+        for name, routed, own, store in zip(
+            fleet.names, result.requests_per_instance, result.instances, held, strict=True
+        )
+    ]
+    return {
+        "router": fleet.router,
+        "state_period_s": fleet.state_period_s,
+        "cluster": _metrics(result),
+        "instances": instances,
+        "ranks": [asdict(each) for each in ranks],
+    }
+
+
+def _metrics(result: Any) -> dict[str, Any]:
+    found = {name: getattr(result, name) for name, _, _ in METRICS}
+    return {**found, "served_fraction": result.served_fraction, "busy_fraction": result.busy_fraction}
+
+
+def metrics_table(fleet: SimulatedFleet, result: ClusterResult) -> Table:
+    """Return the metrics over all requests."""
+    head = ("cluster", f"{len(fleet.instances)} instances\n{fleet.router}")
+    rows = [(name, number(getattr(result, metric), decimals)) for metric, name, decimals in METRICS]
+    rows.append(("served", percent(result.served_fraction)))
+    return Table(head, rows)
+
+
+def instances_table(fleet: SimulatedFleet, result: ClusterResult, held: Sequence[StoredAdapters]) -> Table:
+    """Return one row per instance."""
+    head = (
+        *("instance", "requests", "tok/s", "TTFT p95, s", "TTFT p99, s", "TPOT mean, ms", "busy", "served"),
+        *("preemptions", "adapter\nloads", "adapters\nstored", "stored,\nGiB"),
+    )
+    rows = [
+        (
+            name,
+            number(routed),
+            number(own.throughput_tok_s),
+            number(own.ttft_s_p95, 3),
+            number(own.ttft_s_p99, 3),
+            number(own.tpot_ms_mean, 2),
+            percent(own.busy_fraction),
+            percent(own.served_fraction),
+            number(own.preemptions),
+            number(own.adapter_loads),
+            number(store.count),
+            number(store.bytes / _GIB, 2),
+        )
+        for name, routed, own, store in zip(
+            fleet.names, result.requests_per_instance, result.instances, held, strict=True
+        )
+    ]
+    return Table(head, rows)
+
+
+def ranks_table(ranks: Sequence[RankMetrics]) -> Table:
+    """Return one row per rank."""
+    head = (
+        *("rank", "requests", "finished", "without a token", "TTFT p50, s", "TTFT p95, s", "TTFT p99, s"),
+        *("TPT mean, ms", "TPT p99, ms"),
+    )
+    rows = [
+        (
+            str(each.rank) if each.rank else "base model",
+            *(number(count) for count in (each.submitted, each.finished, each.waiting)),
+            *(number(value, 3) for value in (each.ttft_s.p50, each.ttft_s.p95, each.ttft_s.p99)),
+            *(number(value, 2) for value in (each.tpt_ms.mean, each.tpt_ms.p99)),
+        )
+        for each in ranks
+    ]
+    return Table(head, rows)
+
+
+def storage_line(fleet: SimulatedFleet, held: Sequence[StoredAdapters]) -> str:
+    """Return the mean number of adapters per instance against all on every instance."""
+    total = len(fleet.workload.adapters)
+    mean = sum(each.count for each in held) / len(held)
+    factor = "" if not mean else f", {total / mean:.1f} x fewer than all on every instance"
+    return f"adapters stored per instance: {mean:.1f} of {total}{factor}"

@@ -1,0 +1,96 @@
+"""`capplan simulate --plan` and `capplan capacity`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from capplan import load_profile, load_workload, plan
+from capplan.planner.served import fleet_of_plan
+from tests.cli.conftest import Run, error_line
+from tests.cli.examples import write_inputs
+
+SHORT = ("--duration", "60")
+BOUND = ("--slo", "ttft_p95_s=2")
+
+
+@pytest.fixture
+def workload_yaml(tmp_path: Path) -> Path:
+    return write_inputs(tmp_path)
+
+
+@pytest.fixture
+def plan_json(workload_yaml: Path) -> Path:
+    workload = load_workload(workload_yaml)
+    path = workload_yaml.parent / "plan.json"
+    made = plan(workload, profile=str(workload_yaml.parent / "profile.json"), gpus=2, seeds=1)
+    made.to_json(path)
+    return path
+
+
+def told(run: Run, *arguments: object) -> Any:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_a_plan_is_simulated_as_a_cluster(run: Run, workload_yaml: Path, plan_json: Path) -> None:
+    words = (
+        "simulate",
+        workload_yaml,
+        "--plan",
+        plan_json,
+        "--router",
+        "least-work-left",
+        "--seed",
+        3,
+        *SHORT,
+    )
+    found = told(run, *words)
+    from capplan import Plan
+
+    profile = load_profile(workload_yaml.parent / "profile.json")
+    fleet = fleet_of_plan(
+        Plan.from_json(plan_json), load_workload(workload_yaml), profile, "w", "least-work-left"
+    )
+    result = fleet.simulate(3, 60.0)
+    assert found["router"] == "least-work-left"
+    assert found["cluster"]["throughput_tok_s"] == result.throughput_tok_s
+    assert [each["requests"] for each in found["instances"]] == list(result.requests_per_instance)
+    text = run(*words).stdout
+    assert "adapters stored per instance" in text
+    assert fleet.names[0] in text
+
+
+def test_capacity_is_reported_with_its_interval(run: Run, workload_yaml: Path) -> None:
+    words = ("capacity", workload_yaml, "--a-max", 4, *BOUND, *SHORT, "--seeds", 2, "--precision", 0.1)
+    found = told(run, *words)
+    assert found["low"] <= found["mean"] <= found["high"]
+    assert len(found["loads"]) == 2
+    assert "just above: " in run(*words).stdout
+    fewest = told(run, "capacity", workload_yaml, "--a-max", 4, *BOUND, *SHORT, "--seeds", 1, "--fewest")
+    assert fewest["instances"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("capacity", "--slo", "ttft=2"), "--slo: must be one of ttft_mean_s"),
+        (("capacity", "--slo", "fast"), "--slo: must be METRIC=VALUE or METRIC=FACTOR*RUN"),
+        (("capacity", "--slo", "ttft_p95_s=0"), "--slo ttft_p95_s: must be a finite number > 0"),
+        (("capacity", "--slo", "ttft_p95_s=2*idle"), "--slo ttft_p95_s: must be one of unloaded, no-lora"),
+        (("capacity", "--instances", 0), "--instances: must be >= 1"),
+        (("capacity", "--instances", 2, "--fewest"), "--instances: does not go with --fewest"),
+        (("capacity", "--a-max", 4, "--precision", 0), "precision: must be above 0 and below 1"),
+        (("capacity", "--router", "fastest"), "--router: must be one of plan-shares"),
+        (("simulate", "--router", "toppings"), "--router: goes with --plan"),
+        (("simulate", "--plan", "PLAN", "--a-max", 4), "--a-max: does not go with --plan"),
+        (("simulate", "--plan", "absent.json"), "absent.json: "),
+    ],
+)
+def test_what_does_not_go_is_named(
+    run: Run, workload_yaml: Path, words: tuple[object, ...], message: str
+) -> None:
+    command, *rest = words
+    assert message in error_line(run(command, workload_yaml, *rest))

@@ -1,0 +1,131 @@
+"""Plans simulated as clusters behind their routers, and the load that they sustain."""
+
+import pytest
+
+from capplan import Adapter, InputError, Plan, Workload, plan
+from capplan.planner.served import (
+    RelativeBound,
+    SimulatedFleet,
+    by_rank,
+    capacity,
+    fewest_instances,
+    fleet_of_plan,
+    highest_load,
+    stored_adapters,
+    with_bounds,
+)
+from capplan.spec import Lengths, Slo
+from capplan.twin.cluster import Instance, served_router, simulate_cluster
+from tests.twin.cluster.workloads import PROFILE, even, same
+
+SLO = Slo(ttft_p95_s=2.0)
+
+
+def replicated(count: int, router: str = "least-loaded") -> SimulatedFleet:
+    """Return equal instances that hold every adapter."""
+    return SimulatedFleet(even(8, 20.0), tuple(same(count)), tuple(map(str, range(count))), router)
+
+
+@pytest.fixture(scope="module")
+def planned() -> tuple[Plan, Workload]:
+    workload = Workload(
+        base_model=PROFILE.base_models[0],
+        profile=PROFILE.name,
+        adapters=[Adapter(name=f"a{i}", rank=8 << (i % 2), rate_rps=1.5) for i in range(16)],
+        prompt_tokens=Lengths(mean=200),
+        output_tokens=Lengths(mean=200),
+        router="least-work-left",
+    )
+    return plan(workload, gpus=4, seeds=1), workload
+
+
+@pytest.mark.parametrize("limit", [0.004, 0.3, 1.0, 7.7, 300.0])
+def test_the_highest_load_is_within_the_precision_below_the_first_that_fails(limit: float) -> None:
+    found = highest_load(lambda load: load <= limit, 0.01)
+    assert found <= limit < found * 1.01
+
+
+def test_no_load_holds_and_every_load_holds() -> None:
+    assert highest_load(lambda _: False) == 0.0
+    assert highest_load(lambda _: True) == 1024.0
+
+
+def test_a_plan_names_its_router_and_is_verified_with_it(planned) -> None:
+    made, workload = planned
+    assert made.router == "least-work-left"
+    assert made.verification.ok
+    fleet = fleet_of_plan(made, workload, None, "workload")
+    assert (fleet.router, len(fleet.instances)) == ("least-work-left", made.totals.gpus)
+    seed, duration_s = made.verification.seeds[0], made.verification.duration_s
+    result = fleet.simulate(seed, duration_s)
+    served = min(each.served_fraction for each in result.instances)
+    assert made.verification.min_served_fraction == pytest.approx(served, abs=1e-9)
+    assert Plan.model_validate_json(made.to_json()) == made
+
+
+def test_a_plan_without_a_router_does_not_mention_one(planned) -> None:
+    text = planned[0].replace(router=None).to_json()
+    assert '"router"' not in text
+    assert Plan.model_validate_json(text).router is None
+
+
+def test_an_unknown_router_is_refused(planned) -> None:
+    with pytest.raises(InputError, match="router: must be one of plan-shares"):
+        planned[1].replace(router="fastest")
+
+
+def test_shares_of_the_plan_are_stored_and_ranks_are_told_apart(planned) -> None:
+    made, workload = planned
+    fleet = fleet_of_plan(made, workload, None, "workload", "smooth-shares")
+    result = fleet.simulate(3, 60.0)
+    ranks = by_rank(fleet, result)
+    assert [each.rank for each in ranks] == [8, 16]
+    assert sum(each.submitted for each in ranks) == result.submitted
+    assert sum(each.finished for each in ranks) == result.completed
+    held = stored_adapters(fleet)
+    assert sum(each.count for each in held) >= 16
+    assert [each.count for each in stored_adapters(replicated(2))] == [8, 8]
+
+
+def test_a_served_router_moves_no_requests() -> None:
+    workload, instances = even(8, 30.0), same(3)
+    routed = [
+        simulate_cluster(workload, instances, router=router, duration_s=60.0)
+        for router in (served_router("dlora"), "least-loaded")
+    ]
+    assert routed[0].requests_per_instance == routed[1].requests_per_instance
+
+
+def test_more_instances_sustain_more_and_the_fewest_sustain_the_load() -> None:
+    one, two = (capacity(replicated(n), SLO, range(2), 120.0, precision=0.05) for n in (1, 2))
+    assert 1.6 < two.mean / one.mean < 2.6
+    assert one.low <= one.mean <= one.high
+    assert one.binds
+    needed = fewest_instances(replicated, SLO, range(2), 120.0, most=64)
+    results = [replicated(needed).simulate(seed, 120.0) for seed in range(2)]
+    assert all(result.ttft_s_p95 <= 2.0 for result in results)
+
+
+def test_bounds_may_be_multiples_of_reference_runs() -> None:
+    fleet = replicated(1)
+    bounds = with_bounds(
+        fleet,
+        [RelativeBound("ttft_p95_s", 5.0, "unloaded"), RelativeBound("tpt_mean_ms", 1.5, "no-lora")],
+        0,
+        60.0,
+    )
+    assert bounds["ttft_p95_s"] == 5.0 * fleet.reference("unloaded", 0, 60.0).ttft_s_p95
+    assert bounds["tpt_mean_ms"] == 1.5 * fleet.reference("no-lora", 0, 60.0).tpt_ms_mean
+
+
+def test_stale_states_cost_little_beside_shares() -> None:
+    """Least work left by states of any age is not worse than the shares of the placement."""
+    workload = even(6, 60.0, (8, 64))
+    names = [adapter.name for adapter in workload.adapters]
+    instances = [Instance(PROFILE, a_max=6, s_max=64, adapters=dict.fromkeys(names, 1.0)) for _ in range(3)]
+    shares = simulate_cluster(workload, instances, router="smooth-shares", duration_s=120.0)
+    for period_s in (0.0, 0.25, 2.0, 30.0):
+        looking = simulate_cluster(
+            workload, instances, router="least-work-left", duration_s=120.0, state_period_s=period_s
+        )
+        assert looking.ttft_s_p95 <= 1.1 * shares.ttft_s_p95 + 0.01
