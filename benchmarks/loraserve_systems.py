@@ -63,10 +63,14 @@ STEPPED: Final = {
     "loraserve-frozen": False,
 }
 """Systems by literal placement of leftovers; the frozen one keeps the first placement."""
-ROUTED: Final = {"toppings": "toppings", "least-loaded": "least-loaded"}
-"""All adapters on all servers, routed by server state."""
+ROUTED: Final = ("toppings", "toppings-rank-blind", "least-loaded")
+"""All adapters on all servers, routed by server state; names of routers."""
+LOOKING: Final = "capplan-least-work-left"
+"""The placement of `capplan`, stored on all servers, with a router that looks at them."""
 PLACED: Final = ("capplan", "slora-random", "slora-contiguous")
-SYSTEMS: Final = (*STEPPED, *PLACED, *ROUTED)
+SYSTEMS: Final = (*STEPPED, LOOKING, *PLACED, *ROUTED)
+DRAWS: Final = 4
+"""Random placements per seed, 20 over five seeds."""
 _TRICKLE_RPS: Final = 1.0
 """Rate per server, of which `capplan` maximizes the sustained multiple."""
 _TIME_LIMIT_S: Final = 120.0
@@ -253,19 +257,21 @@ class Scene:
     step_s: float
     folder: Path
 
-    def ttft_s(self, system: str, load: Load, servers: int) -> NDArray[np.float64]:
+    def ttft_s(self, system: str, load: Load, servers: int, draw: int = 0) -> NDArray[np.float64]:
         if system in ROUTED:
-            return _routed(load, ROUTED[system], servers)
+            return _routed(load, system, [None] * servers)
+        if system == LOOKING:
+            return _routed(load, "least-work-left", self.placed("capplan", servers, load.seed))
         if system in STEPPED:
             placements, _ = stepped(load, self.points(servers), servers, self.step_s, STEPPED[system])
             return served_by_shares(load, placements[:1] if system == "loraserve-frozen" else placements)
-        return served_by_shares(load, [self.placed(system, servers, load.seed)])
+        return served_by_shares(load, [self.placed(system, servers, load.seed, draw)])
 
-    def placed(self, system: str, servers: int, seed: int) -> Shares:
+    def placed(self, system: str, servers: int, seed: int, draw: int = 0) -> Shares:
         """Return a static placement; that of `capplan` does not depend on the seed."""
         problem = self._problem(servers)
         if system == "slora-random":
-            return _whole(random_shares(problem, np.random.default_rng(seed)), servers)
+            return _whole(random_shares(problem, np.random.default_rng([seed, draw])), servers)
         if system == "slora-contiguous":
             return _whole(contiguous_by_rank(problem), servers)
         path = self.folder / f"{self.trace}.{system}.{servers}.json"
@@ -308,11 +314,20 @@ def _slots(workload: Workload) -> tuple[int, int]:
     return len(workload.adapters), max(adapter.rank for adapter in workload.adapters)
 
 
-def _routed(load: Load, router: str, servers: int) -> NDArray[np.float64]:
-    """Return the TTFT under a router, with all adapters on equal servers."""
-    server = Instance(load.profile, *_slots(load.workload), **LIMITS)
+def _routed(load: Load, router: str, shares: Sequence[Mapping[str, float] | None]) -> NDArray[np.float64]:
+    """Return the TTFT under a router, with all adapters on equal servers; shares may be 0."""
+    slots = _slots(load.workload)
+    instances = [
+        Instance(
+            load.profile,
+            *slots,
+            adapters=None if own is None else {name: own.get(name, 0.0) for name in load.names},
+            **LIMITS,
+        )
+        for own in shares
+    ]
     result = simulate_cluster(
-        load.workload, [server] * servers, router=router, duration_s=load.duration_s, seed=load.seed
+        load.workload, instances, router=router, duration_s=load.duration_s, seed=load.seed
     )
     served = result.requests  # drawn with the seed, as in `load`
     waited_s = np.where(np.isnan(served.ttft_s), load.duration_s - served.arrival_s, served.ttft_s)
