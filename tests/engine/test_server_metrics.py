@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from capplan.engine.router.routing import ReportedState
 from capplan.engine.server.metrics import Histogram
+from capplan.serving.routers.fleet import RESIDENT
 from capplan.spec import QueueClass, Queues, Wrs
 from tests.engine.live import Live, live
 from tests.engine.test_faults import complete, send
@@ -131,3 +133,16 @@ def test_buckets_include_their_bound() -> None:
         histogram.observe(value)
     assert histogram.buckets() == [("1.0", 2), ("2.0", 3), ("+Inf", 4)]
     assert histogram.sum == 5.5
+
+
+def test_routers_read_the_state_between_two_steps(server: Live) -> None:
+    before = json.loads(send(server, "GET", "/state").body)
+    assert complete(server, model="a", prompt=[1, 2, 3], max_tokens=4, ignore_eos=True).status == 200
+    answer = send(server, "GET", "/state")
+    state = ReportedState.model_validate_json(answer.body)
+    assert (state.running, state.queued, state.running_tokens, state.partial_tokens) == (0, 0, 0, 0)
+    assert state.free_blocks == state.blocks > 0
+    assert (state.max_loras, state.max_num_seqs) == (1, 2)
+    assert state.adapters == {"a": RESIDENT}
+    assert state.answers == before["answers"] + 1
+    assert state.answer_tokens == before["answer_tokens"] + 4

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from capplan.serving.routers import Placement
 from capplan.serving.routers import smooth_shares as shares_rule
 from capplan.serving.routers.choose import ASK_RANKS, RoutingRule, note, route
-from capplan.serving.routers.fleet import NEVER_SEEN, ArrivingRequest, new_fleet
+from capplan.serving.routers.fleet import NEVER_SEEN, ArrivingRequest, Fleet, new_fleet
 from capplan.spec.routing import STATE_PERIOD_S
 
 # The plain Python function: a decision takes microseconds, and nothing is compiled before the first request.
@@ -135,6 +135,17 @@ class InstanceRouter:
             self._fleet.instances.seen_ns = NEVER_SEEN
             self._fleet.instances.block_size = self._fleet.instances.blocks = 1
             self._sent: list[deque[_Sent]] = [deque() for _ in held]
+            self._compile()
+
+    def _compile(self) -> None:
+        """Compile the rule, on copies of its state, so that no request waits for it."""
+        rule, fleet = self._rule, self._fleet
+        if rule is None:
+            return
+        rule = rule._replace(credit=rule.credit.copy(), turn=rule.turn.copy())
+        copied = Fleet(fleet.instances.copy(), fleet.by_rank.copy(), fleet.ranks, fleet.standing.copy())
+        route(rule, copied, self._placement, ArrivingRequest(0, 0, 1, 1.0, 0.0, 0))
+        note(copied, self._placement, 0, 0, 1)
 
     def __contains__(self, adapter: object) -> bool:
         return adapter in self._number

@@ -12,8 +12,8 @@ are in use, and that for memory or a place in the batch.
 
 Prompts of one batch are padded to the largest rank among them, of which the expected value follows from the
 waiting prompts by rank. Work that was reported earlier has decreased by the time since. Holders outside the
-placement, whose share is 0, count `off_plan` times. If no holder has reported for `max_age_s`, or one of them
-never has, the request is routed by `smooth_shares`.
+placement, whose share is 0, count `off_plan` times. If the last report of a holder is older than `max_age_s`,
+the request is routed by `smooth_shares`.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class LeastWorkLeft:
     off_plan
         Factor on the score of holders whose share is 0; infinity: they get no request.
     max_age_s
-        Age of the last report of the holders from which requests are routed by their shares.
+        Age of the last report of a holder beyond which requests are routed by the shares.
     models
         One per instance, or one for all; None: fitted to what each profile predicts.
     """
