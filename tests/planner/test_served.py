@@ -29,7 +29,7 @@ def replicated(count: int, router: str = "least-loaded") -> SimulatedFleet:
 @pytest.fixture(scope="module")
 def planned() -> tuple[Plan, Workload]:
     workload = Workload(
-        base_model=PROFILE.base_models[0],
+        base_model="meta-llama/Llama-3.1-8B-Instruct",
         profile=PROFILE.name,
         adapters=[Adapter(name=f"a{i}", rank=8 << (i % 2), rate_rps=1.5) for i in range(16)],
         prompt_tokens=Lengths(mean=200),
