@@ -239,7 +239,7 @@ class Engine:
 
     def state_report(self) -> StateReport:
         """Return the state that routers read."""
-        return state_report(self.core, self._registry.name_of)
+        return state_report(self.core, self._numbers.name_of)
 
     def completion(self, request: Request) -> Completion:
         """Return the completion of a finished request."""
