@@ -102,8 +102,8 @@ ROUTERS: Final = MappingProxyType(
         ),
         "least-work-left": RouterEntry(
             LEAST_WORK_LEFT,
-            "the holder whose expected work grows the least, weighted by the work that it has; holders "
-            "outside the placement count twice; without recent state `smooth-shares` (`LeastWorkLeft(...)`)",
+            "the holder whose expected work grows the least, weighted by the work that it has; without "
+            "recent state `smooth-shares` (`LeastWorkLeft(...)`)",
             "Harchol-Balter, Performance Modeling and Design of Computer Systems, 2013, chapter 24",
         ),
     }

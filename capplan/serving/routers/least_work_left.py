@@ -11,9 +11,9 @@ delay of this request there: the load of its adapter if it is not in GPU memory,
 are in use, and that for memory or a place in the batch.
 
 Prompts of one batch are padded to the largest rank among them, of which the expected value follows from the
-waiting prompts by rank. Work that was reported earlier has decreased by the time since. Holders outside the
-placement, whose share is 0, count `off_plan` times. If the last report of a holder is older than `max_age_s`,
-the request is routed by `smooth_shares`.
+waiting prompts by rank. Work that was reported earlier has decreased by the time since. The score of holders
+outside the placement, whose share is 0, is multiplied by `off_plan`. If the last report of a holder is older
+than `max_age_s`, the request is routed by `smooth_shares`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class LeastWorkLeft:
         One per instance, or one for all; None: fitted to what each profile predicts.
     """
 
-    off_plan: float = 2.0
+    off_plan: float = 1.0
     max_age_s: float = 5.0
     models: WorkModel | Sequence[WorkModel] | None = None
 
