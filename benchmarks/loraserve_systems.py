@@ -63,7 +63,7 @@ STEPPED: Final = {
     "loraserve-frozen": False,
 }
 """Systems by literal placement of leftovers; the frozen one keeps the first placement."""
-ROUTED: Final = ("toppings", "toppings-rank-blind", "least-loaded")
+ROUTED: Final = ("least-work-left", "toppings", "toppings-rank-blind", "least-loaded")
 """All adapters on all servers, routed by server state; names of routers."""
 LOOKING: Final = "capplan-least-work-left"
 """The placement of `capplan`, stored on all servers, with a router that looks at them."""
