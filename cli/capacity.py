@@ -24,7 +24,7 @@ from capplan.errors import InfeasibleError, InputError
 from capplan.spec.limits import require_duration
 
 if TYPE_CHECKING:
-    from capplan.planner.served import Capacity, RelativeBound, SimulatedFleet
+    from capplan.planner.served import LoadCapacity, RelativeBound, SimulatedFleet
     from capplan.spec import Profile, Slo, Workload
 
 _BOUND: Final = re.compile(r"([a-z0-9_]+)=([0-9.eE+-]+)(?:\*([a-z-]+))?")
@@ -213,7 +213,7 @@ def _print_fewest(count: int, slo: Slo, *, as_json: bool) -> None:
         typer.echo(f"{count} instances serve the workload within {_words(slo)} on every seed")
 
 
-def _print(fleet: SimulatedFleet, slo: Slo, result: Capacity, *, as_json: bool) -> None:
+def _print(fleet: SimulatedFleet, slo: Slo, result: LoadCapacity, *, as_json: bool) -> None:
     rate = fleet.workload.total_rate_rps
     if as_json:
         facts = {"router": fleet.router, "instances": len(fleet.instances), "slo": slo.latency_bounds()}

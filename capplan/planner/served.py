@@ -146,7 +146,7 @@ def with_bounds(
 
 
 @dataclass(frozen=True)
-class Capacity:
+class LoadCapacity:
     """Highest load within the bounds, as a multiple of the workload's.
 
     Attributes
@@ -201,7 +201,7 @@ def capacity(
     precision: float = PRECISION,
     confidence: float = 0.9,
     answered: Callable[[int], None] | None = None,
-) -> Capacity:
+) -> LoadCapacity:
     """Return the highest load of a fleet within its bounds.
 
     A seed has the same random numbers at all loads. Its highest load is bracketed and bisected; the interval
@@ -243,7 +243,7 @@ def capacity(
         half = quantile * stdev(loads) / len(loads) ** 0.5
     above = (mean or _SMALLEST) * (1.0 + 2.0 * precision)
     binds = violated_bounds(slo, fleet.simulate(seeds[0], duration_s, above))
-    return Capacity(tuple(loads), mean, max(0.0, mean - half), mean + half, confidence, binds)
+    return LoadCapacity(tuple(loads), mean, max(0.0, mean - half), mean + half, confidence, binds)
 
 
 def fewest_instances(
