@@ -150,6 +150,12 @@ def read_cache(text: str | None) -> Cache | None:
     return cache_of(_name_or_mapping(text, "--cache"), "--cache")
 
 
+def scheduling_flags(scheduler: str | None, cache: str | None) -> dict[str, str]:
+    """Return the names in errors of scheduler and cache that the command line gives."""
+    given = {"scheduler": scheduler, "cache": cache}
+    return {name: f"--{name}" for name, text in given.items() if text is not None}
+
+
 def read_queues(text: str | None) -> Queues | None:
     """Return the queues of the command line: a mapping, as in a plan.
 

@@ -31,7 +31,8 @@ from capplan.spec.profile import (
     ProvenanceKind,
     Uncertainty,
 )
-from capplan.spec.scheduling import Cache, Predictor, QueueClass, QueueConfig, Queues, Scheduler, Wrs
+from capplan.spec.queues import QueueClass, QueueConfig, Queues, Wrs
+from capplan.spec.scheduling import Cache, Predictor, Scheduler
 from capplan.spec.slo import STARVED_BELOW, Gpus, Objective, Pool, Slo
 from capplan.spec.step_tables import StepTable, TableAxis
 from capplan.spec.trace import Trace

@@ -24,16 +24,9 @@ from capplan.spec.files import parse_json, parse_yaml, read_text
 from capplan.spec.limits import beyond, input_limits
 from capplan.spec.lora_modules import TargetModules
 from capplan.spec.predicted import Predicted
+from capplan.spec.queues import Queues
 from capplan.spec.routing import ROUTER, RouterName
-from capplan.spec.scheduling import (
-    Cache,
-    CacheSource,
-    Queues,
-    Scheduler,
-    SchedulerSource,
-    check_cache,
-    completed,
-)
+from capplan.spec.scheduling import Cache, CacheSource, Scheduler, SchedulerSource, check_pair, completed
 from capplan.spec.slo import Objective, Slo
 from capplan.spec.validation import (
     LORA_RANKS,
@@ -164,7 +157,7 @@ class Group(SpecModel):
     def _scheduling_fits(self) -> Self:
         if self.queues is not None and self.scheduler is not None and not self.scheduler.has_queues:
             raise rule_error("go with scheduler chameleon or static", key=("queues",))
-        check_cache(self.scheduler, self.cache)
+        check_pair(self.scheduler, self.cache)
         return self
 
     @model_validator(mode="after")

@@ -1,143 +1,74 @@
-"""Scheduler and adapter cache of a group: policies, queues by request size, output-length predictor."""
+"""Scheduler and adapter cache of a group: policies, output-length predictor."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, Self, TypeAlias, TypeVar
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, Field, Strict, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from capplan.errors import InputError
+from capplan.spec.queues import QueueConfig
 from capplan.spec.validation import (
     Count,
     Flag,
     Fraction,
-    Many,
     NonNegative,
     Positive,
     SpecModel,
     Text,
     format_key,
+    input_error,
     one_of,
+    refuse_unread,
     rule,
     rule_error,
-    validate_document,
+    unknown_name,
+    without_keys,
 )
-
-SizeForm: TypeAlias = Literal["degree2", "degree1", "output_only"]
-
-ClusterRule: TypeAlias = Literal["elbow", "wcss", "silhouette"]
-
-QuotaSize: TypeAlias = Literal["max", "p99", "mean"]
-
-RestWeights: TypeAlias = Literal["minimum", "load", "rate"]
-
-AdapterCharge: TypeAlias = Literal["per_request", "none"]
-
-MOST_QUEUES: Final = 4
-"""Queues that an engine has room for."""
-
-PROMPT_WEIGHT: Final = 0.4
-"""Weight of the prompt in request sizes (Chameleon, section 4.3.1)."""
-
-MaxQueues = Annotated[int, Strict(), Field(ge=1, le=16), rule("must be a whole number from 1 to 16")]
-
-Percentile = Annotated[
-    float, Strict(), Field(gt=0, lt=1), rule("must be a number above 0 and below 1, such as 0.99")
-]
 
 RefreshPeriod = Annotated[
     float, Strict(), Field(ge=1, le=1e9), rule("must be a number of seconds from 1 to 1e9")
 ]
 
-
-class QueueConfig(SpecModel):
-    """Queues by request size and their quotas (Chameleon, section 4.3); defaults are the paper's."""
-
-    policy: Literal["chameleon"] = Field(default="chameleon", description="How queues are made.")
-    size: SizeForm = Field(
-        default="degree2",
-        description="How size is computed: degree2 multiplies lengths by the adapter, degree1 adds it, "
-        "output_only counts nothing but the output.",
-    )
-    prompt_weight: Fraction = Field(
-        default=PROMPT_WEIGHT,
-        description="Weight of the prompt in the size; that of the predicted output is the rest.",
-    )
-    clusters: ClusterRule = Field(
-        default="elbow",
-        description="What chooses the number of queues: elbow, wcss (the paper's words, which always give "
-        "max_queues) or silhouette.",
-    )
-    max_queues: MaxQueues = Field(
-        default=4, description=f"Most queues of a group; an engine has at most {MOST_QUEUES}."
-    )
-    quota_size: QuotaSize = Field(
-        default="max",
-        description="Size that stands for those of a queue: the largest, the 99th percentile, or the mean.",
-    )
-    percentile: Percentile | None = Field(
-        default=None,
-        description="Share of requests that the bound on time is for; absent: the bound is on the mean.",
-    )
-    rest: RestWeights = Field(
-        default="minimum",
-        description="What the tokens left go by: the minima, the mean load, or the rate of each queue.",
-    )
-    adapter_charge: AdapterCharge = Field(
-        default="per_request",
-        description="Whether a request takes its adapter's weights, counted in tokens, from the quota.",
-    )
+Source = TypeVar("Source")
 
 
-class Wrs(SpecModel):
-    """Weighted request size, from lengths = a * prompt / max + b * output / max and adapter = bytes / max.
+def _listed(names: Sequence[str]) -> str:
+    """Return names as text, such as ``a, b or c``."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
 
-    degree2 is lengths * adapter, degree1 (lengths + adapter) / 2, and output_only lengths alone. Ratios end
-    at 1; requests for the base model count as requests for the smallest adapter of the group.
+
+def _named(key: str, schema: Any, names: Any, *aliases: str) -> BeforeValidator:
+    """Return a validator that reads a name as a mapping with this `key` alone.
+
+    `schema` is that of names and mappings; `names` is a ``Literal``, `aliases` are further names.
     """
+    valid = (*get_args(names), *aliases)
 
-    form: SizeForm = Field(default="degree2", description="How lengths and adapter are combined.")
-    a: NonNegative = Field(description="Weight of the prompt.")
-    b: NonNegative = Field(description="Weight of the predicted output.")
-    max_prompt_tokens: Count = Field(description="Prompt length that counts as 1, in tokens.")
-    max_output_tokens: Count = Field(description="Output length that counts as 1, in tokens.")
-    max_adapter_bytes: Count = Field(description="Adapter size that counts as 1, in bytes.")
+    def read(value: Any) -> Any:
+        if isinstance(value, str):
+            if value not in valid:
+                raise rule_error(unknown_name(value, valid))
+            return {key: value}
+        if not isinstance(value, Mapping | SpecModel):
+            raise rule_error("must be a name or a mapping of keys to values")
+        return value
 
+    return BeforeValidator(read, json_schema_input_type=schema)
 
-class QueueClass(SpecModel):
-    """One queue: requests up to a size, and the tokens it may have in execution."""
-
-    upper_wrs: NonNegative | None = Field(description="Sizes of this queue are below this; null in the last.")
-    quota_tokens: Count = Field(description="Tokens this queue may have in execution.")
-
-
-class Queues(SpecModel):
-    """Queues by request size."""
-
-    wrs: Wrs = Field(description="How the size of a request is computed.")
-    adapter_charge: AdapterCharge = Field(
-        default="per_request",
-        description="Whether a request takes its adapter's weights, counted in tokens, from the quota, "
-        "beside prompt and predicted output.",
-    )
-    classes: Many[QueueClass] = Field(min_length=1, description="Queues by ascending size.")
-
-    @model_validator(mode="after")
-    def _ascending_and_open(self) -> Self:
-        uppers = [queue.upper_wrs for queue in self.classes]
-        if uppers[-1] is not None:
-            raise rule_error("must be null in the last class", key=("classes", len(uppers) - 1, "upper_wrs"))
-        for index, (low, high) in enumerate(itertools.pairwise([-1.0, *uppers[:-1]])):
-            if low is None or high is None or high <= low:
-                raise rule_error(
-                    "must be a number above the class before", key=("classes", index, "upper_wrs"), value=high
-                )
-        return self
-
-
-Model = TypeVar("Model", bound=BaseModel)
 
 PredictorKind: TypeAlias = Literal["oracle", "classes", "learned"]
 
@@ -157,24 +88,21 @@ class Predictor(SpecModel):
         default=None, description="File of a learned predictor, relative to the workload file."
     )
 
+    @property
+    def _unread(self) -> Mapping[str, str]:
+        """Keys without effect, with the rule for each."""
+        kinds = {"accuracy": "classes", "file": "learned"}
+        return {key: f"goes with kind {kind}" for key, kind in kinds.items() if kind != self.kind}
+
     @model_validator(mode="after")
     def _parameters_of_the_kind(self) -> Self:
-        if self.kind != "classes" and self.accuracy != 1.0:
-            raise rule_error("goes with kind classes", key=("accuracy",), value=self.accuracy)
         if self.kind == "learned" and self.file is None:
             raise rule_error("is required for kind learned", key=("file",))
-        if self.kind != "learned" and self.file is not None:
-            raise rule_error("goes with kind learned", key=("file",), value=self.file)
-        return self
+        return refuse_unread(self, self._unread)
 
-
-def _name_of(key: str, schema: Any) -> BeforeValidator:
-    """Return a validator that reads a name as a mapping with this `key` alone."""
-
-    def read(value: Any) -> Any:
-        return {key: value} if isinstance(value, str) else value
-
-    return BeforeValidator(read, json_schema_input_type=schema)
+    @model_serializer(mode="wrap")
+    def _read_keys(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return without_keys(handler(self), self._unread)
 
 
 SchedulerPolicy: TypeAlias = Literal["chameleon", "fifo", "sjf", "static", "slora"]
@@ -184,6 +112,19 @@ SLORA_CADENCE: Final = 10
 
 _EVERY_STEP: Final = "slora-every-step"
 """Name of the policy slora with an admission before every step."""
+
+_USERS: Final[Mapping[str, tuple[str, ...]]] = {
+    "chunked": ("chameleon", "static", "fifo", "sjf"),
+    "refresh_s": ("chameleon", "static", "fifo", "sjf"),
+    "bypass": ("chameleon", "static"),
+    "ageing_s": ("sjf",),
+    "queues": ("chameleon", "static"),
+    "predictor": ("chameleon", "static", "sjf"),
+}
+"""Policies that read a key of a scheduler, if not all do."""
+
+_CLUSTERING: Final = ("policy", "clusters", "max_queues", "quota_size", "percentile", "rest")
+"""Keys of queues that static ones, equal ranges with equal quotas, do not read."""
 
 
 class Scheduler(SpecModel):
@@ -219,7 +160,7 @@ class Scheduler(SpecModel):
     queues: QueueConfig = Field(
         default=QueueConfig(), description="How chameleon makes its queues, and how static measures size."
     )
-    predictor: Annotated[Predictor, _name_of("kind", PredictorKind | Predictor)] = Field(
+    predictor: Annotated[Predictor, _named("kind", PredictorKind | Predictor, PredictorKind)] = Field(
         default=Predictor(), description="Predictor of output lengths: its kind, or a mapping."
     )
 
@@ -229,20 +170,45 @@ class Scheduler(SpecModel):
         if not isinstance(data, Mapping) or data.get("policy") not in ("slora", _EVERY_STEP):
             return data
         cadence = SLORA_CADENCE if data["policy"] == "slora" else 1
+        if data["policy"] == _EVERY_STEP and data.get("admit_every", 1) != 1:
+            rule = f"must be 1 for policy {_EVERY_STEP}"
+            raise rule_error(rule, key=("admit_every",), value=data["admit_every"])
         return {"admit_every": cadence, **data, "policy": "slora"}
+
+    @property
+    def _unread(self) -> Mapping[str, str]:
+        """Keys without effect, with the rule for each."""
+        return {
+            key: f"goes with policy {_listed(policies)}"
+            for key, policies in _USERS.items()
+            if self.policy not in policies
+        }
 
     @model_validator(mode="after")
     def _settings_of_the_policy(self) -> Self:
-        if self.ageing_s is not None and self.policy != "sjf":
-            raise rule_error("goes with policy sjf", key=("ageing_s",), value=self.ageing_s)
-        if self.chunked and self.policy == "slora":
-            raise rule_error("must be false for policy slora", key=("chunked",), value=True)
-        return self
+        if self.policy == "static":
+            refuse_unread(self.queues, dict.fromkeys(_CLUSTERING, "goes with policy chameleon"), ("queues",))
+        return refuse_unread(self, self._unread)
+
+    @model_serializer(mode="wrap")
+    def _read_keys(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields = without_keys(handler(self), self._unread)
+        if not self.has_queues and "refresh_s" not in self.model_fields_set:
+            fields.pop("refresh_s", None)  # read by caches that count uses alone
+        if self.policy == "static" and "queues" in fields:
+            fields["queues"] = without_keys(fields["queues"], _CLUSTERING)
+        return fields
 
     @property
     def name(self) -> str:
         """Policy, or the name of S-LoRA with an admission before every step."""
         return _EVERY_STEP if self.policy == "slora" and self.admit_every == 1 else self.policy
+
+    def with_absolute_paths(self) -> Self:
+        """Return the scheduler with the path of a learned predictor that does not depend on a folder."""
+        if self.predictor.file is None:
+            return self
+        return self.replace(predictor=self.predictor.replace(file=str(Path(self.predictor.file).absolute())))
 
     @property
     def has_queues(self) -> bool:
@@ -283,11 +249,23 @@ class Cache(SpecModel):
             if name not in CHAMELEON_WEIGHTS:
                 names = ", ".join(CHAMELEON_WEIGHTS)
                 raise rule_error(f"must be the weight of {names}", key=("weights", name), value=weight)
-        if self.weights and self.policy != "chameleon":
-            raise rule_error("go with policy chameleon", key=("weights",))
         if not any(self.score_weights):
             raise rule_error("must not all be 0", key=("weights",))
-        return self
+        return refuse_unread(self, self._unread)
+
+    @property
+    def _unread(self) -> Mapping[str, str]:
+        """Keys without effect, with the rule for each."""
+        return {} if self.policy == "chameleon" else {"weights": "goes with policy chameleon"}
+
+    @model_serializer(mode="wrap")
+    def _read_keys(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return without_keys(handler(self), self._unread)
+
+    @property
+    def counts_uses(self) -> bool:
+        """Whether scores depend on the uses of adapters since the last refresh."""
+        return self.policy in ("chameleon", "fairshare", "gdsf")
 
     @property
     def score_weights(self) -> tuple[float, float, float]:
@@ -298,10 +276,19 @@ class Cache(SpecModel):
 
 
 SchedulerSource: TypeAlias = Annotated[
-    Scheduler, _name_of("policy", SchedulerPolicy | Literal["slora-every-step"] | Scheduler)
+    Scheduler,
+    _named(
+        "policy",
+        SchedulerPolicy | Literal["slora-every-step"] | Scheduler,
+        SchedulerPolicy,
+        _EVERY_STEP,
+    ),
 ]
 
-CacheSource: TypeAlias = Annotated[Cache, _name_of("policy", CachePolicy | Cache)]
+CacheSource: TypeAlias = Annotated[Cache, _named("policy", CachePolicy | Cache, CachePolicy)]
+
+_SCHEDULERS: Final[TypeAdapter[Scheduler | None]] = TypeAdapter(SchedulerSource | None)
+_CACHES: Final[TypeAdapter[Cache | None]] = TypeAdapter(CacheSource | None)
 
 
 def scheduler_of(
@@ -314,7 +301,7 @@ def scheduler_of(
     InputError
         For an unknown name, with the nearest one, or another broken rule.
     """
-    return _read(Scheduler, value, location)
+    return _read(_SCHEDULERS, value, location)
 
 
 def cache_of(value: Cache | Mapping[str, Any] | str | None, location: str = "cache") -> Cache | None:
@@ -325,44 +312,62 @@ def cache_of(value: Cache | Mapping[str, Any] | str | None, location: str = "cac
     InputError
         For an unknown name, with the nearest one, or another broken rule.
     """
-    return _read(Cache, value, location)
+    return _read(_CACHES, value, location)
 
 
-def _read(model: type[Model], value: Model | Mapping[str, Any] | str | None, location: str) -> Model | None:
-    if value is None or isinstance(value, model):
-        return value
-    if isinstance(value, str):
-        return validate_document(model, {"policy": value}, lambda _: location)
-    return validate_document(model, value, lambda key: format_key((location, *key)))
+def _read(source: TypeAdapter[Source], value: object, location: str) -> Source:
+    try:
+        return source.validate_python(value)
+    except ValidationError as error:
+        raise input_error(error, lambda key: format_key((location, *key))) from None
 
 
-_NO_CACHE: Final = "must be none beside scheduler slora, which has no cache"
-
-
-def completed(scheduler: Scheduler | None, cache: Cache | None) -> tuple[Scheduler, Cache] | None:
+def completed(
+    scheduler: Scheduler | None,
+    cache: Cache | None,
+    locations: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[Scheduler, Cache] | None:
     """Return scheduler and cache, fifo and none for an absent one; None without both: the engine's own.
+
+    `locations` are the names of ``scheduler`` and ``cache`` in errors, if others.
 
     Raises
     ------
     InputError
-        For a cache beside the scheduler slora.
+        For settings of one that do not go with the other.
     """
     if scheduler is None and cache is None:
         return None
-    scheduler, cache = scheduler or Scheduler(policy="fifo"), cache or Cache(policy="none")
-    if _contradict(scheduler, cache):
-        raise InputError(_NO_CACHE, cache.policy, "cache")
-    return scheduler, cache
+    pair = scheduler or Scheduler(policy="fifo"), cache or Cache(policy="none")
+    broken = _contradiction(*pair)
+    if broken is not None:
+        (name, *rest), words, value = broken
+        raise InputError(words, value, format_key((locations.get(name, name), *rest)))
+    return pair
 
 
-def check_cache(scheduler: Scheduler | None, cache: Cache | None) -> None:
-    """Raise the error of a validator for a cache beside the scheduler slora."""
-    if scheduler is not None and cache is not None and _contradict(scheduler, cache):
-        raise rule_error(_NO_CACHE, key=("cache",), value=cache.policy)
+def check_pair(scheduler: Scheduler | None, cache: Cache | None) -> None:
+    """Raise the error of a validator for settings of a scheduler that do not go with the cache."""
+    if scheduler is None and cache is None:
+        return
+    broken = _contradiction(scheduler or Scheduler(policy="fifo"), cache or Cache(policy="none"))
+    if broken is not None:
+        key, words, value = broken
+        raise rule_error(words, key=key, value=value)
 
 
-def _contradict(scheduler: Scheduler, cache: Cache) -> bool:
-    return scheduler.policy == "slora" and cache.policy != "none"
+def _contradiction(scheduler: Scheduler, cache: Cache) -> tuple[tuple[str, ...], str, object] | None:
+    """Return key, rule and value of a setting that does not go with the others, or None."""
+    if scheduler.policy == "slora":
+        if cache.policy != "none":
+            return ("cache",), "must be none beside scheduler slora, which has no cache", cache.policy
+        if cache.prefetch != "queue":
+            words = "must be queue beside scheduler slora, which loads adapters of waiting requests ahead"
+            return ("cache", "prefetch"), words, cache.prefetch
+    elif "refresh_s" in scheduler.model_fields_set and not (scheduler.has_queues or cache.counts_uses):
+        words = "goes with policy chameleon or static, or cache chameleon, fairshare or gdsf"
+        return ("scheduler", "refresh_s"), words, scheduler.refresh_s
+    return None
 
 
 SCHEDULER: Final = (

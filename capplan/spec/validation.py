@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Annotated, Any, Final, Self, TypeAlias, TypeVar, get_args
 
@@ -56,8 +56,8 @@ class SpecModel(BaseModel):
         return data
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with the given fields changed, checked like a new one."""
-        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        """Return a copy with the given fields changed, checked like a new one; unset ones stay unset."""
+        fields = {name: getattr(self, name) for name in self.model_fields_set}
         return type(self)(**(fields | changes))
 
 
@@ -118,6 +118,26 @@ def rule_error(rule: str, *, key: Key = (), value: object = NO_VALUE) -> Pydanti
     return PydanticCustomError("rule", "{rule}", {"rule": rule, **position})
 
 
+def refuse_unread(model: Model, unread: Mapping[str, str], at: Key = ()) -> Model:
+    """Return the model if no key without effect is given; `unread` has the rule for each such key.
+
+    `at` leads to the model from the one that is validated.
+    """
+    for key, broken in unread.items():
+        if key in model.model_fields_set:
+            value = getattr(model, key)
+            # The first item of a mapping, which is too long to show.
+            inner = next(iter(value.items()), None) if isinstance(value, Mapping) else None
+            path, shown = ((key,), value) if inner is None else ((key, inner[0]), inner[1])
+            raise rule_error(broken, key=(*at, *path), value=shown)
+    return model
+
+
+def without_keys(fields: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """Return a document without keys, so that one that is written can be read."""
+    return {key: value for key, value in fields.items() if key not in keys}
+
+
 def check_unique(key: str, names: Iterable[str], field: str = "name") -> set[str]:
     """Return the names, the i-th from ``key[i].field``; raise for one that repeats."""
     seen: set[str] = set()
@@ -137,6 +157,13 @@ def unknown_key(key: object, valid: Iterable[str]) -> str:
         if near
         else f"unknown key; valid keys are {', '.join(names)}"
     )
+
+
+def unknown_name(name: object, valid: Sequence[str]) -> str:
+    """Return the rule that an unknown name breaks, with the valid ones and the nearest of them."""
+    near = difflib.get_close_matches(str(name), valid, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"must be one of {', '.join(valid)}{hint}"
 
 
 def format_key(key: Key) -> str:
@@ -175,9 +202,7 @@ def one_of(names: Any, *aliases: str) -> WrapValidator:
         try:
             return handler(value)
         except ValidationError:
-            near = difflib.get_close_matches(str(value), valid, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise rule_error(f"must be one of {', '.join(valid)}{hint}") from None
+            raise rule_error(unknown_name(value, valid)) from None
 
     return WrapValidator(validate)
 

@@ -16,17 +16,16 @@ from capplan.errors import InputError
 from capplan.spec.engine_args import EngineConfig
 from capplan.spec.lengths import LengthPairs, Lengths
 from capplan.spec.lora_modules import TargetModules
+from capplan.spec.queues import PROMPT_WEIGHT, QueueConfig
 from capplan.spec.routing import ROUTER, RouterName
 from capplan.spec.scheduling import (
     CACHE,
-    PROMPT_WEIGHT,
     SCHEDULER,
     Cache,
     CacheSource,
-    QueueConfig,
     Scheduler,
     SchedulerSource,
-    check_cache,
+    check_pair,
     completed,
 )
 from capplan.spec.slo import Gpus, Objective, Pool, Slo
@@ -168,7 +167,7 @@ class PlanningRequirements(SpecModel):
     def _one_scheduler(self) -> Self:
         if self.queues is not None and self.scheduler is not None:
             raise rule_error("does not go with scheduler: give scheduler.queues", key=("queues",))
-        check_cache(self.scheduler, self.cache)
+        check_pair(self.scheduler, self.cache)
         return self
 
     @property
@@ -346,7 +345,7 @@ class Workload(PlanningRequirements):
             holder["profile"] = _machine_independent(holder.get("profile"))
         scheduler = document.get("scheduler", {})
         for queues in (document.get("queues"), scheduler.get("queues")):
-            if queues is not None and queues["prompt_weight"] == PROMPT_WEIGHT:
+            if queues is not None and queues.get("prompt_weight") == PROMPT_WEIGHT:
                 del queues["prompt_weight"]
         predictor = scheduler.get("predictor", {})
         if "file" in predictor:

@@ -171,7 +171,7 @@ def read_predictor(file: str) -> LearnedPredictor:
     from xgboost.core import XGBoostError
 
     content = read_text(file)
-    wrong = InputError("must be a file written by capplan workload predictor", file, "predictor.file")
+    wrong = InputError("must be a file written by capplan workload predictor", location=file)
     try:
         if not isinstance(json.loads(content), Mapping):
             raise wrong

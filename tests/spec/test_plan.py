@@ -190,7 +190,7 @@ def changed(path, value):
             "groups[0].queues.classes[0].upper_wrs: must be a number",
         ),
         (("groups", 0, "scheduler"), "fifo", "groups[0].queues: go with scheduler chameleon or static"),
-        (("groups", 0, "scheduler"), "fivo", "groups[0].scheduler.policy: must be one of chameleon, fifo"),
+        (("groups", 0, "scheduler"), "fivo", "groups[0].scheduler: must be one of chameleon, fifo"),
         (
             ("groups", 0, "predicted", "low_tok_s"),
             200,
