@@ -2,10 +2,11 @@
 
 A saturated engine: about 200 requests run, and 1,000 wait, because every request that ends is replaced.
 Memory is what binds in one pool, so that every step looks for requests that still fit; under rules with slots
-it is the number of requests. The time of a step is that of the scheduler's calls from the engine: refresh of
-the queues, `schedule`, the list of the step's requests, and `commit`; that of `submit` is per request. Model
-and sampling run in between, and fill the processor's caches, but do not count. Outputs are predicted by
-classes with an accuracy of 0.8, so that requests outgrow their predictions.
+it is the number of requests. The time of a step is that of the scheduler's calls from the engine: `submit` of
+the requests that arrived since the step before, refresh of the queues, `schedule`, the list of the step's
+requests, and `commit`; the column `submit` is per request. Model and sampling run in between, and fill the
+processor's caches, but do not count. Outputs are predicted by classes with an accuracy of 0.8, so that
+requests outgrow their predictions.
 """
 
 from __future__ import annotations
@@ -118,6 +119,7 @@ def measure(settings: Mapping[str, Any], running: int, waiting: int, steps: int)
         counts: list[tuple[int, int]] = []
         with scheduler_time(laps_ns):
             for step in range(-steps // 2, steps):
+                submits_before = len(submits_us)
                 while engine.core.state.counters.n_waiting < waiting:
                     submit()
                 laps_ns.clear()
@@ -125,7 +127,8 @@ def measure(settings: Mapping[str, Any], running: int, waiting: int, steps: int)
                     engine.wait_for_adapter()
                     continue
                 if step >= 0:
-                    steps_us.append({name: laps_ns[name] * 1e-3 for name in _CALLS})
+                    own_us = {name: laps_ns[name] * 1e-3 for name in _CALLS}
+                    steps_us.append({**own_us, _SUBMIT: sum(submits_us[submits_before:])})
                     counts.append((engine.records[-1].requests, engine.records[-1].waiting))
         run, wait = (statistics.mean(each) for each in zip(*counts, strict=True))
     totals_us = [sum(step.values()) for step in steps_us]

@@ -28,9 +28,10 @@ from capplan.engine.scheduler_output import (
     scheduler_output,
 )
 from capplan.engine.timing import EngineClock, PhaseTimer, StepRecord, step_record
-from capplan.serving import NONE, Limits, State, commit, finish, schedule, submit
+from capplan.serving import NONE, Limits, State, finish
 from capplan.serving.refresh import refresh
-from capplan.serving.state import POOLED, SLORA
+from capplan.serving.size_queues import forget_execution
+from capplan.serving.stored import can_run, commit, schedule, store_engine, submit
 from capplan.spec import Scheduler
 
 _NOT_FINITE: Final = "the model's logits are not finite: weights or adapter overflow its dtype"
@@ -74,6 +75,7 @@ class EngineCore:
         scheduler: Scheduler | None,
     ) -> None:
         self.state = state
+        self._memory = store_engine(state, limits)
         self.limits = limits
         self.clock = clock
         self.loads = loads
@@ -106,15 +108,8 @@ class EngineCore:
 
     def can_run(self, request: Request) -> bool:
         """Return whether an idle engine can run a request; `submit` refuses any other."""
-        limits, prompt = self.limits, request.prompt.size
-        if limits.policy not in (SLORA, POOLED) or prompt >= limits.max_model_len:
-            return bool(prompt < limits.max_model_len)
-        # In one pool prompt, adapter and declared output fit together; S-LoRA computes no prompt in parts.
-        output = min(request.params.max_tokens, limits.max_model_len - prompt)
-        tokens = prompt + output + limits.block_size - 1
-        pages = self.state.counters.capacity - self.state.adapters.pages[request.adapter]
-        is_whole = limits.policy == POOLED or prompt <= limits.max_num_batched_tokens
-        return bool(is_whole and tokens < pages * limits.block_size)
+        sizes = request.adapter, request.prompt.size, request.params.max_tokens
+        return bool(can_run(self._memory, *sizes))
 
     def submit(self, request: Request, prefix: int = 0, shared_tokens: int = 0) -> bool:
         """Queue a request; return False if there is no room, or it can never run.
@@ -133,7 +128,7 @@ class EngineCore:
     def _enqueue(self, request: Request, prefix: int, shared_tokens: int) -> bool:
         size, most = request.prompt.size, request.params.max_tokens
         lengths = (size, most, prefix, shared_tokens, request.predicted_tokens)
-        row = submit(self.state, self.limits, request.number, request.adapter, *lengths, request.arrival_ns)
+        row = submit(self._memory, request.number, request.adapter, *lengths, request.arrival_ns)
         if row == NONE:
             return False
         request.row = row
@@ -173,7 +168,7 @@ class EngineCore:
         if tokens == 0:
             return StepOutput(None, [], failed) if failed else None
         emitted, non_finite = self._execute(output.requests, errors, timer)
-        commit(self.state, self.limits)
+        commit(self._memory)
         finished = failed + self._finish(emitted, non_finite, errors)
         timer.lap("commit")
         self.clock.step(timer.total_ns)
@@ -196,12 +191,12 @@ class EngineCore:
         and those that have arrived are visible at once.
         """
         self.state.counters.now_ns = begin_ns
-        tokens = schedule(self.state, self.limits)
+        tokens = schedule(self._memory)
         if tokens == 0 and self.limits.async_scheduling:
             self._update_running(begin_ns, self.state.counter_values())
-            commit(self.state, self.limits)
+            commit(self._memory)
             self._take_arrivals()
-            tokens = schedule(self.state, self.limits)
+            tokens = schedule(self._memory)
         return int(tokens)
 
     def _refresh(self, now_ns: int) -> None:
@@ -277,6 +272,8 @@ class EngineCore:
             if request.finish_reason is None:
                 self._end_early(request, "error")
                 finished.append(request)
+            else:
+                forget_execution(self.state, request.row)
             request.finish_reason, request.error = "error", _NOT_FINITE
         for request in emitted:
             if request.output[-1] in request.stop_ids:
