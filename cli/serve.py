@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -35,6 +36,7 @@ from capplan.spec import Plan
 from capplan.spec.routing import PLAN_ROUTER, STATE_PERIOD_S
 
 if TYPE_CHECKING:
+    from capplan.engine.lora.load_times import LoadTimes
     from capplan.engine.router.instances import InstanceSpec
     from capplan.engine.router.launcher import Launcher
     from capplan.engine.router.routing import RoutingSettings
@@ -375,6 +377,7 @@ def _instances(
         model_name=args.served_model_name or plan.base_model,
         engine={name: getattr(args, name) for name in _ENGINE_FLAGS if name in given} | _documents(args),
         max_queue=args.max_queue if "max_queue" in given else None,
+        load_times=_load_times(plan),
         limits=limits,
     )
     try:
@@ -407,6 +410,18 @@ def _routing(args: ServeArgs, file: str, plan: Plan) -> RoutingSettings:
         raise InputError(error.rule, error.value, f"{file}: router {name}: {error.location}") from None
     ranks = {adapter.name: adapter.rank for group in groups for adapter in group.adapters}
     return RoutingSettings(rule, ranks, args.state_period_s)
+
+
+def _load_times(plan: Plan) -> dict[str, LoadTimes]:
+    """Return the times of adapter loads by profile, as far as the plan's profiles are on this machine."""
+    from capplan.datasets import load_profile
+    from capplan.engine.lora.load_times import LoadTimes
+
+    found = {}
+    for name in dict.fromkeys(group.profile for group in plan.groups if group.scheduling is not None):
+        with suppress(InputError):
+            found[name] = LoadTimes.of_profile(load_profile(name).loading)
+    return found
 
 
 def _model_of(plan: Plan, model: str | None) -> str:

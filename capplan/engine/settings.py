@@ -11,10 +11,10 @@ from typing import Any, Final, Literal, Self
 import torch
 from pydantic import Field
 
+from capplan.engine.lora.load_times import LoadTimes
 from capplan.engine.models.config import ModelConfig
 from capplan.errors import InputError
 from capplan.serving import Limits, ServingRules, serving_rules
-from capplan.serving.pooled_state import MOST_QUEUES
 from capplan.serving.scheduling import rules_of_scheduler, with_scheduling
 from capplan.spec import Cache, EngineArgs, Predictor, Queues, Scheduler
 from capplan.spec.engine_args import (
@@ -22,6 +22,7 @@ from capplan.spec.engine_args import (
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
 )
+from capplan.spec.queues import require_room
 from capplan.spec.scheduling import CacheSource, SchedulerSource, completed
 from capplan.spec.validation import Count, Natural, SpecModel, format_key, unknown_key, validate_document
 
@@ -84,6 +85,8 @@ class EngineOptions(SpecModel):
     queues
         Queues by request size until the first refresh, of a scheduler that has them; None: one queue. Without
         a scheduler they imply ``chameleon``.
+    load_times
+        Time of adapter loads for the cache ``gdsf``, as in a profile; None: measured at the start.
     memory
         ``slots``: `max_loras` slots of `max_lora_rank` rows. ``unified``: adapters at their true ranks in
         pages of the KV pool. None: unified under rules without slots, and slots otherwise.
@@ -121,6 +124,7 @@ class EngineOptions(SpecModel):
     scheduler: SchedulerSource | None = None
     cache: CacheSource | None = None
     queues: Queues | None = None
+    load_times: LoadTimes | None = None
     memory: Memory | None = None
     block_size: Count = 16
     num_kv_blocks: Count | None = None
@@ -173,8 +177,8 @@ class EngineOptions(SpecModel):
             raise InputError(rule, True, "enable_prefix_caching")
         if self.queues is not None and self.scheduler is not None and not self.scheduler.has_queues:
             raise InputError("go with scheduler chameleon or static", self.scheduler.policy, "queues")
-        if self.queues is not None and len(self.queues.classes) > MOST_QUEUES:
-            raise InputError(f"must be at most {MOST_QUEUES} classes", len(self.queues.classes), "queues")
+        if self.queues is not None:
+            require_room(self.queues, "queues")
 
     def engine_args(self, **defaults: int) -> EngineArgs:
         """Return the complete settings of the engine."""

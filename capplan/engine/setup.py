@@ -6,10 +6,9 @@ import os
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-
 from capplan.engine.engine_core import EngineCore
 from capplan.engine.lora.adapter import AdapterSource
+from capplan.engine.lora.load_times import measured_load_times
 from capplan.engine.lora.loader import AdapterLoader, ThreadLoader, VirtualLoader
 from capplan.engine.lora.manager import AdapterLoads
 from capplan.engine.pool import BlockTables, CountedBlocks, NamedBlocks, kv_page_elements
@@ -18,10 +17,11 @@ from capplan.engine.settings import EngineOptions
 from capplan.engine.timing import EngineClock, VirtualClock, WallClock
 from capplan.engine.worker import Sizes, Worker
 from capplan.errors import InfeasibleError, InputError
-from capplan.serving import Limits, State, new_state
-from capplan.serving.refresh import set_queues
+from capplan.serving import new_state
+from capplan.serving.pool_setup import set_up_policies
+from capplan.serving.pooled_state import GDSF
 from capplan.serving.state import POOLED
-from capplan.spec import EngineArgs, Scheduler, allowed_lora_rank
+from capplan.spec import EngineArgs, allowed_lora_rank
 
 _CPU_KV_BYTES: Final = 256 * 2**20
 _INDEX_BYTES: Final = 8
@@ -52,7 +52,10 @@ def build_core(
     state = new_state(options.max_in_flight, capacity, sizes.num_blocks, limits)
     if limits.policy != POOLED:  # where the host keeps every adapter
         state = with_host_adapters(state, max(1, len(sources) - host_slots + 1), len(sources) + 1)
-    scheduler = _set_up_pool(state, limits, options) if limits.policy == POOLED else None
+    scheduler = None
+    if limits.policy == POOLED and options.scheduling is not None:
+        scheduler, cache = options.scheduling
+        set_up_policies(state, limits, cache.score_weights, options.queues)
     blocks: BlockTables
     if limits.prefix_caching:
         blocks = NamedBlocks(state, pool, sizes.num_blocks)
@@ -62,24 +65,13 @@ def build_core(
     clock: EngineClock = VirtualClock() if virtual_time else WallClock()
     loader: AdapterLoader = VirtualLoader(clock) if virtual_time else ThreadLoader(clock)
     token_bytes = kv_page_elements(config, 1) * dtype.itemsize if options.charges_adapters else 0
+    if limits.policy == POOLED and limits.cache == GDSF:
+        lora.load_times = options.load_times or measured_load_times(lora, range(1, len(sources) + 1))
     loads = AdapterLoads(state, limits, lora, loader, clock, token_bytes)
     for number in range(1, len(sources) + 1):
         loads.set_sizes(number)
     core = EngineCore(state, limits, worker.all_ranks(), blocks, loads, clock, worker.device, scheduler)
     return core, sizes
-
-
-def _set_up_pool(state: State, limits: Limits, options: EngineOptions) -> Scheduler | None:
-    """Set the weights of the adapter cache and the first queues; return the scheduler, if one is given."""
-    if options.scheduling is None:
-        return None
-    scheduler, cache = options.scheduling
-    state.pooled.weights[:] = cache.score_weights
-    if options.queues is not None:
-        classes = options.queues.classes
-        cuts = np.array([each.upper_wrs for each in classes[:-1]], np.float64)
-        set_queues(state, limits, options.queues.wrs, cuts, [each.quota_tokens for each in classes])
-    return scheduler
 
 
 def choose_sizes(worker: Worker, options: EngineOptions) -> Sizes:

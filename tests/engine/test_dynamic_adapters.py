@@ -285,11 +285,22 @@ def test_the_warm_up_is_in_no_window() -> None:
 
 
 def test_a_small_adapter_takes_longer_to_load_per_byte() -> None:
-    with tiny("chameleon", {"small": 1, "large": 8}) as engine:
+    times = {"base_ms": 0.5, "ms_per_rank": 0.25, "padding_ms": 0.125}
+    adapters = {"small": 1, "large": 8}
+    with tiny("chameleon", adapters, cache="gdsf", load_times=times) as engine:
         own = engine.core.state.pooled.adapters
-        fixed_ns = 2 * TINY.layers * 7 * 6000
         assert own.bytes[2] == 8 * own.bytes[1]
-        assert own.cost_ns[1:3].tolist() == [fixed_ns + round(each / 25) for each in own.bytes[1:3]]
+        assert own.cost_ns[1:3].tolist() == [875_000, 2_500_000]
+
+
+def test_an_engine_without_a_profile_measures_its_loads() -> None:
+    """Only for the cache that reads them; for others they are in proportion to the bytes."""
+    for cache, is_measured in (("gdsf", True), ("lru", False)):
+        with tiny("chameleon", {"small": 1, "large": 8}, cache=cache) as engine:
+            own = engine.core.state.pooled.adapters
+            assert (own.cost_ns[1:3].tolist() == own.bytes[1:3].tolist()) != is_measured
+            assert own.cost_ns[1:3].min() > 0
+            assert not engine.core.lora.in_memory
 
 
 def test_idle_periods_are_refreshed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,14 +344,27 @@ def test_a_failed_load_fails_only_the_requests_of_its_adapter(mode: str, waits: 
         assert answer.token_ids == right.token_ids
 
 
-def test_an_adapter_that_becomes_non_finite_fails_its_requests(tmp_path: Path) -> None:
-    folder = write_adapter(tmp_path / "nan")
-    file = folder / "adapter_model.safetensors"
+def write_nan_adapter(folder: Path) -> Path:
+    file = write_adapter(folder) / "adapter_model.safetensors"
     tensors = load_file(file)
     next(iter(tensors.values()))[0, 0] = float("nan")
     save_file(tensors, file)
+    return folder
+
+
+def test_an_error_in_the_last_step_is_no_execution(tmp_path: Path) -> None:
+    """The queues are designed from times in execution, which an error ends early."""
+    with tiny("chameleon", virtual_time=True) as engine:
+        engine.add_adapter("nan", write_nan_adapter(tmp_path / "nan"))
+        answers = engine.generate([[1, 2]] * 2, ["nan", "a"], max_tokens=1, ignore_eos=True)
+        assert [answer.finish_reason for answer in answers] == ["error", "length"]
+        window = engine.core.state.pooled.window
+        assert (window.execution_ns[:2] == NONE).tolist() == [True, False]
+
+
+def test_an_adapter_that_becomes_non_finite_fails_its_requests(tmp_path: Path) -> None:
     with tiny() as engine:
-        engine.add_adapter("nan", folder)
+        engine.add_adapter("nan", write_nan_adapter(tmp_path / "nan"))
         answers = engine.generate([[1, 2]] * 2, ["nan", "a"], max_tokens=3, ignore_eos=True)
         assert [answer.finish_reason for answer in answers] == ["error", "length"]
         assert "finite" in str(answers[0].error)

@@ -19,6 +19,7 @@ from capplan.serving import RULES, Limits, ServingRules, State
 from capplan.serving.refresh import refresh
 from capplan.serving.state import POOLED
 from capplan.spec import QueueClass, Queues, Scheduler, Wrs
+from capplan.spec.scheduling import cache_of
 from capplan.twin.reference.caches import CachedAdapter
 from capplan.twin.reference.host_link import ReferenceCopier
 from capplan.twin.reference.loop import reference_scheduler
@@ -270,8 +271,10 @@ def replayed_in_one_pool(
     given, cache = SYSTEMS[system]
     scheduler = Scheduler(**({"policy": given} if isinstance(given, str) else given), **more)
     queues = drawn_queues(np.random.default_rng(seed)) if scheduler.policy == "chameleon" else None
-    brief = with_period(scheduler, period_s)
-    engine, arrivals = draw(seed, requests, scheduler=brief, cache=cache, queues=queues)
+    kept = cache_of(cache)
+    if scheduler.has_queues or (kept is not None and kept.counts_uses):  # others do not read the period
+        scheduler = with_period(scheduler, period_s)
+    engine, arrivals = draw(seed, requests, scheduler=scheduler, cache=cache, queues=queues)
     recorded = Recorded(engine, seed)
     monkeypatch.setattr(engine_core, "refresh", recorded.refresh)
     engine.core.decisions = []

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from capplan.engine.lora.adapter import AdapterLayout, AdapterSource, HostAdapter, require_rank
+from capplan.engine.lora.load_times import LoadTimes
 from capplan.engine.lora.loader import AdapterLoader, LoadJob, LoadResult
 from capplan.engine.lora.memory import AdapterMemory, AdapterPlacement, RowTables, SiteViews
 from capplan.engine.lora.streams import CopyStream
@@ -25,10 +26,7 @@ from capplan.serving import Limits, State, adapter_loaded
 from capplan.serving import state as s
 from capplan.serving.state import POOLED, SLORA
 
-_COPY_NS: Final = 6000
-"""Time of one copy without its bytes, as in the rooflines of GPUs."""
-_LINK_BYTES_PER_NS: Final = 25.0
-"""Bandwidth from pinned host memory, of PCIe 4 with 16 lanes."""
+_NS_PER_MS: Final = 1e6
 
 
 class AdapterNumbers:
@@ -103,9 +101,12 @@ class LoRAManager:
         Stream of copies to the device.
     rank_of
         Largest rank of each adapter, shape (capacity + 1,); 0 for the base model.
+    load_times
+        Times of loads; None: in proportion to the bytes.
     """
 
     memory: AdapterMemory
+    load_times: LoadTimes | None = None
 
     def __init__(
         self, capacity: int, layout: AdapterLayout, dtype: torch.dtype, pin: bool, copies: CopyStream
@@ -172,9 +173,18 @@ class LoRAManager:
         return self.layout.elements(self._ranks[number]) * self._dtype.itemsize
 
     def load_ns(self, number: int) -> int:
-        """Return the nanoseconds that a load is assumed to take: its matrices, one by one, over PCIe."""
-        matrices = 2 * np.count_nonzero(self._ranks[number])
-        return round(matrices * _COPY_NS + self.bytes(number) / _LINK_BYTES_PER_NS)
+        """Return the nanoseconds of a load by `load_times`."""
+        if self.load_times is None:
+            return self.bytes(number)
+        rank = int(self.rank_of[number])
+        is_padded = rank < int(self.rank_of.max())
+        return round(_NS_PER_MS * self.load_times.load_ms(rank, is_padded, *self.shares(number)))
+
+    def shares(self, number: int) -> tuple[float, float]:
+        """Return the shares of an adapter in the matrices and in the elements of its rank on all layers."""
+        ranks = self._ranks[number]
+        whole = self.layout.elements(self.layout.ranks(max(1, int(self.rank_of[number]))))
+        return np.count_nonzero(ranks) / ranks.size, self.layout.elements(ranks) / whole
 
     def views(self, adapter: int) -> list[list[SiteViews]]:
         """Return the matrices of an adapter on the device, by layer and site."""

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from capplan.engine.lora.load_times import LoadTimes
 from capplan.engine.models import model_config
 from capplan.engine.models.shard import require_shardable
 from capplan.engine.server.limiter import ServerSettings
@@ -44,6 +45,8 @@ class ServingOptions:
     max_queue
         Prompts that an instance accepts beyond its ``max_num_seqs``; None: `DEFAULT_MAX_QUEUE`, or more if
         the verification of the plan had longer queues.
+    load_times
+        Times of adapter loads by profile; the instances of other profiles measure theirs.
     limits
         Limits of requests, as those of the router.
     """
@@ -52,6 +55,7 @@ class ServingOptions:
     model_name: str
     engine: Mapping[str, Any] = field(default_factory=dict)
     max_queue: int | None = None
+    load_times: Mapping[str, LoadTimes] = field(default_factory=dict)
     limits: ServerLimits = field(default_factory=ServerLimits)
 
 
@@ -103,6 +107,7 @@ def _of_group(plan: Plan, group: Group, serving: ServingOptions) -> list[Instanc
         **group.engine_args.model_dump(exclude_none=True),
         **({"tensor_parallel_size": group.tp} if group.tp > 1 else {}),
         **_scheduling(group, given),
+        **_load_times(group, serving),
         **given,
     }
     if not {"scheduler", "cache", "queues"} & engine.keys():
@@ -147,6 +152,11 @@ def _scheduling(group: Group, given: Mapping[str, Any]) -> dict[str, Any]:
     queues = None if "scheduler" in given else group.queues
     parts = zip(("scheduler", "cache", "queues"), (*group.scheduling, queues), strict=True)
     return {name: part.model_dump(mode="json") for name, part in parts if part is not None}
+
+
+def _load_times(group: Group, serving: ServingOptions) -> dict[str, Any]:
+    times = serving.load_times.get(group.profile)
+    return {} if times is None else {"load_times": times.model_dump(mode="json")}
 
 
 def _max_queue(group: Group, serving: ServingOptions) -> int:
