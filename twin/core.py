@@ -83,7 +83,7 @@ def run(scenario: Scenario, fast_forward: bool = True) -> TwinTrace:
 
 
 def refresh_queues(scenario: Scenario, state: State, clock: TwinClock, trace: TwinTrace, at_ns: int) -> None:
-    """Design the queues anew by the requests of the last window, and begin the next one."""
+    """Replace the queues by those of the last window's requests, and begin the next window."""
     if scenario.scheduler is None:
         return
     limits, requests, costs = scenario.limits, scenario.requests, scenario.costs
@@ -120,7 +120,7 @@ def advance(
         return
     while counts.now_ns < until_ns:
         visible_ns = clock.at.visible_ns
-        take_arrivals(
+        _take_arrivals(
             state, limits, requests, shared_prefix_tokens, costs, clock, trace, max_in_flight, visible_ns
         )
         take_copies(state, clock)
@@ -167,11 +167,11 @@ def take_arrivals_before(
     at_ns: int,
 ) -> None:
     """Submit the requests that arrived before a refresh, also those during the step that goes on then."""
-    take_arrivals(state, limits, requests, shared, costs, clock, trace, max_in_flight, at_ns - 1)
+    _take_arrivals(state, limits, requests, shared, costs, clock, trace, max_in_flight, at_ns - 1)
 
 
 @inner
-def take_arrivals(
+def _take_arrivals(
     state: State,
     limits: Limits,
     requests: Requests,

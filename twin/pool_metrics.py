@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from capplan.serving.queue_design import RequestSample, clustered_classes
 from capplan.spec.latency_stats import LatencyStats, latency_stats
-from capplan.spec.scheduling import QueueConfig
+from capplan.spec.queues import QueueConfig
 from capplan.twin.scenario import NS_PER_MS, NS_PER_S, Scenario
 from capplan.twin.trace import NEVER, STATUS_REJECTED, TwinTrace
 

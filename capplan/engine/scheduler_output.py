@@ -6,7 +6,7 @@ from the running order and the decoding and partial rows.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from capplan.serving import NONE, Limits, State
 from capplan.serving.adapter_slots import release_adapter
 from capplan.serving.caches import evict
 from capplan.serving.pooled_state import PooledState
+from capplan.serving.queue_design import base_model_bytes
 from capplan.serving.running import free_row
 from capplan.serving.size_queues import leave_queue
 from capplan.serving.slora import drop_unused
@@ -26,9 +27,6 @@ from capplan.serving.state import (
 )
 from capplan.serving.structures import links_append, links_remove, new_links
 from capplan.serving.waiting_queue import leave_waiting
-
-if TYPE_CHECKING:
-    pass
 
 _SCHEDULED = np.dtype(
     [
@@ -193,8 +191,7 @@ def describe_adapter(state: State, adapter: int, size_bytes: int, tokens: int, l
     pooled.inflation[adapter] = 0.0
     pooled.idle_times[adapter : adapter + 1] = 0
     pooled.window.arrival_ns[pooled.window.adapter == adapter] = NONE
-    sizes = own.bytes[1:]
-    own.bytes[0] = sizes[sizes > 0].min(initial=sizes.max(initial=1))
+    own.bytes[0] = base_model_bytes(own.bytes[1:])
 
 
 def with_host_adapters(state: State, first: int, end: int) -> State:

@@ -3,7 +3,7 @@
 from capplan.serving.adapter_slots import adapter_loaded
 from capplan.serving.memory import adapter_bytes, adapter_pages, kv_bytes_per_token, slot_bytes, weight_bytes
 from capplan.serving.rules import RULES, ServingRules, serving_rules
-from capplan.serving.scheduler import commit, finish, schedule, submit
+from capplan.serving.scheduler import can_run, commit, finish, schedule, submit
 from capplan.serving.state import NONE, Limits, State, new_state
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "adapter_bytes",
     "adapter_loaded",
     "adapter_pages",
+    "can_run",
     "commit",
     "finish",
     "kv_bytes_per_token",

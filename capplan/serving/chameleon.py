@@ -67,7 +67,7 @@ def _overdue(state: State, limits: Limits) -> int:
 
 @inner
 def _admit_own_charge(state: State, limits: Limits, row: int) -> None:
-    """Admit a row whose charge its own queue bears."""
+    """Admit a row, and book its charge on its own queue."""
     admit(state, limits, row)
     book(state, row, state.pooled.rows.queue[row], state.pooled.rows.charge[row])
 

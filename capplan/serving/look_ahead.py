@@ -1,5 +1,7 @@
 """S-LoRA's look-ahead: whether a batch fits into memory until its last declared output token.
 
+Rows that start at an unknown time, such as those that wait for their adapters, count in full from the start.
+
 Source: S-LoRA c1ddf48, ``router/req_queue.py``.
 """
 
@@ -17,9 +19,9 @@ def _left(state: State, row: int) -> int:
 
 
 @inner
-def insert_by_end(state: State, row: int) -> None:
-    """Insert an admitted row into the descending order of ends."""
-    at = state.counters.n_running - 1
+def insert_by_end(state: State, row: int, ordered: int) -> None:
+    """Insert a row into the descending order of ends, the first `ordered` entries of a list."""
+    at = ordered
     left = _left(state, row)
     while at > 0 and _left(state, state.lists.by_end[at - 1]) < left:
         state.lists.by_end[at] = state.lists.by_end[at - 1]
@@ -28,31 +30,50 @@ def insert_by_end(state: State, row: int) -> None:
 
 
 @inner
-def remove_from_order(state: State, row: int) -> None:
-    """Remove an ending row, which still runs, from the order of ends."""
+def remove_from_order(state: State, row: int) -> int:
+    """Remove an ending row, which still runs, from the order of ends; return its place."""
     last = state.counters.n_running - 1
     at = last
     while state.lists.by_end[at] != row:
         at -= 1
     for i in range(at, last):
         state.lists.by_end[i] = state.lists.by_end[i + 1]
+    return int(at)
 
 
 @inner
-def fits_to_end(state: State, limits: Limits, new: int, adapter_pages: int) -> bool:
+def held_to_end(state: State, limits: Limits, row: int) -> int:
+    """Return the most tokens that a row will hold; its last block may be partly unused."""
+    return int(state.rows.prompt[row] + state.rows.target[row] + limits.block_size - 1)
+
+
+@inner
+def fits_to_end(
+    state: State, limits: Limits, new: int, adapter_pages: int, ordered: int, held_late: int
+) -> bool:
     """Return whether the batch with the row `new` can run to its end beside so many blocks of adapters.
 
     When the i-th request in the descending order of ends ends, each of the first i has grown by the tokens
-    left of the i-th: ``need = max_i(left_i * i + sum of what the first i hold now)``. `new` may be NONE.
+    left of the i-th: ``need = max_i(left_i * i + sum of what the first i hold now)``.
+
+    Parameters
+    ----------
+    new
+        A row in the order of ends, which starts now; NONE: no further row.
+    ordered
+        Number of rows in the order of ends.
+    held_late
+        Tokens that the others, which start later, will hold at their end.
     """
-    c = state.counters
-    waste = limits.block_size - 1  # what the last block of a request may leave unused
-    room = (c.capacity - adapter_pages) * limits.block_size
-    held = n = 0
+    waste = limits.block_size - 1
+    room = (state.counters.capacity - adapter_pages) * limits.block_size
+    held, n = held_late, 0
+    if held > 0 and held >= room:
+        return False
     pending = new != NONE
     at = 0
-    while at < c.n_running or pending:
-        if pending and (at == c.n_running or _left(state, state.lists.by_end[at]) < _left(state, new)):
+    while at < ordered or pending:
+        if pending and (at == ordered or _left(state, state.lists.by_end[at]) < _left(state, new)):
             row = new
             pending = False
         else:

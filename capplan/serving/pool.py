@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from capplan.compile import inner
 from capplan.serving.caches import leave_adapter, make_room, pages_to_pin, use_adapter
-from capplan.serving.look_ahead import fits_to_end, insert_by_end, remove_from_order
+from capplan.serving.look_ahead import fits_to_end, held_to_end, insert_by_end, remove_from_order
 from capplan.serving.pooled_state import QUEUES, with_pool
 from capplan.serving.running import (
     append_running,
+    drop_row,
     leave_partial,
     leave_running,
     output_tokens,
@@ -46,9 +47,22 @@ def has_memory(state: State, limits: Limits, row: int, pages: int) -> bool:
     """
     counts = state.pooled.counts
     if limits.order != QUEUES:
-        return fits_to_end(state, limits, row, counts.pinned_pages + pages)
+        held_late, new = counts.held_late, row
+        if row != NONE and starts_late(state, limits, row):
+            held_late, new = held_late + held_to_end(state, limits, row), NONE
+        ordered = state.counters.n_running - counts.n_late
+        return fits_to_end(state, limits, new, counts.pinned_pages + pages, ordered, held_late)
     reserved = counts.reserved if row == NONE else counts.reserved + state.pooled.rows.reserved[row]
     return bool(reserved + counts.pinned_pages + pages <= state.counters.capacity)
+
+
+@inner
+def starts_late(state: State, limits: Limits, row: int) -> bool:
+    """Return whether decoding rows go on before a row without tokens has its first one.
+
+    It waits for its adapter, or its prompt is computed beside them.
+    """
+    return bool(limits.chunked or not is_loaded(state, state.rows.adapter[row]))
 
 
 @inner
@@ -90,7 +104,7 @@ def admit(state: State, limits: Limits, row: int) -> None:
     pooled.counts.reserved += pooled.rows.reserved[row]
     pooled.counts.room_tokens -= state.rows.prompt[row] + state.rows.output[row]
     if limits.order != QUEUES:
-        insert_by_end(state, row)
+        _join_order(state, limits, row)
     if pooled.rows.admitted_ns[row] == NONE:
         pooled.rows.admitted_ns[row] = c.now_ns
         if is_loaded(state, adapter):
@@ -98,6 +112,35 @@ def admit(state: State, limits: Limits, row: int) -> None:
         else:
             pooled.counts.misses += 1
     use_adapter(state, limits, adapter)
+
+
+@inner
+def _join_order(state: State, limits: Limits, row: int) -> None:
+    """Insert an admitted row into the order of ends, or behind it if it starts late."""
+    last = state.counters.n_running - 1
+    if starts_late(state, limits, row):
+        append_late(state, limits, row, last)
+        return
+    ordered = last - state.pooled.counts.n_late
+    state.lists.by_end[last] = state.lists.by_end[ordered]
+    insert_by_end(state, row, ordered)
+
+
+@inner
+def append_late(state: State, limits: Limits, row: int, at: int) -> None:
+    """Put a row that starts late behind the order of ends."""
+    state.lists.by_end[at] = row
+    state.pooled.counts.n_late += 1
+    state.pooled.counts.held_late += held_to_end(state, limits, row)
+
+
+@inner
+def _leave_order(state: State, limits: Limits, row: int) -> None:
+    """Remove a row that still runs from the order of ends, or from behind it."""
+    counts = state.pooled.counts
+    if remove_from_order(state, row) >= state.counters.n_running - counts.n_late:
+        counts.n_late -= 1
+        counts.held_late -= held_to_end(state, limits, row)
 
 
 @inner
@@ -114,7 +157,7 @@ def release(state: State, limits: Limits, row: int) -> None:
     """
     pooled = state.pooled
     if limits.order != QUEUES:
-        remove_from_order(state, row)
+        _leave_order(state, limits, row)
     unwatch_growth(state, row)
     unbook(state, row)
     pooled.counts.reserved -= pooled.rows.reserved[row]
@@ -160,14 +203,9 @@ def requeue(state: State, limits: Limits, row: int) -> None:
 def _withdraw_admission(state: State, row: int) -> bool:
     """Remove a row from the admissions of this step; return False if it was admitted before."""
     c = state.counters
-    kept = 0
-    for i in range(c.n_admitted):
-        if state.lists.admitted[i] != row:
-            state.lists.admitted[kept] = state.lists.admitted[i]
-            kept += 1
-    was_listed = kept < c.n_admitted
-    c.n_admitted = kept
-    return bool(was_listed)
+    before = c.n_admitted
+    c.n_admitted = drop_row(state.lists.admitted, before, row)
+    return bool(c.n_admitted < before)
 
 
 @with_pool(None)

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.errors import InputError
 from capplan.serving.memory import adapter_bytes, adapter_tokens
+from capplan.serving.queue_design import base_model_bytes
 from capplan.serving.refresh import set_queues
 from capplan.serving.state import Limits, State
 from capplan.spec.lora_modules import TargetModules
 from capplan.spec.profile import ModelArch
-from capplan.spec.scheduling import MOST_QUEUES, Cache, Queues, Scheduler
+from capplan.spec.queues import Queues, require_room
+from capplan.spec.scheduling import Cache, Scheduler
 
 Ints = NDArray[np.int64]
 
@@ -68,8 +69,8 @@ def pool_setup(
     InputError
         For more queues than an engine has room for.
     """
-    if queues is not None and len(queues.classes) > MOST_QUEUES:
-        raise InputError(f"must be at most {MOST_QUEUES} classes", len(queues.classes), "queues.classes")
+    if queues is not None:
+        require_room(queues, "queues.classes")
     charge = scheduler.queues.adapter_charge if queues is None else queues.adapter_charge
     sizes = [adapter_bytes(arch, rank, modules) for rank, modules in adapters]
     tokens = [
@@ -77,7 +78,7 @@ def pool_setup(
     ]
     return PoolSetup(
         adapter_pages=pages,
-        adapter_bytes=np.array([min(sizes, default=1), *sizes], np.int64),
+        adapter_bytes=np.array([base_model_bytes(np.array(sizes)), *sizes], np.int64),
         adapter_tokens=np.array([0, *tokens], np.int64),
         load_ns=load_ns,
         weights=cache.score_weights,
@@ -92,8 +93,14 @@ def set_up(state: State, limits: Limits, setup: PoolSetup) -> None:
     pooled.adapters.bytes[:] = setup.adapter_bytes
     pooled.adapters.tokens[:] = setup.adapter_tokens
     pooled.adapters.cost_ns[:] = setup.load_ns
-    pooled.weights[:] = setup.weights
-    if setup.queues is not None:
-        classes = setup.queues.classes
-        cuts = np.array([queue.upper_wrs for queue in classes if queue.upper_wrs is not None])
-        set_queues(state, limits, setup.queues.wrs, cuts, [queue.quota_tokens for queue in classes])
+    set_up_policies(state, limits, setup.weights, setup.queues)
+
+
+def set_up_policies(
+    state: State, limits: Limits, weights: tuple[float, float, float], queues: Queues | None
+) -> None:
+    """Write the weights of the adapter cache and the first queues into the state of an idle engine."""
+    state.pooled.weights[:] = weights
+    if queues is not None:
+        cuts = np.array([each.upper_wrs for each in queues.classes if each.upper_wrs is not None])
+        set_queues(state, limits, queues.wrs, cuts, [each.quota_tokens for each in queues.classes])

@@ -15,11 +15,13 @@ from capplan.serving.chameleon import admit_batch
 from capplan.serving.look_ahead import insert_by_end
 from capplan.serving.pool import (
     admit,
+    append_late,
     grow,
     is_loaded,
     make_room_by_recompute,
     requeue,
     row_has_memory,
+    starts_late,
     step_allows,
 )
 from capplan.serving.pooled_state import (
@@ -69,8 +71,8 @@ def schedule_pooled(state: State, limits: Limits) -> int:
     counts.n_prefetches = 0
     if limits.order == QUEUES:
         grow(state, limits)
-    elif c.n_partial > 0:
-        _order_by_end(state)
+    elif c.n_partial > 0 or counts.n_late > 0:
+        _order_by_end(state, limits)
     _admit(state, limits)
     c.step_decodes = 0
     if limits.chunked:
@@ -154,44 +156,64 @@ def _admit(state: State, limits: Limits) -> None:
 @inner
 def _admit_in_order(state: State, limits: Limits) -> None:
     """Admit by arrival or by predicted output, up to the first row that does not fit."""
+    oldest = NONE
     while True:
-        row = _next_in_order(state, limits)
+        if oldest == NONE:
+            oldest = _oldest(state, limits)
+        row = _next_in_order(state, limits, oldest)
         if row == NONE or not step_allows(state, limits, row) or not row_has_memory(state, limits, row):
             return
         admit(state, limits, row)
+        if row == oldest:
+            oldest = NONE
 
 
 @inner
-def _order_by_end(state: State) -> None:
-    """Restore the order of ends: rows that wait for adapters or prompts generate no tokens meanwhile."""
-    c = state.counters
-    n = c.n_running
-    kept = 0
-    for i in range(n):
-        row = state.lists.by_end[i]
-        if state.rows.since[row] != NONE:
-            state.lists.by_end[kept] = row
-            kept += 1
-    c.n_running = kept
-    for i in range(c.n_partial):
-        c.n_running += 1
-        insert_by_end(state, state.lists.partial[i])
-
-
-@inner
-def _next_in_order(state: State, limits: Limits) -> int:
-    """Return the next waiting row, or NONE; by arrival if the longest wait exceeds the bound."""
+def _oldest(state: State, limits: Limits) -> int:
+    """Return the waiting row that arrived first under an order with ageing, else NONE."""
     own = state.pooled.rows
-    head = state.pooled.queues.head[0]
-    if head == NONE or limits.order != SJF or limits.ageing_ns == 0:
-        return int(head)
-    oldest = row = head
+    oldest = row = state.pooled.queues.head[0] if limits.order == SJF and limits.ageing_ns > 0 else NONE
     while row != NONE:
         if own.arrival[row] < own.arrival[oldest]:
             oldest = row
         row = own.later[row]
-    waited_ns = state.counters.now_ns - own.arrival_ns[oldest]
-    return int(oldest if waited_ns > limits.ageing_ns else head)
+    return int(oldest)
+
+
+@inner
+def _next_in_order(state: State, limits: Limits, oldest: int) -> int:
+    """Return the next waiting row, or NONE; the oldest if its wait exceeds the bound."""
+    if oldest != NONE:
+        waited_ns = state.counters.now_ns - state.pooled.rows.arrival_ns[oldest]
+        if waited_ns > limits.ageing_ns:
+            return oldest
+    return int(state.pooled.queues.head[0])
+
+
+@inner
+def _order_by_end(state: State, limits: Limits) -> None:
+    """Restore the order of ends: rows without tokens leave it while they start late, and join it then."""
+    c, counts, by_end = state.counters, state.pooled.counts, state.lists.by_end
+    was_ordered = c.n_running - counts.n_late
+    ordered = 0
+    for i in range(was_ordered):
+        if state.rows.since[by_end[i]] != NONE:
+            by_end[ordered] = by_end[i]
+            ordered += 1
+    for i in range(was_ordered, c.n_running):  # an insertion overwrites no entry from i + 1 on
+        if state.rows.since[by_end[i]] != NONE:
+            insert_by_end(state, by_end[i], ordered)
+            ordered += 1
+    for i in range(c.n_partial):
+        row = state.lists.partial[i]
+        if not starts_late(state, limits, row):
+            insert_by_end(state, row, ordered)
+            ordered += 1
+    counts.n_late = counts.held_late = 0
+    for i in range(c.n_partial):
+        row = state.lists.partial[i]
+        if starts_late(state, limits, row):
+            append_late(state, limits, row, ordered + counts.n_late)
 
 
 @inner

@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 
 from capplan.compile import by_reference, inner_with
 from capplan.serving.structures import ABSENT, Heap, Records, int_fields, new_heap, new_record
+from capplan.spec.queues import MOST_QUEUES, PROMPT_WEIGHT
+from capplan.spec.scheduling import CHAMELEON_WEIGHTS
 
 if TYPE_CHECKING:
     from capplan.serving.state import State
 
 F = TypeVar("F", bound=Callable[..., object])
 
-MOST_QUEUES = 4
 WINDOW = 8192
 """Most requests that the window remembers."""
 IDLE_BINS = 600
@@ -104,6 +105,8 @@ _COUNTS = int_fields(
     "keeps_idle",  # 0: without a cache
     "since_admission",  # decode steps since the last admission that was due
     "room_tokens",  # of the step, for prompts
+    "n_late",  # look-ahead: last running rows in `by_end`, which start later
+    "held_late",  # tokens that they will hold
     "window_start_ns",
     "n_window",  # requests recorded so far
     "refreshes",  # designs of queues adopted
@@ -198,7 +201,7 @@ def new_pooled(rows: int, adapters: int, quota_tokens: int, cache: int, prefetch
     records = np.zeros(adapters + 1, _ADAPTER).view(np.recarray)
     records.released_ns = records.late_ns = ABSENT
     wrs: np.record = np.zeros(1, _WRS).view(np.recarray)[0]
-    wrs.a, wrs.b = 0.4, 0.6
+    wrs.a, wrs.b = PROMPT_WEIGHT, 1.0 - PROMPT_WEIGHT
     wrs.max_prompt = wrs.max_output = wrs.max_bytes = 1.0
     counts = new_record(_COUNTS)
     counts.n_queues = 1
@@ -209,7 +212,7 @@ def new_pooled(rows: int, adapters: int, quota_tokens: int, cache: int, prefetch
         queues=queues,
         cuts=np.full(MOST_QUEUES, np.inf),
         wrs=wrs,
-        weights=np.array([0.45, 0.10, 0.45]),
+        weights=np.array([*CHAMELEON_WEIGHTS.values()]),
         adapters=records,
         inflation=np.zeros(records.size),
         idle_times=np.zeros(

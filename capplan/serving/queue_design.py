@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,7 +12,16 @@ from numpy.typing import NDArray
 
 from capplan.serving.quotas import allocate_quotas, queue_loads
 from capplan.serving.size_clusters import choose_clustering, classify, cluster_sizes, cut_offs, subsample
-from capplan.spec.scheduling import MOST_QUEUES, AdapterCharge, QueueClass, QueueConfig, Queues, SizeForm, Wrs
+from capplan.spec.queues import (
+    MOST_QUEUES,
+    PROMPT_WEIGHT,
+    AdapterCharge,
+    QueueClass,
+    QueueConfig,
+    Queues,
+    SizeForm,
+    Wrs,
+)
 
 _MAX_LENGTH_QUANTILE: Final = 0.999
 """Quantile of lengths that has size 1; the paper does not define its largest lengths."""
@@ -32,8 +42,7 @@ class RequestSample:
     execution_s: Floats
     """Time in execution of each request; NaN if unknown."""
     adapter_bytes: Ints
-    """Size of each adapter by number. With size 0, requests of the base model would all be smallest, so
-    `with_base_model` gives it the size of the smallest adapter."""
+    """Size of each adapter by number; that of the base model is `base_model_bytes`."""
     adapter_tokens: Ints
     """KV tokens that take the same memory, by number; 0 for the base model."""
 
@@ -43,10 +52,13 @@ class RequestSample:
         return tokens if adapter_charge == "none" else tokens + self.adapter_tokens[self.adapter]
 
 
-def with_base_model(adapter_bytes: Ints, adapter_tokens: Ints) -> tuple[Ints, Ints]:
-    """Return sizes and tokens of adapters 1, 2, ... with an entry 0 for the base model."""
-    smallest = adapter_bytes.min() if adapter_bytes.size else 1
-    return np.append(smallest, adapter_bytes), np.append(0, adapter_tokens)
+def base_model_bytes(adapter_bytes: Ints) -> int:
+    """Return the size of the base model in request sizes: that of the smallest adapter.
+
+    With size 0 its requests would all be smallest. `adapter_bytes` of 0 are free numbers.
+    """
+    known = adapter_bytes[adapter_bytes > 0]
+    return int(known.min()) if known.size else 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,14 +76,23 @@ class SizeClasses:
         """Number of queues."""
         return self.cuts.size + 1
 
+    def queues(self, quotas: Sequence[int], adapter_charge: AdapterCharge) -> Queues:
+        """Return the queues with their quotas, in tokens."""
+        uppers = (*self.cuts.tolist(), None)
+        classes = (
+            QueueClass(upper_wrs=upper, quota_tokens=quota)
+            for upper, quota in zip(uppers, quotas, strict=True)
+        )
+        return Queues(wrs=self.wrs, adapter_charge=adapter_charge, classes=tuple(classes))
+
 
 def clustered_classes(sample: RequestSample, config: QueueConfig) -> SizeClasses:
     """Return queues by clusters of request sizes."""
     wrs = size_weights(sample, config.size, config.prompt_weight)
     sizes = request_sizes(wrs, sample)
     clustered = subsample(sizes)
-    most = min(config.max_queues, MOST_QUEUES)
-    cuts = cut_offs(choose_clustering(cluster_sizes(clustered, most), clustered, config.clusters))
+    clusterings = cluster_sizes(clustered, config.max_queues)
+    cuts = cut_offs(choose_clustering(clusterings, clustered, config.clusters))
     # A cut-off between sizes that differ by rounding error leaves a queue empty; such queues are dropped.
     queue = classify(sizes, cuts)
     present = np.bincount(queue, minlength=cuts.size + 1) > 0
@@ -132,18 +153,10 @@ def design_queues(
         charges = sample.charges(config.adapter_charge)
         loads = queue_loads(charges, sample.execution_s, classes.queue, rate_rps, config.quota_size)
         quotas = allocate_quotas(loads, kv_tokens, bound_s, percentile=config.percentile, rest=config.rest)
-    uppers = (*classes.cuts.tolist(), None)
-    return Queues(
-        wrs=classes.wrs,
-        adapter_charge=config.adapter_charge,
-        classes=tuple(
-            QueueClass(upper_wrs=upper, quota_tokens=quota)
-            for upper, quota in zip(uppers, quotas, strict=True)
-        ),
-    )
+    return classes.queues(quotas, config.adapter_charge)
 
 
-def size_weights(sample: RequestSample, form: SizeForm, prompt_weight: float = 0.4) -> Wrs:
+def size_weights(sample: RequestSample, form: SizeForm, prompt_weight: float = PROMPT_WEIGHT) -> Wrs:
     """Return the weights of request sizes, with the maxima of a sample (Chameleon, section 4.3.1)."""
     of_prompt = 0.0 if form == "output_only" else prompt_weight
     return Wrs(

@@ -24,7 +24,8 @@ from capplan.serving.quotas import allocate_quotas, needed_tokens, queue_loads, 
 from capplan.serving.size_clusters import cluster_sizes
 from capplan.serving.size_queues import rebin
 from capplan.serving.state import NONE, Limits, State
-from capplan.spec.scheduling import QueueConfig, Scheduler, Wrs
+from capplan.spec.queues import QueueConfig, Wrs
+from capplan.spec.scheduling import Scheduler
 
 LEAST_REQUESTS: Final = 50
 """Fewest requests of a window, and of each new queue, that new queues are made from."""

@@ -6,6 +6,9 @@ so counting rows by `(computed - since) mod block_size` gives the blocks of a wh
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from capplan.compile import inner
 from capplan.serving.adapter_slots import release_adapter
 from capplan.serving.kv_blocks import extend, extend_together, leave_blocks
@@ -110,12 +113,18 @@ def leave_running(state: State, limits: Limits, row: int, ended: bool) -> None:
 def leave_partial(state: State, row: int) -> None:
     """Remove a row from the partial ones."""
     c = state.counters
+    c.n_partial = drop_row(state.lists.partial, c.n_partial, row)
+
+
+@inner
+def drop_row(rows: NDArray[np.int64], n: int, row: int) -> int:
+    """Remove a row from the first `n` of a list, which keep their order; return the number left."""
     kept = 0
-    for i in range(c.n_partial):
-        if state.lists.partial[i] != row:
-            state.lists.partial[kept] = state.lists.partial[i]
+    for i in range(n):
+        if rows[i] != row:
+            rows[kept] = rows[i]
             kept += 1
-    c.n_partial = kept
+    return kept
 
 
 @inner

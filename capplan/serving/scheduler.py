@@ -74,18 +74,13 @@ def submit(
         Predicted output tokens (0: `output`) and time of arrival, for the rules that use them.
     """
     c = state.counters
-    if c.n_free_rows == 0 or prompt >= limits.max_model_len:
-        return NONE
-    target = min(output, limits.max_model_len - prompt)
-    if limits.policy == SLORA and not slora_takes(state, limits, adapter, prompt, target):
-        return NONE
-    if not pooled_takes(state, limits, adapter, prompt, target):
+    if c.n_free_rows == 0 or not can_run(state, limits, adapter, prompt, output):
         return NONE
     row = take_row(state)
     state.rows.request[row] = request
     state.rows.adapter[row] = adapter
     state.rows.prompt[row] = prompt
-    state.rows.target[row] = target
+    state.rows.target[row] = min(output, limits.max_model_len - prompt)
     state.rows.computed[row] = 0
     state.rows.output[row] = 0
     state.rows.since[row] = NONE
@@ -100,6 +95,17 @@ def submit(
     enter_pool(state, limits, row, predicted, arrival_ns)
     push_back(state, row)
     return row
+
+
+@jit
+def can_run(state: State, limits: Limits, adapter: int, prompt: int, output: int) -> bool:
+    """Return whether an idle engine can run a request; parameters as for `submit`."""
+    target = min(output, limits.max_model_len - prompt)
+    if target <= 0:
+        return False
+    if limits.policy == SLORA:
+        return bool(slora_takes(state, limits, adapter, prompt, target))
+    return bool(pooled_takes(state, limits, adapter, prompt, target))
 
 
 @jit

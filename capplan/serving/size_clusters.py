@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.compile import inner, jit
-from capplan.spec.scheduling import ClusterRule
+from capplan.spec.queues import ClusterRule
 
 SAMPLE: Final = 2000
 """Maximum number of sizes that are clustered."""

@@ -80,6 +80,20 @@ def record_execution(state: State, row: int) -> None:
         pooled.window.execution_ns[at] = state.counters.now_ns - pooled.rows.admitted_ns[row]
 
 
+@jit
+def forget_execution(state: State, row: int) -> None:
+    """Remove the time in execution of a row that ended by an error from the window."""
+    _forget_execution(state, row)
+
+
+@with_pool(None)
+def _forget_execution(state: State, row: int) -> None:
+    pooled = state.pooled
+    at = pooled.rows.arrival[row] % WINDOW
+    if pooled.window.arrival[at] == pooled.rows.arrival[row]:
+        pooled.window.execution_ns[at] = NONE
+
+
 @inner
 def _is_before(state: State, limits: Limits, one: int, other: int) -> bool:
     """Return whether a row is served before another one of its queue."""

@@ -72,13 +72,14 @@ def _admit_batch(state: State, limits: Limits) -> int:
         pop_head(state, adapter)
         _use(state, limits, adapter)
         tokens += start_row(state, limits, row, 0, limits.max_num_batched_tokens)
-        insert_by_end(state, row)
+        insert_by_end(state, row, state.counters.n_running - 1)
     return tokens
 
 
 @inner
 def _fits(state: State, limits: Limits, new: int, new_pages: int) -> bool:
-    return fits_to_end(state, limits, new, state.counters.adapter_pages + new_pages)
+    c = state.counters
+    return fits_to_end(state, limits, new, c.adapter_pages + new_pages, c.n_running, 0)
 
 
 @inner

@@ -14,7 +14,7 @@ from capplan.serving import Limits, State, adapter_loaded, commit, finish, new_s
 from capplan.serving import pooled_state as p
 from capplan.serving.refresh import set_queues
 from capplan.serving.state import NONE, POOLED
-from capplan.spec.scheduling import Wrs
+from capplan.spec.queues import MOST_QUEUES, Wrs
 from capplan.testing.integrity import check_integrity, running_rows
 from capplan.testing.structures import same, snapshot
 from capplan.twin.reference.caches import CachedAdapter
@@ -112,34 +112,18 @@ def make_pooled_world(choose: Choose, max_requests: int = 24, **switches: int) -
     block_size = choose(1, 4)
     pages = (0, *(choose(3, 9) if crowded else choose(1, 6) for _ in range(adapters)))
     num_blocks = max(pages) + (choose(6, 16) if crowded else choose(4, 30))
-    limits = Limits(
-        max_num_seqs=choose(4, 16) if crowded else choose(1, 9),
-        max_num_batched_tokens=choose(2, 6) if choose(0, 2) == 0 and not crowded else choose(7, 40),
-        max_model_len=choose(4, num_blocks * block_size),
-        max_loras=adapters,
-        max_cpu_loras=adapters,
-        block_size=block_size,
-        watermark_blocks=0,
-        long_prefill_tokens=0,
-        reserve_full_sequence=0,
-        load_beside=1,
-        policy=POOLED,
-        order=p.QUEUES if choose(0, 2) else choose(0, 1),
-        admit_every=(1, 1, 3, 10)[choose(0, 3)],
-        cache=choose(0, 4),
-        prefetch=choose(0, 2),
-        chunked=choose(0, 1),
-        bypass=int(choose(0, 3) > 0),
-        ageing_ns=choose(0, 1) * choose(1, 300) * MS,
-        refresh_ns=choose(100, 2000) * MS,
-    )._replace(**switches)
+    seqs = choose(4, 16) if crowded else choose(1, 9)
+    tokens = choose(2, 6) if choose(0, 2) == 0 and not crowded else choose(7, 40)
+    limits = make_pooled_limits(choose, adapters, block_size, num_blocks, (seqs, tokens))
+    ageing_ns = choose(0, 1) * choose(1, 300) * MS
+    limits = limits._replace(ageing_ns=ageing_ns, refresh_ns=choose(100, 2000) * MS)._replace(**switches)
     total = num_blocks * block_size
     size_bytes = tuple(each * 100 + choose(0, 99) for each in pages[1:])
     size_bytes = (min(size_bytes), *size_bytes)
     tokens_per_page = 0 if crowded or choose(0, 2) == 0 else block_size
 
     def queues() -> SizeQueues:
-        most = (2 if crowded else p.MOST_QUEUES) if limits.order == p.QUEUES else 1
+        most = (2 if crowded else MOST_QUEUES) if limits.order == p.QUEUES else 1
         return make_queues(choose, most, total, limits.max_model_len, max(size_bytes))
 
     seconds_apart = limits.prefetch == p.BY_HISTOGRAM and choose(0, 1)
@@ -160,6 +144,31 @@ def make_pooled_world(choose: Choose, max_requests: int = 24, **switches: int) -
         tuple((t, queues()) for t in times),
         tuple((choose(0, 60), choose(0, len(arrivals) - 1)) for _ in range(choose(-2, 3))),
         tuple(choose(1, 40) * MS for _ in range(choose(1, 3))),
+    )
+
+
+def make_pooled_limits(
+    choose: Choose, adapters: int, block_size: int, num_blocks: int, batch: tuple[int, int]
+) -> Limits:
+    """Return limits with any switches, without ageing and refreshes; `batch`: its requests and tokens."""
+    return Limits(
+        max_num_seqs=batch[0],
+        max_num_batched_tokens=batch[1],
+        max_model_len=choose(4, num_blocks * block_size),
+        max_loras=adapters,
+        max_cpu_loras=adapters,
+        block_size=block_size,
+        watermark_blocks=0,
+        long_prefill_tokens=0,
+        reserve_full_sequence=0,
+        load_beside=1,
+        policy=POOLED,
+        order=p.QUEUES if choose(0, 2) else choose(p.FIFO, p.SJF),
+        admit_every=(1, 1, 3, 10)[choose(0, 3)],
+        cache=choose(p.NO_CACHE, p.SCORE),
+        prefetch=choose(p.NO_PREFETCH, p.BY_HISTOGRAM),
+        chunked=choose(0, 1),
+        bypass=int(choose(0, 3) > 0),
     )
 
 

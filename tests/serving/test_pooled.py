@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from capplan.serving import State
-from capplan.serving.pooled_state import QUEUES
+from capplan.serving.pooled_state import FIFO, QUEUES, SJF
 from capplan.testing import check_integrity
 from capplan.testing.integrity import running_rows
 from capplan.twin.reference.admission import QueueAdmission
@@ -85,6 +85,32 @@ def test_a_prompt_takes_the_blocks_of_the_last_decoding_request(chunked: int) ->
     full = next(each.step for each in seen if each.step.preempted)
     assert (full.preempted, full.tokens) == ([1], [(0, 3)])
     assert seen[-1].replay.finished == [0, 1]
+
+
+@pytest.mark.parametrize("order", [FIFO, SJF])
+def test_the_look_ahead_leaves_memory_for_rows_that_start_late(order: int) -> None:
+    """In the order of arrival or of outputs no row outgrows the memory, however late its adapter comes."""
+    waited = 0
+    for seed in SEEDS:
+        for seen in replay(make_pooled_world(seeded(seed), order=order)):
+            assert seen.step.preempted == []
+            waited += seen.replay.state.pooled.counts.n_late > 0
+    assert waited > 100
+
+
+def test_a_row_that_waits_for_its_adapter_counts_in_full() -> None:
+    """Request 1 would end before request 0 if it started now; later, it holds memory after that end."""
+    arrivals = [Arrival(0, 0, 2, 9, 9), Arrival(0, 1, 2, 4, 4), Arrival(0, 0, 1, 5, 5)]
+    world = world_of(arrivals, [200], [], num_blocks=20, order=FIFO)
+    together = [
+        next(
+            step
+            for step, seen in enumerate(replay(replace(world, cost_ns=(0, load_ns, 0, 0))))
+            if 2 in seen.step.admitted
+        )
+        for load_ns in (0, 500 * MS)
+    ]
+    assert together[0] < together[1]
 
 
 def _states_with_bypassers() -> Iterator[tuple[PooledWorld, State]]:

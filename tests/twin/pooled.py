@@ -3,13 +3,13 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from capplan.serving import Limits
 from capplan.serving import pooled_state as p
 from capplan.serving.pool_setup import PoolSetup
-from capplan.serving.state import POOLED
 from capplan.spec import QueueClass, Queues, Scheduler, Wrs
+from capplan.spec.queues import MOST_QUEUES
 from capplan.twin import Scenario
 from capplan.twin.scenario import NS_PER_MS
+from tests.serving.pooled_worlds import make_pooled_limits
 from tests.serving.worlds import Choose, seeded
 from tests.twin.scenarios import make_scenario
 
@@ -28,24 +28,8 @@ def make_pooled(choose: Choose, max_requests: int = 40) -> Scenario:
     pages = np.array([0, *(choose(1, 5) for _ in range(adapters))], np.int64)
     block_size = base.limits.block_size
     num_blocks = int(pages.max()) + choose(4, 40)
-    limits = Limits(
-        max_num_seqs=choose(1, 9),
-        max_num_batched_tokens=choose(2, 40),
-        max_model_len=choose(4, num_blocks * block_size),
-        max_loras=adapters,
-        max_cpu_loras=adapters,
-        block_size=block_size,
-        watermark_blocks=0,
-        long_prefill_tokens=0,
-        reserve_full_sequence=0,
-        load_beside=1,
-        policy=POOLED,
-        order=p.QUEUES if choose(0, 2) else choose(p.FIFO, p.SJF),
-        admit_every=(1, 1, 3, 10)[choose(0, 3)],
-        cache=choose(p.NO_CACHE, p.SCORE),
-        prefetch=choose(p.NO_PREFETCH, p.BY_HISTOGRAM),
-        chunked=choose(0, 1),
-        bypass=int(choose(0, 3) > 0),
+    batch = choose(1, 9), choose(2, 40)
+    limits = make_pooled_limits(choose, adapters, block_size, num_blocks, batch)._replace(
         ageing_ns=choose(0, 1) * choose(1, 100) * NS_PER_MS,
         # With a short period, requests are soon overdue, and none may bypass them.
         refresh_ns=(choose(20, 500) if choose(0, 2) == 0 else 10_000) * NS_PER_MS,
@@ -73,7 +57,7 @@ def make_pooled(choose: Choose, max_requests: int = 40) -> Scenario:
 
 
 def _queues(choose: Choose, tokens: int) -> Queues | None:
-    count = choose(0, min(p.MOST_QUEUES, tokens))
+    count = choose(0, min(MOST_QUEUES, tokens))
     if count == 0:
         return None
     quotas = [tokens // count] * (count - 1)

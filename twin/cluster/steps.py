@@ -19,7 +19,7 @@ from capplan.serving.state import (
 from capplan.serving.structures import Records, int_fields
 from capplan.twin.clock import count_present, count_queued, keeps_stats
 from capplan.twin.cluster.member import ClusterMember, load_member
-from capplan.twin.core import advance, next_event_ns, take_arrivals
+from capplan.twin.core import advance, next_event_ns, take_arrivals_before
 from capplan.workload import Requests
 
 _PROGRESS = int_fields(
@@ -141,7 +141,7 @@ def _advance_member(cluster: Cluster, instance: int, until_ns: int) -> None:
 def show_arrivals(cluster: Cluster, instance: int, at_ns: int) -> None:
     """Submit the requests handed to an instance before a refresh."""
     member = load_member(cluster.memory, instance)
-    take_arrivals(
+    take_arrivals_before(
         member.state,
         member.limits,
         cluster.stream,
@@ -150,7 +150,7 @@ def show_arrivals(cluster: Cluster, instance: int, at_ns: int) -> None:
         member.clock,
         member.trace,
         member.max_in_flight,
-        at_ns - 1,
+        at_ns,
     )
     observe(cluster, instance, member)
 

@@ -115,7 +115,7 @@ class QueueAdmission:
         return True
 
     def _admit_whole(self, request: PooledRequest) -> None:
-        """Admit a request whose charge its own queue bears."""
+        """Admit a request, and book its charge on its own queue."""
         request.charge = self.engine.charge(request)
         self.admit(request, self.engine.whole_book(request))
 

@@ -1,7 +1,7 @@
 """Reference implementation of the rules for one pool: plain lists, one request at a time.
 
 Source: Chameleon, sections 4.1 to 4.4. Everything that the compiled `capplan.serving.pooled` keeps up to date
-is computed anew from the running rows here: reservations, outstanding tokens, free blocks, pinned adapters.
+is computed from the running rows here: reservations, outstanding tokens, free blocks, pinned adapters.
 Tests compare the two.
 """
 
@@ -115,15 +115,27 @@ class ReferencePooled:
         return reserved + self.cache.pages(adapters) - self.num_blocks
 
     def fits_to_the_end(self, requests: Sequence[PooledRequest], adapters: Collection[int]) -> bool:
-        """Return whether requests can run to their declared ends beside adapters: S-LoRA's look-ahead."""
+        """Return whether requests can run to their declared ends beside adapters: S-LoRA's look-ahead.
+
+        Requests that start at an unknown time count in full.
+        """
         size = self.limits.block_size
         room = (self.num_blocks - self.cache.pages(adapters)) * size
-        held = 0
-        for i, request in enumerate(sorted(requests, key=lambda r: r.output - r.target), start=1):
+        late = [request for request in requests if self.starts_late(request)]
+        held = sum(request.prompt + request.target + size - 1 for request in late)
+        if late and held >= room:
+            return False
+        others = [request for request in requests if request not in late]
+        for i, request in enumerate(sorted(others, key=lambda r: r.output - r.target), start=1):
             held += request.prompt + max(1, request.output) + size - 1
             if held + i * (request.target - request.output - 1) >= room:
                 return False
         return True
+
+    def starts_late(self, request: PooledRequest) -> bool:
+        """Return whether others go on decoding before a request does."""
+        is_loaded = self.cache.is_ready(request.adapter)
+        return not request.is_decoding and bool(self.limits.chunked or not is_loaded)
 
     def make_room(self, blocks: int, first_tier_only: bool = False) -> bool:
         """Evict idle adapters until `blocks` are free; return whether they are."""
@@ -190,7 +202,7 @@ class ReferencePooled:
         self.waiting = [r for r in self.waiting if r.number != number]
 
     def refresh(self, queues: SizeQueues | None, at_ns: int) -> None:
-        """Begin a window of uses, and replace the queues unless None: running requests are booked anew."""
+        """Begin a window of uses, and replace the queues unless None: running requests are booked again."""
         self.cache.rotate_uses(at_ns)
         if queues is None:
             return
@@ -424,7 +436,7 @@ class ReferencePooled:
         return None
 
     def _may_prefetch(self, adapter: int) -> bool:
-        """Return whether requests can keep their memory, after evicting adapters that nobody wants."""
+        """Return whether requests can keep their memory, after evicting adapters that no request needs."""
         adapters = self.pinned(self.running) | {adapter}
         if self.limits.order == QUEUES:
             reserved = sum(request.reserved for request in self.running)

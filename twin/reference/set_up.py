@@ -31,7 +31,7 @@ def reference_pool(limits: Limits, num_blocks: int, setup: PoolSetup) -> Referen
 def refreshed_queues(engine: ReferencePooled, scheduler: Scheduler, at_ns: int) -> SizeQueues | None:
     """Return the queues for the requests that arrived in the period before `at_ns`; None: keep the old ones.
 
-    The design is that of `capplan.serving.refresh`; the window is chosen anew from all requests so far.
+    The design is that of `capplan.serving.refresh`; the window is chosen from all requests so far.
     Queues that are kept and designs that are scaled are counted.
     """
     if not scheduler.has_queues or (scheduler.policy == "static" and len(engine.queues.quotas) > 1):
