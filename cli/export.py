@@ -34,7 +34,7 @@ class ExportArgs:
         "not have, is verified again without them.",
     )
     profile: str | None = typer.Option(
-        None, metavar="NAME", help="Profile that the plan rests on; default: the plan's."
+        None, metavar="NAME", help="Profile that the plan rests on, beside --workload; default: the plan's."
     )
     unverified: Unverified = False
     force: bool = typer.Option(False, "--force", help="Replace the directory of an earlier export.")
@@ -42,7 +42,7 @@ class ExportArgs:
 
 @command
 def export(args: ExportArgs) -> None:
-    """Write a launch script per server, and routing.json with the shares of every adapter."""
+    """Write a launch script per server, routing.json with the shares of every adapter, and plan.json."""
     from capplan.deploy import EXPORTERS, TOP_NAMES
 
     if args.target not in EXPORTERS:
@@ -54,7 +54,9 @@ def export(args: ExportArgs) -> None:
     write_folder(args.output, files, scripts)
     if verdict:
         typer.echo(verdict)
-    typer.echo(f"{counted(len(scripts), 'launch script')} and routing.json written to {args.output}")
+    typer.echo(
+        f"{counted(len(scripts), 'launch script')}, routing.json and plan.json written to {args.output}"
+    )
 
 
 def _exported_plan(args: ExportArgs) -> tuple[Plan, str]:
@@ -67,6 +69,7 @@ def _exported_plan(args: ExportArgs) -> tuple[Plan, str]:
     """
     plan = Plan.from_json(args.plan)
     if args.unverified or all(group.scheduling is None for group in plan.groups):
+        _require_unused(args)
         return read_plan(args.plan, unverified=args.unverified), ""
     left_out = _left_out(plan)
     if args.workload is None:
@@ -86,6 +89,14 @@ def _exported_plan(args: ExportArgs) -> tuple[Plan, str]:
         f"verified again without {left_out}, which {args.target} does not have: ok on {seeds} of "
         f"{check.duration_s:g} s, with {slots} adapter slots"
     )
+
+
+def _require_unused(args: ExportArgs) -> None:
+    """Check that the options of another verification are not given where there is none."""
+    reason = "--unverified" if args.unverified else "a plan without a scheduler and a cache"
+    for name, value in (("--workload", args.workload), ("--profile", args.profile)):
+        if value is not None:
+            raise InputError(f"does not go with {reason}: nothing is verified again", value, name)
 
 
 def _left_out(plan: Plan) -> str:

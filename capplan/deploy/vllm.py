@@ -22,8 +22,9 @@ from capplan.spec.routing import PLAN_ROUTER
 
 LAUNCH: Final = "launch"
 ROUTING: Final = "routing.json"
+PLAN: Final = "plan.json"
 
-TOP_NAMES: Final = frozenset({LAUNCH, ROUTING})
+TOP_NAMES: Final = frozenset({LAUNCH, ROUTING, PLAN})
 """Entries at the top of an exported directory."""
 
 _LAST_PORT: Final = 65535
@@ -93,14 +94,15 @@ _ROOT: Final = '"$ADAPTER_ROOT"'
 
 
 def vllm_files(plan: Plan, *, port: int = 8000, runtime_updates: bool = False) -> dict[str, str]:
-    """Return one launch script per server and the routing table.
+    """Return one launch script per server, the routing table, and the plan that their digest is of.
 
     Parameters are those of `capplan.deploy.export`.
 
     Returns
     -------
     dict of str to str
-        Text by path: ``launch/GROUP.sh`` (``launch/GROUP-REPLICA.sh`` with replicas) and ``routing.json``.
+        Text by path: ``launch/GROUP.sh`` (``launch/GROUP-REPLICA.sh`` with replicas), ``routing.json`` and
+        ``plan.json``.
 
     Raises
     ------
@@ -110,10 +112,11 @@ def vllm_files(plan: Plan, *, port: int = 8000, runtime_updates: bool = False) -
     """
     _require_slots(plan)
     _require_positions(plan)
-    digest = hashlib.sha256(plan.to_json().encode()).hexdigest()
+    text = plan.to_json()
+    digest = hashlib.sha256(text.encode()).hexdigest()
     servers = servers_of(plan, port)
     scripts = {server.script: _script(plan, server, digest, runtime_updates) for server in servers}
-    return {**scripts, ROUTING: _routing(plan, servers, digest)}
+    return {**scripts, ROUTING: _routing(plan, servers, digest), PLAN: text}
 
 
 def _require_slots(plan: Plan) -> None:

@@ -1,3 +1,4 @@
+import hashlib
 import json
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def test_the_directory_holds_exactly_what_the_exporter_returns(run: Run, plan_js
     out = plan_json.parent / "deploy"
     result = run("export", plan_json, "--target", "vllm", "-o", out, "--port", "9100")
     assert result.exit_code == 0, result.output
-    assert result.stdout == f"3 launch scripts and routing.json written to {out}\n"
+    assert result.stdout == f"3 launch scripts, routing.json and plan.json written to {out}\n"
     assert contents(out) == vllm_files(small_plan(), port=9100)
     assert sorted(plan_json.parent.iterdir()) == [out, plan_json]
 
@@ -118,6 +119,21 @@ def test_a_plan_with_a_scheduler_is_exported_as_verified_without_it(
     )
     assert line.endswith("with 3 adapter slots")
     assert contents(out) == vllm_files(again)
+    digest = hashlib.sha256((out / "plan.json").read_bytes()).hexdigest()
+    assert json.loads((out / "routing.json").read_text())["plan_sha256"] == digest
+    assert Plan.from_json(out / "plan.json") == again
+
+
+@pytest.mark.parametrize("flags", [("--workload", "w.yaml"), ("--profile", "p.json")])
+@pytest.mark.parametrize("reason", ["--unverified", "a plan without a scheduler and a cache"])
+def test_an_option_of_another_verification_is_refused_without_one(
+    run: Run, tmp_path: Path, plan_json: Path, flags: tuple[str, str], reason: str
+) -> None:
+    path = scheduled_plan(tmp_path) if reason.startswith("--") else plan_json
+    unverified = [reason] if reason.startswith("--") else []
+    line = error_line(run("export", path, "--target", "vllm", "-o", tmp_path / "d", *flags, *unverified))
+    assert f"{flags[0]}: does not go with {reason}" in line
+    assert not (tmp_path / "d").exists()
 
 
 def test_a_plan_that_fails_without_its_scheduler_is_exported_on_demand_only(

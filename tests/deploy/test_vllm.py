@@ -82,6 +82,7 @@ def test_one_script_per_group_and_replica_beside_the_routing_table() -> None:
         "launch/g0-1.sh",
         "launch/g0-2.sh",
         "launch/g1.sh",
+        "plan.json",
         "routing.json",
     }
     assert {name.split("/")[0] for name in vllm_files(small_plan())} == set(TOP_NAMES)
@@ -270,7 +271,7 @@ def test_similar_group_ids_have_different_scripts() -> None:
     groups = [group(name, adapters=((f"on-{i}", 8, 1.0, "p"),)) for i, name in enumerate(ids)]
     groups[-1] = groups[-1].replace(replicas=2)
     files = vllm_files(plan_of(*groups))
-    assert len({name.lower() for name in files}) == len(ids) + 1 + 1
+    assert len({name.lower() for name in files}) == len(ids) + 2 + 1
     routing = json.loads(files["routing.json"])
     for index, name in enumerate(ids):
         for each in routing["groups"][name]["instances"]:
@@ -289,7 +290,9 @@ def test_routing_shares_of_every_adapter_sum_to_one() -> None:
 def test_files_contain_the_digest_of_the_plan(tmp_path: Path) -> None:
     small_plan().to_json(tmp_path / "plan.json")
     digest = hashlib.sha256((tmp_path / "plan.json").read_bytes()).hexdigest()
-    for text in vllm_files(small_plan()).values():
+    files = vllm_files(small_plan())
+    assert files.pop("plan.json") == (tmp_path / "plan.json").read_text()
+    for text in files.values():
         assert digest in text
         assert MODEL in text
 
