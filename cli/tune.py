@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -64,7 +65,7 @@ def tune(args: TuneArgs) -> None:
     with progress_bars(quiet=args.quiet) as on_progress:
         tuned = search(workload, profile, options, lambda done, total: on_progress("trials", done, total))
     if args.output is not None:
-        write_text_atomic(args.output, _yaml(fragment(tuned.found)))
+        write_text_atomic(args.output, _yaml(fragment(tuned.found, Path(args.workload).parent)))
     if args.as_json:
         print_json(
             {

@@ -1,27 +1,33 @@
 """Search of scheduler and cache settings on the requests of a workload, against held-out windows.
 
 The requests are cut into windows of equal length. Even windows are for the search, odd ones are held out. The
-objective is the P99 TTFT over all requests of the search windows, each simulated from an idle engine.
+objective is the P99 TTFT over all requests of the search windows, each simulated from an idle engine. Each
+begins with the queues that the settings give for the first window, as instances of a plan do with theirs.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InputError
-from capplan.spec import Cache, EngineArgs, Profile, Scheduler, Workload, allowed_lora_rank
-from capplan.spec.scheduling import CHAMELEON_WEIGHTS, MOST_QUEUES
+from capplan.serving.queue_design import RequestSample
+from capplan.serving.refresh import new_queues
+from capplan.spec import Cache, EngineArgs, Profile, Queues, Scheduler, Workload, allowed_lora_rank
+from capplan.spec.queues import MOST_QUEUES
+from capplan.spec.scheduling import CHAMELEON_WEIGHTS
 from capplan.twin.core import run
 from capplan.twin.policies import choose_policies
-from capplan.twin.scenario import NS_PER_S, build_scenario, draw_for, with_predictions
-from capplan.twin.trace import STATUS_REJECTED
+from capplan.twin.scenario import NS_PER_S, Scenario, build_scenario, draw_for, with_predictions
+from capplan.twin.trace import NEVER, STATUS_REJECTED
 from capplan.workload import Requests
 
 if TYPE_CHECKING:
@@ -129,17 +135,52 @@ class _Bench:
     seed: int
 
     def p99_s(self, scheduler: Scheduler, cache: Cache, first: int) -> float:
-        """Return the P99 TTFT over every second window from `first`."""
-        parts = [self._ttft_s(scheduler, cache, window) for window in self.windows[first::2]]
+        """Return the P99 TTFT over every second window from `first`, each begun with the first queues."""
+        queues = self._first_queues(scheduler, cache)
+        parts = [self._ttft_s(scheduler, cache, queues, window) for window in self.windows[first::2]]
         return float(np.percentile(np.concatenate(parts), _PERCENT, method="higher"))
 
     def settings(self, scheduler: Scheduler, cache: Cache) -> Settings:
         return Settings(scheduler, cache, *(self.p99_s(scheduler, cache, first) for first in (0, 1)))
 
-    def _ttft_s(self, scheduler: Scheduler, cache: Cache, window: Requests) -> NDArray[np.float64]:
+    def _first_queues(self, scheduler: Scheduler, cache: Cache) -> Queues | None:
+        """Return the queues of a refresh after the first search window; None if it has too few requests."""
+        scenario = self._scenario(scheduler, cache, None, self.windows[0])
+        trace, requests, pool = run(scenario), scenario.requests, scenario.pool
+        if pool is None:
+            return None
+        done = trace.finish_ns != NEVER
+        outputs = requests.predicted_tokens if requests.predicted_tokens.size else requests.output_tokens
+        sample = RequestSample(
+            prompt_tokens=requests.prompt_tokens.astype(np.int64),
+            output_tokens=outputs.astype(np.int64),
+            adapter=requests.adapter.astype(np.int64),
+            execution_s=np.where(done, trace.finish_ns - trace.admitted_ns, np.nan) / NS_PER_S,
+            adapter_bytes=pool.adapter_bytes,
+            adapter_tokens=pool.adapter_tokens,
+        )
+        tokens = scenario.num_blocks * scenario.limits.block_size
+        made = new_queues(sample, requests.adapter.size / self.window_s, tokens, scheduler)
+        return None if made is None else made.classes.queues(made.quotas, scheduler.queues.adapter_charge)
+
+    def _ttft_s(
+        self, scheduler: Scheduler, cache: Cache, queues: Queues | None, window: Requests
+    ) -> NDArray[np.float64]:
         """Return the TTFT, or the wait so far; infinite if rejected."""
-        policies = choose_policies(self.workload, self.profile, scheduler=scheduler, cache=cache)
-        scenario = build_scenario(
+        scenario = self._scenario(scheduler, cache, queues, window)
+        trace = run(scenario)
+        answered = (trace.first_ns >= 0) & (trace.first_ns <= scenario.horizon_ns)
+        until_ns = np.where(answered, trace.first_ns, scenario.horizon_ns)
+        waited_s = (until_ns - window.arrival_ns) / NS_PER_S + self.profile.host.value("request_ms") / 1e3
+        return np.where(trace.status == STATUS_REJECTED, np.inf, waited_s)
+
+    def _scenario(
+        self, scheduler: Scheduler, cache: Cache, queues: Queues | None, window: Requests
+    ) -> Scenario:
+        policies = choose_policies(
+            self.workload, self.profile, scheduler=scheduler, cache=cache, queues=queues
+        )
+        return build_scenario(
             self.workload,
             self.profile,
             self.args,
@@ -148,11 +189,6 @@ class _Bench:
             requests=with_predictions(self.workload, window, policies.predictor, self.seed),
             policies=policies,
         )
-        trace = run(scenario)
-        answered = (trace.first_ns >= 0) & (trace.first_ns <= scenario.horizon_ns)
-        until_ns = np.where(answered, trace.first_ns, scenario.horizon_ns)
-        waited_s = (until_ns - window.arrival_ns) / NS_PER_S + self.profile.host.value("request_ms") / 1e3
-        return np.where(trace.status == STATUS_REJECTED, np.inf, waited_s)
 
 
 def _engine(workload: Workload, profile: Profile) -> EngineArgs:
@@ -247,7 +283,14 @@ def _silent_optuna() -> Iterator[None]:
         optuna.logging.set_verbosity(before)
 
 
-def fragment(settings: Settings) -> dict[str, Any]:
-    """Return the keys ``scheduler`` and ``cache`` of a workload file, without defaults."""
+def fragment(settings: Settings, folder: str | os.PathLike[str] = ".") -> dict[str, Any]:
+    """Return the keys ``scheduler`` and ``cache`` of a workload file in `folder`, without defaults.
+
+    The file of a learned predictor is relative to the folder, as the workload file has it, unless it is
+    elsewhere.
+    """
     scheduler = settings.scheduler.model_dump(mode="json", exclude_defaults=True)
+    file = settings.scheduler.predictor.file
+    if file is not None and Path(file).is_relative_to(folder):
+        scheduler["predictor"]["file"] = str(Path(file).relative_to(folder))
     return {"scheduler": scheduler, "cache": settings.cache.model_dump(mode="json", exclude_defaults=True)}

@@ -5,9 +5,10 @@ import pytest
 
 from capplan import Adapter, InputError, Workload
 from capplan.datasets import load_profile
-from capplan.planner.tuning import TuneOptions, fragment, tune
+from capplan.planner.tuning import Settings, TuneOptions, fragment, tune
 from capplan.spec import Cache, Lengths, Scheduler
 from capplan.spec.scheduling import cache_of, scheduler_of
+from capplan.twin.core import run
 
 PROFILE = "h100-64g/llama-2-7b/s-lora-c1ddf48"
 
@@ -44,6 +45,36 @@ def test_a_fragment_of_a_workload_file_holds_the_settings(workload):
     document = fragment(tuned.found)
     assert scheduler_of(document["scheduler"]) == tuned.found.scheduler
     assert cache_of(document["cache"]) == tuned.found.cache
+
+
+def test_a_fragment_names_the_predictor_as_the_workload_file_does(workload):
+    settings = Settings(
+        Scheduler(policy="chameleon", predictor={"kind": "learned", "file": "some/folder/p.json"}),
+        Cache(policy="chameleon"),
+        0.0,
+        0.0,
+    )
+    for folder, name in (
+        ("some", "folder/p.json"),
+        ("some/folder", "p.json"),
+        ("other", "some/folder/p.json"),
+    ):
+        assert fragment(settings, folder)["scheduler"]["predictor"]["file"] == name
+
+
+def test_windows_begin_with_the_queues_of_the_first(workload, monkeypatch):
+    begun = []
+
+    def observed(scenario):
+        begun.append(None if scenario.pool is None or scenario.pool.queues is None else scenario.pool.queues)
+        return run(scenario)
+
+    monkeypatch.setattr("capplan.planner.tuning.run", observed)
+    tune(workload, load_profile(PROFILE), TuneOptions(duration_s=400.0, trials=1))
+    first, *others = begun[:3]  # the design, and the two windows of the search
+    assert first is None
+    assert others[0] is not None
+    assert others[0] == others[1]
 
 
 def test_what_cannot_be_tuned_is_refused(workload):
