@@ -50,7 +50,7 @@ class Lab:
         return self._each(cases, partial(knee_rps, traces=self.traces), lambda case: f"{case.group}.knee")
 
     def knee(self, mix: str = "up", platform: Platform = A40) -> float:
-        """Return the mean knee of S-LoRA, of which loads are fractions."""
+        """Return the mean knee of S-LoRA, the unit of loads."""
         found = self.knees(BASELINE, mix, platform)
         return sum(found) / len(found)
 

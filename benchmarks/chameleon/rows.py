@@ -10,12 +10,13 @@ from typing import Final
 from benchmarks.chameleon.lab import BASELINE, Lab
 from benchmarks.chameleon.loading import load_share
 from benchmarks.chameleon.runs import Case, Numbers
-from benchmarks.chameleon.setting import A40, SLO_S, SLORA_KNEE_RPS, Platform
+from benchmarks.chameleon.setting import A40, LMSYS, LMSYS_SLO_S, SLO_S, SLORA_KNEE_RPS, Platform
 
 FRACTIONS: Final = (0.70, 0.93, 1.05)
 """Low, medium and high load over S-LoRA's knee (6, 8 and 9 RPS over 8.6)."""
 CHAMELEON: Final = "chameleon"
 A100: Final = "a100-80g"
+TBT_SLO_MS: Final = 150.0
 COUNTS: Final = (10, 50, 100, 150, 200)
 VARIANTS: Final = (
     "slora-every-step",
@@ -136,6 +137,20 @@ def cuts(lab: Lab) -> Iterator[Row]:
             yield _statement("P99 TTFT cut increases with load", means == sorted(means))
 
 
+def gaps(lab: Lab) -> Iterator[Row]:
+    """Fig. 12: time between tokens at low, medium and high load, of the whole run."""
+    means: dict[str, list[float]] = {}
+    for fraction in FRACTIONS:
+        rps = fraction * lab.knee()
+        for system, name in ((BASELINE, "S-LoRA"), (CHAMELEON, "Chameleon")):
+            found = _all_of(lab.at(system, rps), "tbt_p99_ms")
+            means.setdefault(system, []).append(fmean(found))
+            yield Row(f"P99 TBT at {fraction:.2f} of S-LoRA's knee, {name} (Fig. 12)", "–", found, unit=" ms")
+    lower = all(ours < theirs for ours, theirs in zip(means[CHAMELEON], means[BASELINE], strict=True))
+    yield _statement("Chameleon's is lower at every load", lower)
+    yield _statement(f"all are below {TBT_SLO_MS:g} ms", max(map(max, means.values())) < TBT_SLO_MS)
+
+
 def loading(lab: Lab) -> Iterator[Row]:
     """Fig. 14: hits and loads on the critical path at medium load."""
     rps = _medium(lab)
@@ -182,13 +197,20 @@ def queueing(lab: Lab) -> Iterator[Row]:
 def predictors(lab: Lab) -> Iterator[Row]:
     """Fig. 19: accuracy of the predictor at medium load, with a burst at 300 s and every 600 s."""
     rps, mix = _medium(lab), "up-burst"
-    exact = lab.at("predictor-100", rps, mix)
-    for system, accuracy, paper, band in (
-        (CHAMELEON, 80, "equal", (-10.0, 10.0)),
-        ("predictor-60", 60, "higher", None),
+    growth = {}
+    for name, systems in (
+        ("", ("predictor-100", CHAMELEON, "predictor-60")),
+        ("OutputOnly, ", ("output-only-100", "output-only", "output-only-60")),
     ):
-        found = [-cut for cut in _cuts(lab.at(system, rps, mix), exact, "ttft_p99_s")]
-        yield Row(f"P99 TTFT, predictor {accuracy} % over 100 % (Fig. 19)", paper, found, band, " %")
+        exact, *others = (lab.at(system, rps, mix) for system in systems)
+        for accuracy, runs in zip((80, 60), others, strict=True):
+            found = growth[name, accuracy] = [-cut for cut in _cuts(runs, exact, "ttft_p99_s")]
+            judged = not name and accuracy == 80
+            figure = f"{name}P99 TTFT, predictor {accuracy} % over 100 % (Fig. 19)"
+            paper = "equal" if judged else "higher" if accuracy == 60 else "–"
+            yield Row(figure, paper, found, (-10.0, 10.0) if judged else None, " %")
+    more = fmean(growth["OutputOnly, ", 60]) > fmean(growth["", 60])
+    yield _statement("60 %: OutputOnly is more sensitive", more)
 
 
 def details(lab: Lab) -> Iterator[Row]:
@@ -215,6 +237,31 @@ def adapters(lab: Lab) -> Iterator[Row]:
         yield _statement(f"{name}: at least 5 times as many", most[1] >= 5 * most[0] and most[1] > 0)
 
 
+def traces(lab: Lab) -> Iterator[Row]:
+    """Fig. 21: other lengths at 9.5 / 8.6 of S-LoRA's knee, those of LMSYS-Chat-1M by their means."""
+    rps = 9.5 / SLORA_KNEE_RPS * lab.knee()
+    for mix, name, slo_s in (("up", "Azure", SLO_S), (LMSYS, "LMSYS-Chat-1M", LMSYS_SLO_S)):
+        slora, ours = (_all_of(lab.at(system, rps, mix), "ttft_p99_s") for system in (BASELINE, CHAMELEON))
+        yield Row(
+            f"P99 TTFT, {name}, S-LoRA (Fig. 21)",
+            f"> {slo_s:g} s",
+            slora,
+            (slo_s, 1e9),
+            " s",
+            f"> {slo_s:g} s",
+        )
+        yield Row(
+            f"P99 TTFT, {name}, Chameleon (Fig. 21)",
+            f"< {slo_s:g} s",
+            ours,
+            (0.0, slo_s),
+            " s",
+            f"< {slo_s:g} s",
+        )
+        if mix == LMSYS:
+            yield Row(f"P99 TTFT, {name}, S-LoRA / Chameleon (Fig. 21)", "4", _ratios(slora, ours))
+
+
 def scale(lab: Lab) -> Iterator[Row]:
     """Figs. 23 and 24: A100 by memory and by model."""
     means = []
@@ -226,6 +273,20 @@ def scale(lab: Lab) -> Iterator[Row]:
     for size, paper in (("7b", 1.86), ("13b", 1.41), ("30b", 1.67)):
         found = _knee_ratios(lab, f"a100-{size}", Platform(A100, f"llama-{size}"))
         yield Row(f"knee ratio, A100 80 GB, {size} (Fig. 23)", f"{paper}", found, (1.2, 10.0), "", "> 1.2")
+
+
+def models(lab: Lab) -> Iterator[Row]:
+    """Fig. 23, left: P99 TTFT by model on the A100, over low, medium and high load."""
+    for size, paper in (("7b", 60.0), ("13b", 61.3), ("30b", 59.3)):
+        mix, platform = f"a100-{size}", Platform(A100, f"llama-{size}")
+        cut = []
+        for fraction in FRACTIONS:
+            rps = fraction * lab.knee(mix, platform)
+            ours, slora = (lab.at(system, rps, mix, platform) for system in (CHAMELEON, BASELINE))
+            cut.append(_cuts(ours, slora, "ttft_p99_s"))
+        found = [fmean(of_seed) for of_seed in zip(*cut, strict=True)]
+        figure = f"P99 TTFT cut, A100 80 GB, {size}, mean of three loads (Fig. 23)"
+        yield Row(figure, f"{paper} %", found, unit=" %")
 
 
 def parallel(lab: Lab) -> Iterator[Row]:
@@ -299,13 +360,16 @@ PARTS: Final[Mapping[str, Callable[[Lab], Iterator[Row]]]] = {
         knees,
         bounds,
         cuts,
+        gaps,
         loading,
         policies,
         queueing,
         predictors,
         details,
         adapters,
+        traces,
         scale,
+        models,
         parallel,
         link,
         starvation,

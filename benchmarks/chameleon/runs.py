@@ -20,7 +20,7 @@ from capplan.twin.core import run
 from capplan.twin.policies import choose_policies
 from capplan.twin.pool_metrics import pool_metrics
 from capplan.twin.scenario import NS_PER_S, Scenario
-from capplan.twin.trace import NEVER, STATUS_REJECTED, TwinTrace
+from capplan.twin.trace import NEVER, STATUS_REJECTED, TwinTrace, gap_percentiles_ms
 
 HORIZON_S: Final = 1800.0
 WARM_UP_S: Final = 300.0
@@ -111,6 +111,7 @@ def numbers(case: Case, traces: str) -> Numbers:
         "ttft_p99_s": percentile_s(times_s, 99),
         "ttft_p50_s": percentile_s(times_s, 50),
         "ttft_max_s": float(times_s.max(initial=0.0)),
+        "tbt_p99_ms": gap_percentiles_ms(trace.gaps, (99.0,))[0],
         "submitted": submitted,
         "finished_rps": float((trace.finish_ns != NEVER).sum() / case.horizon_s),
         "rejected": int(trace.counts.rejected),

@@ -37,6 +37,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
+import numpy as np
+
 from benchmarks.common import preset_workload
 from capplan import EngineArgs, Profile, Workload, load_profile
 from capplan.datasets.catalog import gpu_sheet, model_arch
@@ -50,7 +52,7 @@ from capplan.models.roofline import (
 from capplan.models.step_latency import ADDITIVE, GRAPH_TOKENS, TABLE
 from capplan.profiling.load.requests import scaled
 from capplan.serving import adapter_bytes, kv_bytes_per_token, weight_bytes
-from capplan.spec import Kernel, ModelArch, StepTable
+from capplan.spec import Kernel, LengthPairs, ModelArch, StepTable
 from capplan.spec.lora_modules import ATTENTION_MODULES
 
 SLORA_H100: Final = "h100-64g/llama-2-7b/s-lora-c1ddf48"
@@ -68,6 +70,10 @@ LARGEST_RANK: Final = 128
 
 COMPUTE_SHARE: Final = 0.39
 LENGTH_FACTOR: Final = 0.150
+LMSYS: Final = "lmsys"
+LMSYS_SLO_S: Final = 3.5
+LMSYS_FACTOR: Final = 0.109
+"""As `LENGTH_FACTOR`, for the SLO of that trace (Fig. 21)."""
 MEMORY_SHARE: Final = 0.9
 """Of a GPU's memory, for weights, KV and adapters."""
 MAX_MODEL_LEN: Final = 2048
@@ -234,11 +240,27 @@ def medium_ktokens(physics: Efficiencies) -> float:
     return (base_ms - physics.step_ms) / _roof(A40, physics).ms_per_ktoken
 
 
-def workload(mix: str = "up", factor: float = LENGTH_FACTOR, *, traces: str) -> Workload:
-    """Return a preset workload of the paper, ``chameleon-`` and `mix`, with scaled lengths."""
-    found = preset_workload(f"chameleon-{mix}", traces=traces)
-    assert found.length_pairs is not None
-    return found.model_copy(update={"length_pairs": found.length_pairs.scaled(factor)})
+def workload(mix: str = "up", factor: float | None = None, *, traces: str) -> Workload:
+    """Return a preset workload of the paper, ``chameleon-`` and `mix`, with scaled lengths.
+
+    The mix `LMSYS` has the adapters of ``up``. `factor` None: that of the mix.
+    """
+    is_lmsys = mix == LMSYS
+    found = preset_workload(f"chameleon-{'up' if is_lmsys else mix}", traces=traces)
+    pairs = _lmsys_pairs() if is_lmsys else found.length_pairs
+    assert pairs is not None
+    own = LMSYS_FACTOR if is_lmsys else LENGTH_FACTOR
+    return found.model_copy(update={"length_pairs": pairs.scaled(factor or own)})
+
+
+def _lmsys_pairs() -> LengthPairs:
+    """Return log-normal lengths with the means of LMSYS-Chat-1M's data card, as Toppings' presets have."""
+    rng = np.random.default_rng(0)
+    drawn = (
+        np.clip(np.rint(rng.lognormal(mu, sigma, 20_000)), 1, most).astype(np.int64)
+        for mu, sigma, most in ((3.396, 1.3, 8192), (4.8, 1.07, 2048))
+    )
+    return LengthPairs.from_arrays(*drawn)
 
 
 def at_rate(load: Workload, rps: float) -> Workload:

@@ -21,6 +21,8 @@ from benchmarks.chameleon.runs import (
 from benchmarks.chameleon.setting import (
     A40,
     LENGTH_FACTOR,
+    LMSYS,
+    LMSYS_SLO_S,
     SLO_FACTOR,
     SLO_S,
     SLORA_KNEE_RPS,
@@ -47,12 +49,12 @@ def alone_s(load: Workload, platform: Platform = A40) -> float:
     return float(np.mean(in_engine_s)) + profile(A40).host.value("request_ms") / 1e3
 
 
-def length_factor(traces: str, platform: Platform = A40) -> float:
+def length_factor(traces: str, platform: Platform = A40, mix: str = "up", slo_s: float = SLO_S) -> float:
     """Return the factor on lengths for which `SLO_FACTOR` times the mean time alone is the SLO."""
     low, high = 0.02, 1.0
     while high / low > 1.0 + _PRECISION:
         middle = math.sqrt(low * high)
-        within = SLO_FACTOR * alone_s(workload(factor=middle, traces=traces), platform) <= SLO_S
+        within = SLO_FACTOR * alone_s(workload(mix, middle, traces=traces), platform) <= slo_s
         low, high = (middle, high) if within else (low, middle)
     return low
 
@@ -75,5 +77,7 @@ def report(traces: str, seeds: int) -> Iterator[str]:
     yield f"setting: factor {LENGTH_FACTOR:g}, a request alone takes {alone:.3f} s"
     factor = length_factor(traces)
     knees = slora_knee_rps(workload(factor=factor, traces=traces), A40, seeds)
+    lmsys = length_factor(traces, mix=LMSYS, slo_s=LMSYS_SLO_S)
+    yield f"factor {lmsys:.3f} for lengths of LMSYS-Chat-1M"
     span = f"{min(knees):.2f} to {max(knees):.2f}"
     yield f"factor {factor:.3f}, S-LoRA's knee {fmean(knees):.2f} ({span}), the paper's {SLORA_KNEE_RPS}"

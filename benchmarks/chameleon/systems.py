@@ -26,14 +26,18 @@ class System:
     scheduler: Fields
     cache: Fields
 
-    def predicting(self, predictor: Fields) -> System:
-        return System({**self.scheduler, "predictor": predictor}, self.cache)
+    def predicting(self, accuracy: float) -> System:
+        return self.replace(predictor={"kind": "classes", "accuracy": accuracy})
+
+    def replace(self, **scheduler: Any) -> System:
+        return System({**self.scheduler, **scheduler}, self.cache)
 
 
 _NONE: Final = {"policy": "none"}
 _CACHE: Final = {"policy": "chameleon", "prefetch": "queue"}
 _CHAMELEON: Final = {"policy": "chameleon", "predictor": PREDICTOR}
 _CHAMELEON_SYSTEM: Final = System(_CHAMELEON, _CACHE)
+_OUTPUT_ONLY: Final = _CHAMELEON_SYSTEM.replace(queues={"size": "output_only"})
 
 SYSTEMS: Final[Mapping[str, System]] = {
     "slora": System({"policy": "slora"}, _NONE),
@@ -54,7 +58,10 @@ SYSTEMS: Final[Mapping[str, System]] = {
     "chameleon-gdsf": System(_CHAMELEON, {**_CACHE, "policy": "gdsf"}),
     "chameleon-histogram": System(_CHAMELEON, {**_CACHE, "prefetch": "histogram"}),
     "static": System({**_CHAMELEON, "policy": "static"}, _CACHE),
-    "predictor-100": _CHAMELEON_SYSTEM.predicting({"kind": "classes", "accuracy": 1.0}),
-    "predictor-60": _CHAMELEON_SYSTEM.predicting({"kind": "classes", "accuracy": 0.6}),
-    "predictor-0": _CHAMELEON_SYSTEM.predicting({"kind": "classes", "accuracy": 0.0}),
+    "predictor-100": _CHAMELEON_SYSTEM.predicting(1.0),
+    "predictor-60": _CHAMELEON_SYSTEM.predicting(0.6),
+    "predictor-0": _CHAMELEON_SYSTEM.predicting(0.0),
+    "output-only": _OUTPUT_ONLY,
+    "output-only-100": _OUTPUT_ONLY.predicting(1.0),
+    "output-only-60": _OUTPUT_ONLY.predicting(0.6),
 }

@@ -2,7 +2,7 @@
 
     python -m benchmarks.measured.slora [--data DIR] [--workers N] [--out PROFILE]
 
-With PROFILE the fit is made anew, with its errors on runs left out (five folds); otherwise the errors are
+With PROFILE the fit is repeated, with its errors on runs left out (five folds); otherwise the errors are
 those of the shipped profile on all runs. DIR holds ``slora_h100_llama2_7b.csv``: prompts of 250 tokens,
 outputs of 230, 32 to 640 adapters of rank 32.
 Source: github.com/FerranAgulloLopez/GPULLMAdapterOptimizationSLoRA, commit c5feb1f, Apache-2.0.
