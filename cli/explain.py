@@ -151,7 +151,7 @@ def _print_explained(group: Group, explanation: Explanation | None) -> None:
     for each in () if explanation is None else explanation.groups:
         if group.id == each.ids[0]:
             typer.echo(f"  {each.why_a_max}")
-            if group.scheduler is None:
+            if each.has_slots:
                 print_table(curve_table(each.curve))
             for curve in each.knobs:
                 print_table(curve_table(curve))
@@ -194,7 +194,7 @@ def size(group: Group) -> str:
     slots = f"{group.engine_args.max_loras} slots of rank {group.engine_args.max_lora_rank}"
     if group.engine_args.max_loras == 0:
         slots = "no slots"
-    elif group.scheduler is not None:
+    elif group.scheduling is not None:
         slots = "adapters and KV in one memory"
     return f"{instances}, {load}, {slots}, profile {group.profile}"
 

@@ -25,12 +25,14 @@ from capplan.cli.options import (
     command_line,
     read_cache,
     read_scheduler,
+    scheduling_flags,
 )
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
 from capplan.planner import SOLVERS
 from capplan.spec.plan import OUT_OF_TIME
+from capplan.spec.scheduling import completed
 
 if TYPE_CHECKING:
     from capplan.spec import Group, Plan, Predicted, Workload
@@ -86,6 +88,13 @@ class PlanArgs:
     robust: float | None = typer.Option(
         None, metavar="QUANTILE", help="Bounds must hold at this quantile of the step times, such as 0.9."
     )
+    gpus_per_link: int = typer.Option(
+        1,
+        metavar="N",
+        min=1,
+        help="GPUs that share a link to host memory, in the order of the plan; it copies one adapter at a "
+        "time.",
+    )
     strict: Strict = False
     as_json: AsJson = False
     quiet: Quiet = False
@@ -120,6 +129,7 @@ def plan(args: PlanArgs) -> None:
             time_limit_s=args.time_limit,
             knobs=args.knobs,
             robust=args.robust,
+            gpus_per_link=args.gpus_per_link,
             progress=on_progress,
         )
     recorded = command_line("capplan plan", args, without=_PRINTING)  # equal plans are equal files
@@ -154,6 +164,8 @@ def _with_scheduling(workload: Workload, args: PlanArgs) -> Workload:
         changes["queues"] = workload.queues or QueueConfig()
     if args.cache is not None:
         changes["cache"] = read_cache(args.cache)
+    scheduler, cache = (changes.get(name, getattr(workload, name)) for name in ("scheduler", "cache"))
+    completed(scheduler, cache, scheduling_flags(args.scheduler, args.cache))
     return workload.replace(**changes) if changes else workload
 
 
@@ -162,7 +174,7 @@ def groups_table(plan: Plan) -> Table:
     from capplan.spec.engine_args import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
 
     queued = any(group.queues is not None for group in plan.groups)
-    scheduled = any(group.scheduler is not None for group in plan.groups)
+    scheduled = any(group.scheduling is not None for group in plan.groups)
     knobs = {(each.engine_args.max_num_batched_tokens, each.engine_args.max_num_seqs) for each in plan.groups}
     tuned = not knobs <= {(DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS)}
     several = any(group.replicas * group.tp > 1 for group in plan.groups)
@@ -198,7 +210,7 @@ def groups_table(plan: Plan) -> Table:
                 f"{len(group.adapters):,}",
                 number(group_rate_rps(group), 2),
                 *([number(base_rate_rps(group), 2)] if based else []),
-                str(args.max_loras) if group.scheduler is None else DASH,
+                str(args.max_loras) if group.scheduling is None else DASH,
                 str(args.max_lora_rank),
                 number(predicted.kv_tokens),
                 "\n".join(throughput(predicted)),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from capplan.cli.console import DASH, Table, number, percent
+from capplan.spec import Cache, Predictor, QueueConfig, Scheduler
+from capplan.spec.validation import SpecModel
 
 if TYPE_CHECKING:
     from capplan.spec import Group, Queues
@@ -16,6 +18,11 @@ _SIZES = {
     "degree2": "lengths x adapter",
     "degree1": "lengths + adapter",
     "output_only": "output",
+}
+
+_DEFAULTS: Final[dict[str, dict[str, Any]]] = {
+    "queues": QueueConfig().model_dump(mode="json"),
+    "predictor": Predictor().model_dump(mode="json"),
 }
 
 _CHARGES = {
@@ -48,14 +55,33 @@ def scheduling_words(group: Group) -> str:
     if pair is None:
         return ""
     scheduler, cache = pair
-    words = f"scheduler {scheduler.name}, cache {cache.policy}"
-    if cache.policy != "none" and cache.prefetch != "none":
-        words += f" with prefetch by {cache.prefetch}"
+    words = f"scheduler {scheduler.name}{_changed(scheduler, Scheduler(policy=scheduler.name))}"
+    words += f", cache {cache.policy}{_changed(cache, Cache(policy=cache.policy))}"
     predicted = group.predicted.scheduling
     if predicted is None or predicted.hit_rate is None:
         return words
     wait = f"{number(predicted.load_wait_ms, 2)} ms of waiting for loads on average"
     return f"{words}; {percent(predicted.hit_rate)} of the adapters loaded at admission, {wait}"
+
+
+def _changed(settings: SpecModel, usual: SpecModel) -> str:
+    """Return the settings that differ from the usual ones, in parentheses; empty without any."""
+    defaults = usual.model_dump(mode="json")
+    words = [
+        _setting_words(key, value)
+        for key, value in settings.model_dump(mode="json").items()
+        if value != defaults.get(key)
+    ]
+    return f" ({', '.join(words)})" if words else ""
+
+
+def _setting_words(key: str, value: Any) -> str:
+    """Return a setting as text, such as ``refresh_s 60`` or ``queues clusters wcss``."""
+    if isinstance(value, dict):
+        usual = _DEFAULTS.get(key, {})
+        parts = [_setting_words(name, each) for name, each in value.items() if each != usual.get(name)]
+        return f"{key} {' '.join(parts)}"
+    return f"{key} {value:g}" if isinstance(value, float) else f"{key} {str(value).lower()}"
 
 
 def sizes_table(group: Group) -> Table | None:
@@ -65,6 +91,17 @@ def sizes_table(group: Group) -> Table | None:
         return None
     rows = [(each.name, number(each.ttft_p99_s, 3), percent(each.queue_share)) for each in predicted.sizes]
     return Table(("requests by size", "TTFT p99, s", "queueing, share of E2E"), rows)
+
+
+def _occurs(metric: str, scheduler: Scheduler, cache: Cache) -> bool:
+    """Return whether a metric can differ from 0."""
+    if metric in ("squashes", "bypasses"):
+        return scheduler.has_queues and scheduler.bypass
+    if metric == "refreshes":
+        return scheduler.has_queues
+    if scheduler.policy == "slora":
+        return False
+    return cache.policy != "none" if metric == "evictions" else cache.prefetch != "none"
 
 
 _POOL_ROWS: Final = (  # metric of scheduler and cache, its name with unit, decimals
@@ -78,8 +115,13 @@ _POOL_ROWS: Final = (  # metric of scheduler and cache, its name with unit, deci
 )
 
 
-def pool_rows(pools: Sequence[PoolMetrics | None]) -> list[tuple[str, ...]]:
-    """Return the metrics of scheduler and cache, one column per simulation; none without either."""
+def pool_rows(
+    pools: Sequence[PoolMetrics | None], pair: tuple[Scheduler, Cache] | None = None
+) -> list[tuple[str, ...]]:
+    """Return the metrics of scheduler and cache, one column per simulation; none without either.
+
+    `pair` are scheduler and cache of all simulations: metrics that do not occur under them are left out.
+    """
     known = [each for each in pools if each is not None]
     if not known:
         return []
@@ -104,5 +146,7 @@ def pool_rows(pools: Sequence[PoolMetrics | None]) -> list[tuple[str, ...]]:
             )
         )
     for metric, name, decimals in _POOL_ROWS:
+        if pair is not None and not _occurs(metric, *pair):
+            continue
         rows.append((name, *cells(lambda pool, m=metric, d=decimals: number(getattr(pool, m), d))))  # type: ignore[misc]
     return rows

@@ -27,6 +27,7 @@ from capplan.cli.options import (
     numbers,
     read_cache,
     read_scheduler,
+    scheduling_flags,
 )
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
@@ -91,6 +92,13 @@ class SimulateArgs:
     rules: str | None = typer.Option(None, metavar="NAME", help="Serving rules instead of the profile's.")
     scheduler: SchedulerName = None
     cache: CacheName = None
+    gpus_per_link: int | None = typer.Option(
+        None,
+        metavar="N",
+        min=1,
+        help="GPUs of the instance that share a link to host memory, which copies one adapter at a time; "
+        "default: 1.",
+    )
     prefix_caching: bool | None = typer.Option(
         None,
         "--prefix-caching/--no-prefix-caching",
@@ -125,7 +133,8 @@ def simulate(args: SimulateArgs) -> None:
     if args.router is not None:
         raise InputError("goes with --plan", args.router, "--router")
     workload = load_workload(args.workload)
-    slots = _slots(args, workload)
+    pair = _scheduling(args, workload)
+    slots = _slots(args, workload, pair)
     require_seeds(args.seeds, workload)
     profile = chosen_profile(workload, args.profile)
     if profile is None:
@@ -147,9 +156,10 @@ def simulate(args: SimulateArgs) -> None:
         tables = {count: detail.requests for count, detail in details.items()}
         write_parquet(args.requests_out, several_tables(tables, by="a_max"))
     if args.report is not None:
-        from capplan.cli.report.simulation import simulation_page
+        from capplan.cli.report.simulation import NamedResults, simulation_page
 
-        page = simulation_page(args.workload, workload, profile, settings, outcomes, details, lines)
+        results = NamedResults(outcomes, details, pair)
+        page = simulation_page(args.workload, workload, profile, settings, results, lines)
         write_text_atomic(args.report, page)
     shown = details if args.detail else {}
     if args.as_json:
@@ -163,8 +173,9 @@ def simulate(args: SimulateArgs) -> None:
         trace = {} if speed is None else {"trace_speed": speed}
         print_json({**document, **pairs, **trace})
     else:
-        _print(outcomes, shown, _column_names(slots, _scheduling(args, workload)))
-        _print_order(paired, len(outcomes))
+        names = column_names(slots, pair)
+        _print(outcomes, shown, names, pair)
+        _print_order(paired, len(outcomes), names)
         for line in lines:
             typer.echo(line)
     if args.strict:
@@ -217,9 +228,9 @@ def found_extrapolations(
     return [each.document() for each in merged(found)]
 
 
-def _slots(args: SimulateArgs, workload: Workload) -> tuple[int, ...]:
+def _slots(args: SimulateArgs, workload: Workload, pair: tuple[Scheduler, Cache] | None) -> tuple[int, ...]:
     """Return the numbers of slots to simulate, each once, in the order given."""
-    if _scheduling(args, workload) is not None:
+    if pair is not None:
         if args.a_max is not None:
             rule = "does not go with a scheduler or a cache: adapters and KV share the memory"
             raise InputError(rule, args.a_max, "--a-max")
@@ -242,7 +253,7 @@ def _scheduling(args: SimulateArgs, workload: Workload) -> tuple[Scheduler, Cach
         raise InputError(f"does not go with {flag}", args.rules, "--rules")
     if own is not None:
         scheduler, cache = scheduler or own[0], cache or own[1]
-    return completed(scheduler, cache)
+    return completed(scheduler, cache, scheduling_flags(args.scheduler, args.cache))
 
 
 def _settings(args: SimulateArgs, workload: Workload) -> dict[str, Any]:
@@ -251,6 +262,7 @@ def _settings(args: SimulateArgs, workload: Workload) -> dict[str, Any]:
 
     rank = args.s_max if args.s_max is not None else workload.engine.max_lora_rank
     plain = ("duration_s", "seed", "max_in_flight", "rules", "prefix_caching")
+    link = {} if args.gpus_per_link is None else {"gpus_per_link": args.gpus_per_link}
     merged = {
         name: getattr(workload.engine, name) if (value := getattr(args, name)) is None else value
         for name in _ENGINE
@@ -261,12 +273,13 @@ def _settings(args: SimulateArgs, workload: Workload) -> dict[str, Any]:
     return {
         "s_max": rank,
         **{name: getattr(args, name) for name in plain},
+        **link,
         **{name: value.model_dump(mode="json") for name, value in chosen.items() if value is not None},
         **{name: value for name, value in merged.items() if value is not None},
     }
 
 
-def _column_names(slots: Sequence[int], pair: tuple[Scheduler, Cache] | None) -> dict[int, str]:
+def column_names(slots: Sequence[int], pair: tuple[Scheduler, Cache] | None) -> dict[int, str]:
     """Return the name of each simulation: its slots, or scheduler and cache."""
     return {
         count: f"a_max {count}" if pair is None else f"{pair[0].name}\n{pair[1].policy}" for count in slots
@@ -320,17 +333,19 @@ def _paired(jobs: list[Job], outcomes: Outcomes, args: SimulateArgs) -> tuple[Pa
     return paired_metrics(first, results)
 
 
-def _print_order(paired: tuple[PairedMetric, ...], compared: int) -> None:
+def _print_order(paired: tuple[PairedMetric, ...], compared: int, names: Mapping[int, str]) -> None:
     if paired:
-        print_table(paired_table(paired))
+        print_table(paired_table(paired, names))
         if compared > 1:
             typer.echo(LEGEND)
     elif compared > 1:
         typer.echo(ONE_SEED)
 
 
-def _print(outcomes: Outcomes, details: Details, names: Mapping[int, str]) -> None:
-    print_table(metrics_table(outcomes, details, names))
+def _print(
+    outcomes: Outcomes, details: Details, names: Mapping[int, str], pair: tuple[Scheduler, Cache] | None
+) -> None:
+    print_table(metrics_table(outcomes, details, names, pair))
     if details:
         print_table(_ranks_table(details, names))
         if next(iter(details.values())).slo:
@@ -379,8 +394,16 @@ _DETAIL_ROWS: Final = (  # metric of all requests, statistic, its name with unit
 )
 
 
-def metrics_table(outcomes: Outcomes, details: Details, names: Mapping[int, str]) -> Table:
-    """Return the metrics, one column per number of slots with its name; those of the details last."""
+def metrics_table(
+    outcomes: Outcomes,
+    details: Details,
+    names: Mapping[int, str],
+    pair: tuple[Scheduler, Cache] | None = None,
+) -> Table:
+    """Return the metrics, one column per number of slots with its name; those of the details last.
+
+    `pair` are scheduler and cache, if they take the place of slots.
+    """
 
     def cells(cell: Callable[[SimulationResult], str]) -> list[str]:
         return [DASH if isinstance(each, InfeasibleError) else cell(each) for each in outcomes.values()]
@@ -398,7 +421,7 @@ def metrics_table(outcomes: Outcomes, details: Details, names: Mapping[int, str]
         hits = {slots: detail.overall.hit_rate for slots, detail in details.items()}
         rows.append(("adapter was resident", *(percent(hits.get(slots)) for slots in outcomes)))
     rows += pool_rows(
-        [None if isinstance(each, InfeasibleError) else each.pool for each in outcomes.values()]
+        [None if isinstance(each, InfeasibleError) else each.pool for each in outcomes.values()], pair
     )
     return Table(("metric", *(names[slots] for slots in outcomes)), rows)
 

@@ -88,8 +88,8 @@ def paired_metrics(
     return tuple(found)
 
 
-def paired_table(metrics: Sequence[PairedMetric]) -> Table:
-    """Return means with standard errors, one column per number of slots, and the order."""
+def paired_table(metrics: Sequence[PairedMetric], names: Mapping[int, str]) -> Table:
+    """Return means with standard errors, one column per number of slots with its name, and the order."""
     from capplan.twin.paired import mean_with_error
 
     def cell(values: Sequence[float], decimals: int) -> str:
@@ -102,7 +102,7 @@ def paired_table(metrics: Sequence[PairedMetric]) -> Table:
         (each.title, *(cell(each.values[n], each.decimals) for n in slots), str(each.order))
         for each in metrics
     ]
-    return Table((f"mean of {seeds} paired seeds", *(f"a_max {n}" for n in slots), "best first"), rows)
+    return Table((f"mean of {seeds} paired seeds", *(names[n] for n in slots), "best first"), rows)
 
 
 def paired_documents(metrics: Sequence[PairedMetric]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Composed profiles that ship: ``python -m capplan.profiling.composed [FOLDER]`` writes them anew.
+"""Composed profiles that ship: ``python -m capplan.profiling.composed [FOLDER]`` writes them again.
 
 Every GPU with measured operators, with the models of `MODELS`, at the tensor parallelism that fits: weights
 and a request of the model's default length.

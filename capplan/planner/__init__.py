@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from capplan.planner.api import plan
     from capplan.planner.comparison import SolverComparison, SolverResult, compare
-    from capplan.planner.engine_own import verify_without_scheduling
     from capplan.planner.problem import Assignment, Problem
     from capplan.planner.solvers.base import RequiredEstimator, Solver, SolverContext
+    from capplan.planner.without_scheduling import verify_without_scheduling
 
 __all__ = [
     "SOLVERS",
@@ -48,7 +48,7 @@ SOLVERS: Final = (
 _NAMES: Final = {
     "api": ("plan",),
     "comparison": ("SolverComparison", "SolverResult", "compare"),
-    "engine_own": ("verify_without_scheduling",),
+    "without_scheduling": ("verify_without_scheduling",),
     "problem": ("Assignment", "Problem"),
     "solvers.base": ("RequiredEstimator", "Solver", "SolverContext"),
 }

@@ -70,6 +70,7 @@ def plan(
     time_limit_s: float | None = None,
     knobs: KnobSearch | str = KnobSearch.FITTED,
     robust: float | None = None,
+    gpus_per_link: int = 1,
     progress: Progress | None = None,
 ) -> Plan:
     """Place the adapters of a workload on GPUs; the twin verifies every GPU.
@@ -105,6 +106,8 @@ def plan(
     robust
         Quantile of the step times, such as 0.9, at which the bounds must hold; None: the fitted ones. See
         `capplan.models.uncertainty.pessimistic_profile`.
+    gpus_per_link
+        GPUs that share a link to host memory, in the order of the plan.
     progress
         Called with (stage, done, total).
 
@@ -117,11 +120,10 @@ def plan(
         `reason`. The message names the bound that breaks and the number of GPUs that would hold.
     """
     made = make_problem(workload, gpus, profile)
-    problem = replace(made, knobs=KnobSearch.named(knobs), robust=robust)
+    problem = replace(made, knobs=KnobSearch.named(knobs), robust=robust, gpus_per_link=gpus_per_link)
     _ = problem.pessimistic  # an invalid quantile is an error before anything is solved
-    previous = read_previous(workload)
     options = PlanOptions(find_solver(solver), estimator, seed, verify, repair, seeds, time_limit_s)
-    return plan_problem(problem, options, previous, progress or no_progress)
+    return plan_problem(problem, options, read_previous(workload), progress or no_progress)
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,7 @@ def build_plan(
             **_trace_speed(workload.trace),
             **_mean_lengths(workload),
             **_move_sizes(problem, moves, old),
+            **({} if problem.gpus_per_link == 1 else {"gpus_per_link": problem.gpus_per_link}),
             **notes,
         },
         verification=Verification(
@@ -204,6 +205,8 @@ def _group(
     binds, load_over_capacity = bottleneck
     fractions = assignment.fractions
     scheduler, cache = problem.workload.scheduling or (None, None)
+    if scheduler is not None:
+        scheduler = scheduler.with_absolute_paths()
     # As simulated by the twin.
     caching = scheduler is None and chosen_rules(profile, None, None).prefix_caching
     return Group(

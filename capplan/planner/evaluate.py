@@ -224,7 +224,7 @@ def evaluate_cluster(
     length_s = horizon_s(workload, duration_s)
     options: dict[str, Any] = {"seed": seed, "duration_s": length_s, "interrupt": deadline.check}
     router = served_router(problem.workload.router or PLAN_ROUTER)
-    options |= {"router": router, "state_period_s": STATE_PERIOD_S}
+    options |= {"router": router, "state_period_s": STATE_PERIOD_S, "gpus_per_link": problem.gpus_per_link}
     cluster = simulate_cluster(workload, instances, **options)
     evaluations = []
     for number, result in enumerate(cluster.instances):

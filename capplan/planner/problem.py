@@ -66,8 +66,9 @@ class AdapterShare:
 
 
 class SchedulingKeywords(TypedDict, total=False):
-    """Scheduler, cache and initial queues of an instance, by their names in the twin."""
+    """Scheduler, cache, initial queues and host link of an instance, by their names in the twin."""
 
+    gpus_per_link: int
     scheduler: Scheduler
     cache: Cache
     queues: Queues | None
@@ -153,6 +154,12 @@ class Problem:
     """Values of engine knobs that the workload leaves open."""
     robust: float | None = None
     """Quantile of the step times at which the bounds must hold; None: the fitted step times."""
+    gpus_per_link: int = 1
+    """GPUs, in the order of the instances, that share a link to host memory."""
+
+    def __post_init__(self) -> None:
+        if self.gpus_per_link < 1:
+            raise InputError("must be a whole number >= 1", self.gpus_per_link, "gpus_per_link")
 
     @property
     def parts(self) -> tuple[AdapterShare, ...]:
@@ -204,11 +211,12 @@ class Problem:
         return distinct_adapters(assignment.shares), rank
 
     def scheduling(self, assignment: Assignment) -> SchedulingKeywords:
-        """Return scheduler, cache and queues of an instance by their names in the twin; empty without."""
+        """Return scheduler, cache, queues and host link of an instance by their names in the twin."""
         pair = self.workload.scheduling
+        link: SchedulingKeywords = {"gpus_per_link": self.gpus_per_link}
         if pair is None:
-            return {}
-        return {"scheduler": pair[0], "cache": pair[1], "queues": assignment.queues}
+            return link
+        return {**link, "scheduler": pair[0], "cache": pair[1], "queues": assignment.queues}
 
     def engine_args(self, assignment: Assignment) -> EngineArgs:
         """Return the engine settings of an instance."""

@@ -187,7 +187,7 @@ def _renewal(
 def _unpredictable(
     rng: np.random.Generator, process: Unpredictable, rates_rps: Floats, duration_s: float
 ) -> tuple[Owners, Floats]:
-    """Return a process per adapter and interval: at a border the pending gap is dropped and drawn anew."""
+    """Return a process per adapter and interval: at a border the pending gap is dropped and drawn again."""
     intervals = math.ceil(min(duration_s / process.every_s, _MAX_DRAWS + 1.0))
     if intervals * len(rates_rps) > _MAX_DRAWS:
         rule = f"must leave at most {_MAX_DRAWS:g} redraws of all adapters in the duration"

@@ -58,7 +58,7 @@ def report(
         bounds = None if workload is None else workload.slo.latency_bounds()
         page = comparison_page(result, "a workload", bounds)
     else:
-        from capplan.cli.report.simulation import simulation_page
+        from capplan.cli.report.simulation import NamedResults, simulation_page
 
         if workload is None:
             raise InputError("is required with simulations", location="workload")
@@ -67,5 +67,6 @@ def report(
             raise InputError("is required with simulations", location="profile")
         used = load_profile(used) if isinstance(used, str) else used
         outcomes = {slots: detail.result for slots, detail in result.items()}
-        page = simulation_page(workload.base_model, workload, used, {}, outcomes, result)
+        results = NamedResults(outcomes, result, workload.scheduling)
+        page = simulation_page(workload.base_model, workload, used, {}, results)
     write_text_atomic(path, page)

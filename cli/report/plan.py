@@ -130,7 +130,7 @@ def _groups_table(plan: Plan) -> Table:
                 number(group.replicas * group.tp),
                 number(len(group.adapters)),
                 number(group_rate_rps(group), 2),
-                number(args.max_loras) if group.scheduler is None else DASH,
+                number(args.max_loras) if group.scheduling is None else DASH,
                 number(args.max_lora_rank),
                 number(args.max_num_seqs),
                 number(predicted.kv_tokens),
@@ -234,13 +234,14 @@ def explanation_sections(explanation: Explanation, slo: Slo) -> list[page.Sectio
     slots = [part for group in groups for part in _slots(group, slo.latency_bounds())]
     rooms = [part for group in groups for part in (page.heading(_names(group)), *_room(group.room))]
     alike = "Groups with adapters and settings alike are shown once."
+    has_slots = any(group.has_slots for group in groups)
+    more = "More slots let more adapters run at once, but each takes KV memory and time in every step. "
     sections = [
         page.section(
-            "Choice of A_max",
+            "Choice of A_max" if has_slots else "Choice of settings",
             *slots,
-            intro="More slots let more adapters run at once, but each takes KV memory and time in every "
-            f"step. The twin simulates one seed at {times(groups[0].curve.scale)}, the load without "
-            f"headroom, as in the search. {alike}",
+            intro=f"{more if has_slots else ''}The twin simulates one seed at "
+            f"{times(groups[0].curve.scale)}, the load without headroom, as in the search. {alike}",
         ),
         page.section(
             "Utilization and headroom",
@@ -269,10 +270,13 @@ def _slots(group: GroupExplanation, bounds: Mapping[str, float]) -> list[page.Bl
     return [
         page.heading(_names(group)),
         page.paragraph(group.why_a_max),
-        page.charts(*_curve_charts(group.curve, bounds)),
-        curve_table(group.curve, " (chosen)").text_second(),
+        *(_slot_curve(group.curve, bounds) if group.has_slots else ()),
         *(curve_table(curve, " (chosen)").text_second() for curve in group.knobs),
     ]
+
+
+def _slot_curve(curve: SlotCurve, bounds: Mapping[str, float]) -> list[page.Block | Table]:
+    return [page.charts(*_curve_charts(curve, bounds)), curve_table(curve, " (chosen)").text_second()]
 
 
 def _curve_charts(curve: SlotCurve, bounds: Mapping[str, float]) -> list[Chart]:

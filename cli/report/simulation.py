@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from capplan.cli.console import DASH, Cell, Table, counted, number, percent
@@ -23,7 +24,7 @@ from capplan.errors import InfeasibleError
 from capplan.spec import STARVED_BELOW
 
 if TYPE_CHECKING:
-    from capplan.spec import Profile, Workload
+    from capplan.spec import Cache, Profile, Scheduler, Workload
     from capplan.twin import DetailedResult
     from capplan.twin.group_metrics import GroupMetrics
 
@@ -41,14 +42,39 @@ _TERMS: Final = {
     "a percent",
 }
 
+_POOL_TERMS: Final = {
+    **{term: words for term, words in _TERMS.items() if term != "A_max"},
+    "adapter was resident": "share of first admissions that found the adapter in GPU memory (hit rate)",
+}
+"""Terms where adapters and KV share the memory."""
+
+
+@dataclass(frozen=True)
+class NamedResults:
+    """Results by number of slots; under a scheduler or a cache, which have none, there is one."""
+
+    outcomes: Outcomes
+    details: Details
+    """Of the numbers of slots that fit."""
+    pair: tuple[Scheduler, Cache] | None = None
+    """Scheduler and cache; None: adapters are in slots."""
+
+    @property
+    def kind(self) -> str:
+        """What tells the results apart."""
+        return "A_max" if self.pair is None else "scheduler, cache"
+
+    def name(self, slots: int) -> str:
+        """Return the name of a result."""
+        return str(slots) if self.pair is None else f"{self.pair[0].name}, {self.pair[1].policy}"
+
 
 def simulation_page(
     path: str,
     workload: Workload,
     profile: Profile,
     settings: Mapping[str, Any],
-    outcomes: Outcomes,
-    details: Details,
+    results: NamedResults,
     extrapolations: Sequence[str] = (),
 ) -> str:
     """Return the report as one HTML document.
@@ -59,11 +85,12 @@ def simulation_page(
         File or name of the workload.
     workload, profile, settings
         Input of the simulation.
-    outcomes, details
-        Results by number of slots, and the details of those that fit.
+    results
+        Results and their names.
     extrapolations
         A line for each.
     """
+    details = results.details
     rate = f"{len(workload.adapters)} adapters, {number(workload.total_rate_rps, 2)} requests/s"
     first = next(iter(details.values()))
     offered = (
@@ -76,8 +103,8 @@ def simulation_page(
         f"Rates, arrivals and step durations are shown over {COARSER * bucket_s:g} s."
     )
     infeasible = [
-        page.paragraph(f"A_max {slots}: {outcome}")
-        for slots, outcome in outcomes.items()
+        page.paragraph(f"{results.kind} {results.name(slots)}: {outcome}")
+        for slots, outcome in results.outcomes.items()
         if isinstance(outcome, InfeasibleError)
     ]
     care = [page.paragraph(page.bad(line)) for line in extrapolations]
@@ -85,30 +112,33 @@ def simulation_page(
     rules = {} if settings.get("rules") else {"rules": profile.engine.rules}
     return page.page(
         f"Simulation of {path}",
-        page.section("Summary", _summary_table(outcomes, details), *infeasible, *care, intro=offered),
+        page.section("Summary", _summary_table(results), *infeasible, *care, intro=offered),
         *([_against_slots(workload, details)] if len(details) > 1 else []),
         page.section("Over time", page.charts(*course_charts(details)), intro=course),
-        page.section("Latencies", _latency_table(details), intro="Requests completed within the horizon."),
-        *([_slo_section(details)] if first.slo else []),
-        page.section("By rank", _rank_table(details)),
-        page.section("By adapter", *_adapter_tables(details)),
+        page.section("Latencies", _latency_table(results), intro="Requests completed within the horizon."),
+        *([_slo_section(results)] if first.slo else []),
+        page.section("By rank", _rank_table(results)),
+        page.section("By adapter", *_adapter_tables(results)),
         page.section(
             "Settings", page.settings_table({**settings, "profile": profile.name, **rules, **origin})
         ),
         subtitle=f"{rate}; one {profile.gpu.name} with {profile.model.name}, profile {profile.name}",
-        cards=_cards(workload, profile, details),
-        terms=_TERMS,
+        cards=_cards(workload, profile, results),
+        terms=_TERMS if results.pair is None else _POOL_TERMS,
     )
 
 
-def _cards(workload: Workload, profile: Profile, details: Details) -> list[page.Card]:
+def _cards(workload: Workload, profile: Profile, results: NamedResults) -> list[page.Card]:
     """Return the figures of the number of slots with the highest throughput."""
+    details = results.details
     slots = max(details, key=lambda count: details[count].result.throughput_tok_s)
     result = details[slots].result
     bounds = workload.slo.latency_bounds()
     kind = profile.provenance.kind.value
     return [
-        page.Card("A_max", str(slots), "highest throughput" if len(details) > 1 else "adapter slots"),
+        page.Card("A_max", str(slots), "highest throughput" if len(details) > 1 else "adapter slots")
+        if results.pair is None
+        else page.Card("Scheduler", results.pair[0].name, f"cache {results.pair[1].policy}"),
         page.Card(
             "Throughput",
             f"{number(result.throughput_tok_s)} tok/s",
@@ -123,19 +153,19 @@ def _cards(workload: Workload, profile: Profile, details: Details) -> list[page.
     ]
 
 
-def _summary_table(outcomes: Outcomes, details: Details) -> Table:
+def _summary_table(results: NamedResults) -> Table:
     head = (
-        *("A_max", "tok/s", "served", "starved", "TTFT p50, s", "TTFT p99, s", "ITL mean, ms"),
+        *(results.kind, "tok/s", "served", "starved", "TTFT p50, s", "TTFT p99, s", "ITL mean, ms"),
         *("ITL p99, ms", "resident", "rejected", "preempted", "KV tokens"),
     )
     rows: list[tuple[Cell, ...]] = []
-    for slots, outcome in outcomes.items():
+    for slots, outcome in results.outcomes.items():
         if isinstance(outcome, InfeasibleError):
-            rows.append((str(slots), *[DASH] * (len(head) - 1)))
+            rows.append((results.name(slots), *[DASH] * (len(head) - 1)))
             continue
         rows.append(
             (
-                str(slots),
+                results.name(slots),
                 number(outcome.throughput_tok_s),
                 percent(outcome.served_fraction),
                 page.bad("yes") if outcome.starved else page.good("no"),
@@ -143,7 +173,7 @@ def _summary_table(outcomes: Outcomes, details: Details) -> Table:
                 number(outcome.ttft_s_p99, 3),
                 number(outcome.itl_ms_mean, 2),
                 number(outcome.itl_ms_p99, 2),
-                percent(details[slots].overall.hit_rate),
+                percent(results.details[slots].overall.hit_rate),
                 number(outcome.rejected),
                 number(outcome.preemptions),
                 number(outcome.kv_tokens),
@@ -207,17 +237,17 @@ _LATENCIES: Final = (
 )
 
 
-def _latency_table(details: Details) -> Table:
+def _latency_table(results: NamedResults) -> Table:
     rows = [
         (
             name if at == 0 else "",
-            str(slots),
+            results.name(slots),
             *(number(_statistic(detail, kind, s), decimals) for s in STATISTICS),
         )
         for name, kind, decimals in _LATENCIES
-        for at, (slots, detail) in enumerate(details.items())
+        for at, (slots, detail) in enumerate(results.details.items())
     ]
-    return Table(("latency", "A_max", *STATISTICS), rows)
+    return Table(("latency", results.kind, *STATISTICS), rows)
 
 
 def _statistic(detail: DetailedResult, kind: str, statistic: str) -> float:
@@ -229,16 +259,16 @@ def _statistic(detail: DetailedResult, kind: str, statistic: str) -> float:
     return value
 
 
-def _slo_section(details: Details) -> page.Section:
+def _slo_section(results: NamedResults) -> page.Section:
     rows = [
         (
             bound_text(bound.bound, bound.limit),
-            str(slots),
+            results.name(slots),
             page.against_bound(bound.value, bound.limit, number(bound.value, 3)),
             percent(bound.share),
             *(number(count) for count in (bound.kept, bound.broken, bound.open)),
         )
-        for slots, detail in details.items()
+        for slots, detail in results.details.items()
         for bound in detail.slo
     ]
     rows.sort(key=lambda row: str(row[0]))
@@ -246,7 +276,7 @@ def _slo_section(details: Details) -> page.Section:
         "The value is the statistic of the bound over completed requests. The share is that of single "
         "requests within the bound; it includes rejected requests and those that already wait too long."
     )
-    head = ("bound", "A_max", "value", "requests that keep it", "kept", "broken", "open")
+    head = ("bound", results.kind, "value", "requests that keep it", "kept", "broken", "open")
     return page.section("Service-level objectives", Table(head, rows), intro=intro)
 
 
@@ -275,22 +305,22 @@ def _group_cells(group: GroupMetrics) -> tuple[Cell, ...]:
     )
 
 
-def _rank_table(details: Details) -> Table:
-    ranks = sorted({rank for detail in details.values() for rank in detail.by_rank})
+def _rank_table(results: NamedResults) -> Table:
+    ranks = sorted({rank for detail in results.details.values() for rank in detail.by_rank})
     rows = [
-        (str(rank), str(slots), *_group_cells(detail.by_rank[rank]))
+        (str(rank), results.name(slots), *_group_cells(detail.by_rank[rank]))
         for rank in ranks
-        for slots, detail in details.items()
+        for slots, detail in results.details.items()
         if rank in detail.by_rank
     ]
-    return Table(("rank", "A_max", *_GROUP_HEAD), rows, numbers_from=0)
+    return Table(("rank", results.kind, *_GROUP_HEAD), rows, numbers_from=0)
 
 
-def _adapter_tables(details: Details) -> list[page.Block]:
+def _adapter_tables(results: NamedResults) -> list[page.Block]:
     """Return the metrics of each adapter, a table per number of slots, the worst served first."""
     return [
-        page.folded(f"A_max {slots}", _adapter_table(detail), is_open=at == 0)
-        for at, (slots, detail) in enumerate(details.items())
+        page.folded(f"{results.kind} {results.name(slots)}", _adapter_table(detail), is_open=at == 0)
+        for at, (slots, detail) in enumerate(results.details.items())
     ]
 
 

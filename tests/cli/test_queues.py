@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from capplan import Plan
+from capplan.cli.scheduling import scheduling_words
 from capplan.spec import Cache, QueueClass, QueueConfig, Queues, Scheduler, Wrs
 from tests.cli.conftest import Run, error_line
 from tests.cli.examples import WORKLOAD, small_plan, write_inputs
@@ -98,7 +99,13 @@ def test_flags_win_over_the_file(
         (["--scheduler", "chamelion"], "--scheduler: must be one of chameleon, fifo"),
         (["--scheduler", "{policy: fifo, refesh_s: 1}"], "--scheduler.refesh_s: unknown key; did you mean"),
         (["--cache", "lrv"], "did you mean 'lru'? (got 'lrv')"),
-        (["--scheduler", "slora", "--cache", "lru"], "cache: must be none beside scheduler slora"),
+        (["--scheduler", "slora", "--cache", "lru"], "--cache: must be none beside scheduler slora"),
+        (["--scheduler", ""], "--scheduler: must be one of chameleon, fifo"),
+        (["--scheduler", "[fifo]"], "--scheduler: must be one of chameleon, fifo"),
+        (
+            ["--cache", "{policy: lru, weights: {size: 1}}"],
+            "--cache.weights.size: goes with policy chameleon",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -136,6 +143,42 @@ def test_the_table_shows_quotas_where_a_group_has_queues(
         shown.append(run("plan", path).stdout)
     for text in ("quotas", "12,345", "6,789", "54,321"):
         assert [text in each for each in shown] == [False, True]
+
+
+def test_settings_that_differ_from_the_defaults_are_named() -> None:
+    group = queued_plan().groups[0]
+    assert scheduling_words(group) == "scheduler chameleon, cache none"
+    config = QueueConfig(clusters="wcss", max_queues=2)
+    scheduler = Scheduler(policy="chameleon", chunked=True, refresh_s=60.0, queues=config)
+    cache = Cache(policy="chameleon", weights={"size": 0.1}, prefetch="histogram")
+    assert scheduling_words(group.replace(scheduler=scheduler, cache=cache)) == (
+        "scheduler chameleon (chunked true, refresh_s 60, queues clusters wcss max_queues 2), "
+        "cache chameleon (weights size 0.1, prefetch histogram)"
+    )
+    every_step = group.replace(queues=None, scheduler="slora-every-step")
+    assert scheduling_words(every_step) == "scheduler slora-every-step, cache none"
+
+
+@pytest.mark.parametrize(
+    ("flags", "shown"),
+    [
+        (["--scheduler", "chameleon"], {"squashed requests", "refreshes of the queues", "late prefetches"}),
+        (["--scheduler", "fifo", "--cache", "lru"], {"evicted adapters", "late prefetches"}),
+        (["--cache", "{policy: none, prefetch: none}"], set()),
+        (["--scheduler", "slora"], set()),
+    ],
+)
+def test_a_simulation_shows_and_names_what_its_policies_have(
+    run: Run, tmp_path: Path, flags: list[str], shown: set[str]
+) -> None:
+    page = tmp_path / "page.html"
+    more = ["--duration", "20", "--seeds", "2", "--report", page]
+    result = run("simulate", write_inputs(tmp_path), *flags, *more)
+    assert result.exit_code == 0, result.output
+    rows = {"squashed requests", "refreshes of the queues", "evicted adapters", "late prefetches"}
+    assert {row for row in rows if row in result.stdout} == shown
+    assert "a_max" not in result.stdout
+    assert "A_max" not in page.read_text()
 
 
 def test_a_plan_with_queues_is_explained(run: Run, tmp_path: Path) -> None:

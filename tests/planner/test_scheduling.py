@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from capplan import InfeasibleError, Lengths, Plan, Profile, Workload, plan, simulate
+from capplan import InfeasibleError, InputError, Lengths, Plan, Profile, Workload, plan, simulate
 from capplan.planner import verify_without_scheduling
 from capplan.planner.estimate import TwinEstimator
 from capplan.planner.evaluate import describe_failure
@@ -61,6 +61,17 @@ def test_a_plan_survives_a_file_and_is_rebuilt_with_its_queues(
     (group,) = rebuild(planned, spec, None, "workload").groups
     assert group.assignment.queues == planned.groups[0].queues
     assert group.problem.workload.scheduling == planned.groups[0].scheduling
+
+
+def test_a_plan_records_the_link_it_was_simulated_with(
+    spec: Workload, profile: Profile, planned: Plan
+) -> None:
+    shared = plan(spec, gpus=1, profile=profile, verify=False, gpus_per_link=4)
+    assert shared.provenance["gpus_per_link"] == 4
+    assert rebuild(shared, spec, None, "workload").problem.gpus_per_link == 4
+    assert rebuild(planned, spec, None, "workload").problem.gpus_per_link == 1
+    with pytest.raises(InputError, match="gpus_per_link: must be a whole number >= 1"):
+        plan(spec, gpus_per_link=0)
 
 
 @pytest.mark.parametrize(

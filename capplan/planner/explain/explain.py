@@ -31,6 +31,8 @@ class GroupExplanation:
     """Utilization and headroom."""
     knobs: tuple[SettingCurve, ...] = ()
     """Simulations with other values of each engine knob that the planner may choose."""
+    has_slots: bool = True
+    """Whether there are adapter slots; else the curve over them has the plan's point alone."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -127,5 +129,5 @@ def _explain_groups(
         fixed = problem.fixed_a_max is not None
         why = explain_slots(curve, solver, fixed=fixed) if problem.has_slots else SHARED
         names = tuple(each.group.id for each in same)
-        explained.append(GroupExplanation(names, curve, why, room, knobs))
+        explained.append(GroupExplanation(names, curve, why, room, knobs, problem.has_slots))
     return tuple(explained)

@@ -73,7 +73,8 @@ def rebuild(plan: Plan, workload: Workload, profile: Profile | None, source: str
         If the workload or the profile is not the plan's.
     """
     problem = _rebuild_problem(plan, _planned_workload(plan, workload, source), profile)
-    problem = replace(problem, knobs=KnobSearch.named(str(plan.provenance.get("knobs", KnobSearch.FITTED))))
+    knobs = KnobSearch.named(str(plan.provenance.get("knobs", KnobSearch.FITTED)))
+    problem = replace(problem, knobs=knobs, gpus_per_link=_number(plan, "gpus_per_link", 1))
     numbers: Counter[str] = Counter()
     return RebuiltPlan(
         problem, tuple(_rebuild_group(problem, plan, group, numbers, source) for group in plan.groups)
@@ -82,8 +83,13 @@ def rebuild(plan: Plan, workload: Workload, profile: Profile | None, source: str
 
 def search_seed(plan: Plan) -> int:
     """Return the seed of the search; 0 if the plan has none."""
-    seed = plan.provenance.get("seed")
-    return seed if isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0 else 0
+    return _number(plan, "seed", 0)
+
+
+def _number(plan: Plan, key: str, least: int) -> int:
+    """Return a whole number of the provenance; `least` without one, or for a smaller one."""
+    value = plan.provenance.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= least else least
 
 
 def _planned_workload(plan: Plan, workload: Workload, source: str) -> Workload:
