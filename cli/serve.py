@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -31,21 +30,17 @@ from capplan.cli.options import (
 )
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation
+from capplan.cli.serve_plan import instance_launcher, load_times, model_of
 from capplan.errors import InputError
 from capplan.spec import Plan
 from capplan.spec.routing import PLAN_ROUTER, STATE_PERIOD_S
 
 if TYPE_CHECKING:
-    from capplan.engine.lora.load_times import LoadTimes
     from capplan.engine.router.instances import InstanceSpec
-    from capplan.engine.router.launcher import Launcher
     from capplan.engine.router.routing import RoutingSettings
-    from capplan.engine.server import ServerLimits
+    from capplan.engine.server import PoolSettings, ServerLimits
 
 _OPEN_RANK: Final = 16  # vLLM's default
-
-_OPEN_ADAPTERS: Final = 1000
-"""Adapter numbers reserved if clients may load adapters; each costs some dozen bytes."""
 
 _MOST_RANK_DIGITS: Final = 9
 
@@ -63,7 +58,7 @@ _ENGINE_FLAGS: Final = (
 _READERS: Final = MappingProxyType({"scheduler": read_scheduler, "cache": read_cache, "queues": read_queues})
 """Readers of the engine settings that are documents, by parameter."""
 
-_OF_ONE_INSTANCE: Final = ("lora_modules", "lora_root", "max_adapters", "records", "cpu_affinity")
+_OF_ONE_INSTANCE: Final = ("lora_modules", "max_adapters", "records", "cpu_affinity", "server_url")
 _FLAGS: Final = {
     "served_model_name": "--served-model-name",
     "adapters": "--lora-modules",
@@ -90,7 +85,16 @@ class ServeArgs:
     registry: str | None = typer.Option(
         None,
         metavar="URL",
-        help="Adapter registry (SQLite file or SQLAlchemy URL) with the folders of the plan's adapters.",
+        help="Adapter registry, an SQLite file or SQLAlchemy URL. With --lora-root its adapters are fetched "
+        "for their first request, and shared with other servers; without, it locates the adapters of a plan.",
+    )
+    server_name: str | None = typer.Option(
+        None,
+        metavar="NAME",
+        help="Name in the registry, of a plan's instances the prefix; default: HOST:PORT.",
+    )
+    server_url: str | None = typer.Option(
+        None, metavar="URL", help="Where other servers reach this one; default: where it listens."
     )
     router: RouterOption = None
     state_period_s: float = typer.Option(
@@ -238,7 +242,6 @@ def _serve_instance(args: ServeArgs) -> int:
     of_plans = {
         "--group": args.groups,
         "--ray-address": args.ray_address,
-        "--registry": args.registry,
         "--router": args.router,
     }
     for flag, value in of_plans.items():
@@ -257,6 +260,7 @@ def _serve_instance(args: ServeArgs) -> int:
             args,
             model_name=args.model if args.served_model_name is None else args.served_model_name,
             lora_root=None if args.lora_root is None else Path(args.lora_root),
+            pool=_pool(args),
             max_requests=args.max_num_seqs + args.max_queue,
             limits=fill(ServerLimits, args),
         )
@@ -277,7 +281,23 @@ def _serve_instance(args: ServeArgs) -> int:
         raise _by_flag(error) from None
 
 
+def _pool(args: ServeArgs) -> PoolSettings | None:
+    """Return the settings of the distributed pool; None without a registry."""
+    from capplan.engine.server import PoolSettings
+
+    for name in ("server_name", "server_url"):
+        if getattr(args, name) is not None and None in (args.registry, args.lora_root):
+            flag = f"--{name.replace('_', '-')}"
+            raise InputError("goes with --registry and --lora-root", getattr(args, name), flag)
+    if args.registry is None:
+        return None
+    require_extra("engine", ("aiohttp",))
+    return PoolSettings(args.registry, args.server_name, args.server_url)
+
+
 def _engine_settings(args: ServeArgs, adapters: int) -> dict[str, Any]:
+    from capplan.engine.server.limits import OPEN_ADAPTERS
+
     settings = {name: getattr(args, name) for name in _ENGINE_FLAGS} | _documents(args)
     if not _is_given(args.ctx, "rules"):
         del settings["rules"]
@@ -286,7 +306,7 @@ def _engine_settings(args: ServeArgs, adapters: int) -> dict[str, Any]:
         if args.max_lora_rank is None and not adapters:
             settings["max_lora_rank"] = _OPEN_RANK
         if args.max_adapters is None:
-            settings["max_adapters"] = max(_OPEN_ADAPTERS, adapters)
+            settings["max_adapters"] = max(OPEN_ADAPTERS, adapters)
     return settings
 
 
@@ -320,7 +340,7 @@ def _serve_plan(args: ServeArgs) -> int:
 
     given = {name for name in args.ctx.params if _is_given(args.ctx, name)}
     file, plan = _plan_of(args, given)
-    if args.registry is not None:
+    if args.registry is not None and args.lora_root is None:
         with AdapterRegistry(args.registry) as registry:
             plan = with_locations(plan, registry)
     _require_queue(args)
@@ -345,7 +365,7 @@ def _serve_plan(args: ServeArgs) -> int:
         "adapters": len({name for spec in specs for name in spec.adapters}),
         "instances": [spec.name for spec in specs],
     }
-    launcher = _launcher(args.ray_address, len(specs))
+    launcher = instance_launcher(args.ray_address, len(specs))
     config = RouterConfig(specs, launcher, server, log=_log, routing=_routing(args, file, plan))
     return run_router(config, _ready(f"{file}: {model_name}", facts, as_json=args.as_json))
 
@@ -358,7 +378,7 @@ def _is_given(ctx: typer.Context, name: str) -> bool:
 
 def _plan_of(args: ServeArgs, given: set[str]) -> tuple[str, Plan]:
     words = args.words or []
-    for name in _OF_ONE_INSTANCE:
+    for name in (*_OF_ONE_INSTANCE, *([] if args.registry is not None else ["lora_root"])):
         if name in given:
             raise InputError("does not go with a plan", location=f"--{name.replace('_', '-')}")
     if len(words) > 1:
@@ -373,12 +393,15 @@ def _instances(
     from capplan.engine.router.instances import ServingOptions, instances_of, spread_over_gpus
 
     serving = ServingOptions(
-        model=_model_of(plan, args.model),
+        model=model_of(plan, args.model),
         model_name=args.served_model_name or plan.base_model,
         engine={name: getattr(args, name) for name in _ENGINE_FLAGS if name in given} | _documents(args),
         max_queue=args.max_queue if "max_queue" in given else None,
-        load_times=_load_times(plan),
+        load_times=load_times(plan),
         limits=limits,
+        pool=_pool(args),
+        lora_root=_pool_folder(args),
+        admin_api_key=args.admin_api_key,
     )
     try:
         specs = instances_of(plan, serving, args.groups or ())
@@ -412,39 +435,16 @@ def _routing(args: ServeArgs, file: str, plan: Plan) -> RoutingSettings:
     return RoutingSettings(rule, ranks, args.state_period_s)
 
 
-def _load_times(plan: Plan) -> dict[str, LoadTimes]:
-    """Return the times of adapter loads by profile, as far as the plan's profiles are on this machine."""
-    from capplan.datasets import load_profile
-    from capplan.engine.lora.load_times import LoadTimes
-
-    found = {}
-    for name in dict.fromkeys(group.profile for group in plan.groups if group.scheduling is not None):
-        with suppress(InputError):
-            found[name] = LoadTimes.of_profile(load_profile(name).loading)
-    return found
-
-
-def _model_of(plan: Plan, model: str | None) -> str:
-    """Return the model to load: ``model``, or the plan's base model if it is a folder on this machine."""
-    from capplan.engine.models import builtin_models
-
-    if model is not None:
-        return model
-    if Path(plan.base_model).is_dir():
-        return plan.base_model
-    known = " (built in: with random weights)" if plan.base_model in builtin_models() else ""
-    raise InputError(f"is required: the plan names {plan.base_model}{known}", location="--model")
-
-
-def _launcher(ray_address: str | None, instances: int) -> Launcher:
-    if ray_address is None:
-        from capplan.engine.router.launcher import LocalLauncher
-
-        return LocalLauncher(instances)
-    require_extra("ray", ("ray",))
-    from capplan.engine.router.launcher import RayLauncher
-
-    return RayLauncher(ray_address)
+def _pool_folder(args: ServeArgs) -> Path | None:
+    """Return the folder of the adapters of a plan's instances; None without a pool."""
+    if args.lora_root is None:
+        return None
+    if not Path(args.lora_root).is_dir():
+        raise InputError("must be a folder", args.lora_root, "--lora-root")
+    if args.admin_api_key is None:
+        rule = "requires --admin-api-key: the key by which instances fetch adapters from each other"
+        raise InputError(rule, location="--lora-root")
+    return Path(args.lora_root).resolve()
 
 
 def _ready(served: str, facts: dict[str, Any], *, as_json: bool) -> Callable[[str], None]:

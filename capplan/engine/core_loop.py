@@ -82,6 +82,7 @@ class CoreLoop:
             clock_start_ns=engine.core.clock.start_ns,
             cpus=allowed_cpus(),
             pid=os.getpid(),
+            max_adapters=engine.max_adapters,
         )
 
     def run(self) -> None:

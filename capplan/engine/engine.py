@@ -101,6 +101,11 @@ class Engine:
         """Names of all adapters."""
         return self._numbers.names
 
+    @property
+    def max_adapters(self) -> int:
+        """Number of adapters that it can have at a time."""
+        return self._numbers.capacity
+
     def __enter__(self) -> Self:
         return self
 

@@ -49,6 +49,8 @@ class CoreReady(NamedTuple):
     """That the core may run on."""
     pid: int
     """Process of the core."""
+    max_adapters: int
+    """Adapters that it can have at a time."""
 
 
 class CoreRefused(NamedTuple):

@@ -72,9 +72,9 @@ def unused_beside(target: Path) -> Path:
 
 def replace_durably(beside: Path, target: Path) -> None:
     """Move a complete file to ``target``, which may exist, and flush both to the disk."""
-    _sync(beside)
+    sync(beside)
     beside.replace(target)
-    _sync(target.parent)
+    sync(target.parent)
 
 
 def write_folder_atomic(target: Path, files: Mapping[str, str], executable: frozenset[str]) -> None:
@@ -101,7 +101,7 @@ def write_folder_atomic(target: Path, files: Mapping[str, str], executable: froz
             _exchange(beside, target)  # afterwards the old folder is beside the new one
         else:
             beside.rename(target)
-        _sync(target.parent)
+        sync(target.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 
@@ -115,10 +115,10 @@ def _fill(folder: Path, files: Mapping[str, str], executable: frozenset[str]) ->
         file.write_text(text, encoding="utf-8", newline="\n")
         if name in executable:
             file.chmod(_READ_AND_RUN)
-        _sync(file)
+        sync(file)
         folders.add(file.parent)
     for each in folders:
-        _sync(each)
+        sync(each)
 
 
 def _exchange(new: Path, old: Path) -> None:
@@ -149,7 +149,7 @@ def _renameat2() -> Any:
     return call
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Flush a file or folder to the disk."""
     try:
         number = os.open(path, os.O_RDONLY)

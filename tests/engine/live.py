@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ from capplan.engine import Engine, ModelConfig
 from capplan.engine.core_loop import CoreLoop
 from capplan.engine.core_process import warm_up
 from capplan.engine.server import DrainingServer, ServerSettings, Service, bind, make_app, url_of
+from capplan.engine.server.adapter_pool import PoolParams, open_pool
 from tests.engine.engines import check_engine
 
 T = TypeVar("T")
@@ -44,6 +45,7 @@ class Live:
 
     def __init__(self, engine: Engine, adapters: Mapping[str, str | Path | int], **settings: Any) -> None:
         self.engine = engine
+        pool_params = settings.pop("pool_params", PoolParams())
         connection, self._core_end = socket.socketpair()
         loop = CoreLoop(engine, self._core_end)
         key = {"admin_api_key": ADMIN_KEY} if "lora_root" in settings else {}
@@ -54,6 +56,8 @@ class Live:
         self._core.start()
         self._listener = bind("127.0.0.1", 0)
         self.url = url_of(self._listener)
+        if server_settings.pool is not None:
+            self.service.join(open_pool(server_settings, self.service.adapters, self.url, pool_params))
         self._is_ready = threading.Event()
         self.server = DrainingServer(make_app(self.service), self.service, self._ready)
         self._thread = threading.Thread(target=self.server.run, args=([self._listener],))
@@ -74,7 +78,11 @@ class Live:
         async def call() -> T:
             return function()
 
-        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(60)
+        return self.run(call())
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of work on the server's event loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
 
     def check_idle(self) -> None:
         """Check that no request has left a row, block, slot, state or task."""

@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
 from capplan import InputError
+from capplan.engine.router import launcher
 from capplan.engine.router import process as router_process
 from capplan.engine.router.app import merged
 from capplan.engine.router.instances import ServingOptions, gpus_of, instances_of, spread_over_gpus
 from capplan.engine.router.routing import InstanceRouter
 from capplan.engine.router.supervisor import RouterConfig
+from capplan.engine.server import PoolSettings
 from capplan.engine.settings import EngineOptions
 from capplan.spec import Cache, PlanBase, QueueClass, Queues, Wrs
 from capplan.spec.registry import AdapterRegistry, RegisteredAdapter
@@ -259,9 +261,39 @@ def test_a_registry_locates_the_adapters_of_a_plan(
     ]
 
 
+@pytest.mark.parametrize("prefix", [None, "east"])
+def test_the_instances_of_a_plan_share_adapters_below_one_folder(
+    run: Run, started: list[RouterConfig], plan_file: Path, tmp_path: Path, prefix: str | None
+) -> None:
+    root, registry = tmp_path / "pool", tmp_path / "r.db"
+    root.mkdir()
+    AdapterRegistry(registry, create=True).close()
+    flags = ["--lora-root", root, "--registry", registry, "--admin-api-key", "admin"]
+    flags += [] if prefix is None else ["--server-name", prefix]
+    result = run("serve", plan_file, "--model", "tiny-llama", *flags)
+    assert result.exit_code == 0, result.output
+    [cluster] = started
+    for spec in cluster.specs:
+        fields = json.loads(spec.message("127.0.0.1", "key"))
+        assert fields["adapters"] == {}
+        assert fields["engine"]["max_adapters"] == 1000
+        server = launcher.server_settings(fields["server"])
+        assert (server.lora_root, server.admin_api_key) == (root / spec.name, "admin")
+        name = spec.name if prefix is None else f"east-{spec.name}"
+        assert server.pool == PoolSettings(str(registry), name, base_model=tiny_plan().base_model)
+    assert cluster.server.lora_root is cluster.server.pool is None
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (
+            "--model tiny-llama --registry r.db --lora-root none --admin-api-key k",
+            "--lora-root: must be a folder",
+        ),
+        ("--model tiny-llama --registry r.db --lora-root .", "--lora-root: requires --admin-api-key"),
+        ("--model tiny-llama --server-name x", "--server-name: goes with --registry"),
+        ("--model tiny-llama --server-url http://x --registry r.db", "--server-url: does not go with a plan"),
         ("--model tiny-llama --registry none.db", "none.db: is missing"),
         ("--model no-such-model", "model: must be a folder"),
         ("", "--model: is required"),

@@ -14,8 +14,8 @@ import torch
 from capplan.engine.lora.load_times import LoadTimes
 from capplan.engine.models import model_config
 from capplan.engine.models.shard import require_shardable
-from capplan.engine.server.limiter import ServerSettings
-from capplan.engine.server.limits import ServerLimits
+from capplan.engine.server.limiter import PoolSettings, ServerSettings
+from capplan.engine.server.limits import OPEN_ADAPTERS, ServerLimits
 from capplan.engine.server.process import InstanceConfig
 from capplan.errors import InputError
 from capplan.spec import Group, Plan, PlanAdapter
@@ -49,6 +49,10 @@ class ServingOptions:
         Times of adapter loads by profile; the instances of other profiles measure theirs.
     limits
         Limits of requests, as those of the router.
+    pool, lora_root, admin_api_key
+        Registry of a distributed pool with the prefix of the instances' names in it, the folder whose
+        subfolders hold the adapters of instances, and the key of all of them. None: every instance has all
+        its adapters from the start.
     """
 
     model: str
@@ -57,6 +61,9 @@ class ServingOptions:
     max_queue: int | None = None
     load_times: Mapping[str, LoadTimes] = field(default_factory=dict)
     limits: ServerLimits = field(default_factory=ServerLimits)
+    pool: PoolSettings | None = None
+    lora_root: Path | None = None
+    admin_api_key: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +88,10 @@ class InstanceSpec(InstanceConfig):
     def message(self, host: str, key: str) -> bytes:
         """Return the line of JSON that configures the engine process."""
         server = asdict(replace(self.server, host=host, port=0, api_key=key))
-        fields = {"model": self.model, "adapters": self.adapters, "engine": self.engine, "server": server}
+        server["lora_root"] = server["lora_root"] and str(server["lora_root"])
+        # With a pool, each adapter is fetched for its first request.
+        adapters = self.adapters if self.server.pool is None else {}
+        fields = {"model": self.model, "adapters": adapters, "engine": self.engine, "server": server}
         return json.dumps(fields).encode() + b"\n"
 
 
@@ -126,7 +136,12 @@ def _of_group(plan: Plan, group: Group, serving: ServingOptions) -> list[Instanc
             serving.limits, max_connections=None, send_timeout_s=_SEND_RESERVE * serving.limits.send_timeout_s
         ),
     )
-    adapters = {adapter.name: _source(adapter, group) for adapter in group.adapters}
+    adapters: dict[str, str | int]
+    if serving.lora_root is None:
+        adapters = {adapter.name: _source(adapter, group) for adapter in group.adapters}
+    else:
+        adapters = {adapter.name: adapter.rank for adapter in group.adapters}
+        engine.setdefault("max_adapters", max(OPEN_ADAPTERS, len(adapters)))
     if serving.model_name in adapters:
         raise InputError("must be another name than the base model's", serving.model_name, "adapters")
     shares = {adapter.name: adapter.share / group.replicas for adapter in group.adapters}
@@ -137,12 +152,24 @@ def _of_group(plan: Plan, group: Group, serving: ServingOptions) -> list[Instanc
             model=serving.model,
             adapters=adapters,
             engine=engine,
-            server=server,
+            server=_in_pool(server, plan, serving, f"{group.id}-{replica}"),
             shares=shares,
             base_share=0.0 if group.base is None else group.base.share / group.replicas,
         )
         for replica in range(1, group.replicas + 1)
     ]
+
+
+def _in_pool(server: ServerSettings, plan: Plan, serving: ServingOptions, name: str) -> ServerSettings:
+    """Return the settings of an instance, as a server of the pool if there is one."""
+    pool, root = serving.pool, serving.lora_root
+    if pool is None or root is None:
+        return server
+    folder = root / name
+    folder.mkdir(exist_ok=True)
+    full_name = name if pool.server_name is None else f"{pool.server_name}-{name}"
+    own = replace(pool, server_name=full_name, base_model=plan.base_model)
+    return replace(server, pool=own, lora_root=folder, admin_api_key=serving.admin_api_key)
 
 
 def _scheduling(group: Group, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,12 +17,15 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from capplan.compile import is_compiled
 from capplan.engine.core_process import is_stopped
 from capplan.engine.router.instances import InstanceSpec, gpus_of
 from capplan.errors import NO_VALUE, CapplanError, InputError, NoValue
+
+if TYPE_CHECKING:
+    from capplan.engine.server import ServerSettings
 
 _COMMAND: Final = (sys.executable, "-m", "capplan.engine.router.launcher")
 
@@ -266,18 +269,32 @@ def main() -> int:
         return 1
     fields = json.loads(line)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    from capplan.engine.server import InstanceConfig, ServerLimits, ServerSettings, run_instance
+    from capplan.engine.server import InstanceConfig, run_instance
 
     try:
         adapters = {name: Path(at) if isinstance(at, str) else at for name, at in fields["adapters"].items()}
-        limits = ServerLimits(**fields["server"].pop("limits"))
-        server = ServerSettings(**fields["server"], limits=limits)
+        server = server_settings(fields["server"])
         instance = InstanceConfig(fields["model"], server, adapters, fields["engine"])
         return run_instance(instance, lambda url: reply({"url": url}))
     except InputError as error:
         value = [] if isinstance(error.value, NoValue) else [str(error.value)]
         reply({"error": [error.rule, value, error.location]})
         return error.exit_code
+
+
+def server_settings(fields: dict[str, Any]) -> ServerSettings:
+    """Return the settings of a server from a message; the folder of its adapters is made."""
+    from capplan.engine.server import PoolSettings, ServerLimits, ServerSettings
+
+    limits, root, pool = (fields.pop(name) for name in ("limits", "lora_root", "pool"))
+    if root is not None:
+        Path(root).mkdir(exist_ok=True)  # another machine than the router's
+    return ServerSettings(
+        **fields,
+        limits=ServerLimits(**limits),
+        lora_root=None if root is None else Path(root),
+        pool=None if pool is None else PoolSettings(**pool),
+    )
 
 
 def _exit_with_parent() -> None:

@@ -1,6 +1,6 @@
 """OpenAI-compatible server of the engine; docs/engine.md follows one request through it."""
 
-from capplan.engine.server.limiter import ServerSettings
+from capplan.engine.server.limiter import PoolSettings, ServerSettings
 from capplan.engine.server.limits import ServerLimits
 from capplan.engine.server.process import DrainingServer, InstanceConfig, bind, run_instance, url_of
 from capplan.engine.server.routes import make_app
@@ -9,6 +9,7 @@ from capplan.engine.server.service import Service
 __all__ = [
     "DrainingServer",
     "InstanceConfig",
+    "PoolSettings",
     "ServerLimits",
     "ServerSettings",
     "Service",

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -24,6 +25,8 @@ from capplan.spec.peft_folder import WEIGHTS_FILE
 
 T = TypeVar("T")
 
+_MAX_CANDIDATES: Final = 8
+"""Adapters tried for removal when there is no room for another one."""
 _MAX_READERS: Final = 8
 """Threads that read adapters. Loads wait for one of them; the others hang in a file system."""
 
@@ -45,6 +48,11 @@ class ServedAdapters:
         Facts of the engine.
     initial
         Name to folder or rank of the adapters that the engine started with.
+
+    Attributes
+    ----------
+    readers
+        Threads that read adapters.
     """
 
     def __init__(
@@ -63,7 +71,9 @@ class ServedAdapters:
         self._max_rank = ready.args.max_lora_rank
         self._adapters = {name: AdapterInfo(name) for name in initial}
         self._lock = asyncio.Lock()
-        self._readers = 0
+        self._capacity = ready.max_adapters
+        self._pins: Counter[str] = Counter()
+        self.readers = ReaderThreads()
 
     def __contains__(self, name: object) -> bool:
         return name in self._adapters
@@ -112,6 +122,78 @@ class ServedAdapters:
                 self._adapters[name] = info
                 raise ApiError(409, str(error), "lora_name", "adapter_in_use") from None
 
+    def check(self, folder: PeftFolder) -> None:
+        """Read an adapter as the engine core will, in a thread of the caller.
+
+        Raises
+        ------
+        InputError
+            If it is broken or does not fit the model.
+        """
+        folder.read(self._layout, self._dtype, pin=False, max_rank=self._max_rank)
+
+    async def serve(self, name: str, folder: PeftFolder, removable: Iterable[str]) -> None:
+        """Serve an adapter that has been checked.
+
+        Parameters
+        ----------
+        removable
+            Adapters that may be removed for it if there is no room, the first ones first.
+
+        Raises
+        ------
+        ApiError
+            If the adapter is broken, there is no room, or the time limit has passed.
+        """
+        async with self._changing():
+            if name in self._adapters:
+                return
+            candidates = [each for each in removable if each in self._adapters][:_MAX_CANDIDATES]
+            while len(self._adapters) >= self._capacity:
+                if not candidates:
+                    raise overloaded("There is no room for further adapters: all are in use")
+                await self._removed(candidates.pop(0))
+            try:
+                await self._add(name, folder)
+            except InputError as error:
+                raise ApiError(400, str(error), "model") from None
+            self._adapters[name] = AdapterInfo(name)
+
+    async def withdraw(self, name: str) -> bool:
+        """Stop to serve an adapter unless requests use it; return whether it is not served any more.
+
+        Raises
+        ------
+        ApiError
+            If the engine has failed or the time limit has passed.
+        """
+        async with self._changing():
+            return await self._removed(name)
+
+    @contextlib.contextmanager
+    def pinned(self, name: str) -> Iterator[None]:
+        """Keep an adapter served, once it is, until its requests are in the engine, which keeps it then."""
+        self._pins[name] += 1
+        try:
+            yield
+        finally:
+            self._pins[name] -= 1
+            if not self._pins[name]:
+                del self._pins[name]
+
+    async def _removed(self, name: str) -> bool:
+        if name not in self._adapters:
+            return True
+        if self._pins[name]:
+            return False
+        info = self._adapters.pop(name)
+        try:
+            await self._engine.call("remove_adapter", name)
+        except InputError:  # requests use it
+            self._adapters[name] = info
+            return False
+        return True
+
     @contextlib.asynccontextmanager
     async def _changing(self) -> AsyncIterator[None]:
         """Change adapters one at a time, within the time limit."""
@@ -137,16 +219,10 @@ class ServedAdapters:
 
         def read() -> PeftFolder:
             folder = _below(self._root, path)
-            folder.read(self._layout, self._dtype, pin=False, max_rank=self._max_rank)
+            self.check(folder)
             return folder
 
-        if self._readers >= _MAX_READERS:
-            raise overloaded("The file system of --lora-root does not respond")
-        self._readers += 1
-        return await _in_daemon_thread(read, self._reader_ended)
-
-    def _reader_ended(self) -> None:
-        self._readers -= 1
+        return await self.readers.run(read)
 
 
 def _below(root: Path, path: str) -> PeftFolder:
@@ -163,6 +239,29 @@ def _below(root: Path, path: str) -> PeftFolder:
     if not found:
         raise ApiError(404, f"There is no folder {path!r}", "lora_path", "not_found")
     return PeftFolder(str(folder.relative_to(root)), config, weights, root)
+
+
+class ReaderThreads:
+    """Daemon threads that read adapters: a file system that hangs does not keep the process from ending."""
+
+    def __init__(self) -> None:
+        self._running = 0
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Return what a function returns.
+
+        Raises
+        ------
+        ApiError
+            503 if all threads hang.
+        """
+        if self._running >= _MAX_READERS:
+            raise overloaded("The file system of adapters does not respond")
+        self._running += 1
+        return await _in_daemon_thread(function, self._ended)
+
+    def _ended(self) -> None:
+        self._running -= 1
 
 
 async def _in_daemon_thread(function: Callable[[], T], on_end: Callable[[], None]) -> T:

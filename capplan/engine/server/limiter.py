@@ -24,6 +24,34 @@ from capplan.errors import InputError
 
 _GENERATION_PATHS: Final = ("/v1/completions", "/v1/chat/completions")
 _ADMIN_PATHS: Final = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_POOL_PATHS: Final = ("/v1/adapter_files/", "/v1/adapter_shares")
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """Settings of a server that shares adapters with others.
+
+    Parameters
+    ----------
+    registry
+        Adapter registry: SQLite file or URL.
+    server_name
+        Name in the registry; None: host and port.
+    server_url
+        Where other servers reach this one; None: where it listens.
+    base_model
+        Base model in the registry of the adapters to serve; None: the name of the server's.
+    """
+
+    registry: str
+    server_name: str | None = None
+    server_url: str | None = None
+    base_model: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("registry", "server_name", "server_url"):
+            if getattr(self, name) == "":
+                raise InputError("must not be empty", location=name)
 
 
 @dataclass(frozen=True)
@@ -42,6 +70,8 @@ class ServerSettings:
         Required instead to load and unload adapters.
     lora_root
         Folder of adapters that may be loaded at run time; None: none can be loaded or unloaded.
+    pool
+        Adapter registry whose adapters are served on demand, and stored below `lora_root`.
     max_requests
         Maximum number of prompts in the engine, running and waiting; further ones get 429.
     drain_timeout_s
@@ -56,6 +86,7 @@ class ServerSettings:
     api_key: str | None = None
     admin_api_key: str | None = None
     lora_root: Path | None = None
+    pool: PoolSettings | None = None
     max_requests: int = 1024
     drain_timeout_s: float = 30.0
     limits: ServerLimits = field(default_factory=ServerLimits)
@@ -78,6 +109,9 @@ class ServerSettings:
         if self.lora_root is not None and self.admin_api_key is None:
             rule = "requires --admin-api-key: the key of those who may load and unload adapters"
             raise InputError(rule, location="lora_root")
+        if self.pool is not None and self.lora_root is None:
+            rule = "requires --lora-root: the folder of adapters that this server stores"
+            raise InputError(rule, location="registry")
 
 
 class ServerState(ABC):
@@ -215,6 +249,11 @@ class RequestLimiter:
             if settings.lora_root is None:
                 message = "Adapters cannot be loaded or unloaded: the server has no --lora-root"
                 raise ApiError(403, message, code="no_lora_root")
+            _require_key(headers, settings.admin_api_key, "admin API key")
+        elif path.startswith(_POOL_PATHS):
+            if settings.pool is None:
+                message = "Adapters are not shared with other servers: the server has no --registry"
+                raise ApiError(403, message, code="no_registry")
             _require_key(headers, settings.admin_api_key, "admin API key")
         elif path.startswith("/v1/"):
             _require_key(headers, settings.api_key, "API key")

@@ -17,6 +17,8 @@ _MOST_CONNECTIONS: Final = 8192
 """Default cap: an idle connection costs about 10 kB."""
 _RESERVED_FILES: Final = 64
 """For the engine core, libraries, and adapters being loaded."""
+OPEN_ADAPTERS: Final = 1000
+"""Adapter numbers reserved if adapters come at run time; each costs some dozen bytes."""
 _MAX_NAME_LENGTH: Final = 256
 NAME_RULE: Final = f"must be 1 to {_MAX_NAME_LENGTH} printable characters"
 

@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from capplan.engine.messages import CoreReady, Ended, Gauges, PoolGauges
 from capplan.engine.server.output_stream import RequestState
@@ -106,6 +107,10 @@ class Metrics:
         self._refused: Mapping[int, int] = {}
         self._registry = CollectorRegistry()
         self._registry.register(self)
+
+    def register(self, collector: Collector) -> None:
+        """Export the metrics of a collector, too."""
+        self._registry.register(collector)
 
     def on_step(self, record: StepRecord, states: Sequence[RequestState]) -> None:
         """Count a step and its tokens."""

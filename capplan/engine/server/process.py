@@ -333,6 +333,10 @@ def run_instance(instance: InstanceConfig, ready: Callable[[str], None]) -> int:
         if cpus:
             stack.enter_context(bound_to(other_cpus(cpus)))
         service = Service(core.connection, core.ready, settings, instance.adapters, observers)
+        if settings.pool is not None:
+            from capplan.engine.server.adapter_pool import open_pool  # with an HTTP client and SQLAlchemy
+
+            service.join(open_pool(settings, service.adapters, url_of(listener)))
         server = DrainingServer(make_app(service), service, lambda: ready(url_of(listener)))
         gc.freeze()  # shorter collections while requests are parsed
         server.run([listener])

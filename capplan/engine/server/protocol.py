@@ -438,6 +438,17 @@ class UnloadAdapterRequest(_Body):
     lora_int_id: int | None = None  # ignored, as in vLLM
 
 
+_MAX_SHARES: Final = 100_000
+_AdapterName = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class AdapterSharesRequest(_Body):
+    """``POST /v1/adapter_shares``."""
+
+    shares: Annotated[dict[_AdapterName, Annotated[float, Field(ge=0, le=1)]], Field(max_length=_MAX_SHARES)]
+    """Share of each adapter's requests that this server gets; adapters that are not named keep theirs."""
+
+
 def _is(value: Any, neutral: Any) -> bool:
     """Compare, with True and 1 different."""
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)

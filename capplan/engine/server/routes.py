@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, Final
+from contextlib import ExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from capplan.engine.server.limiter import RequestLimiter
 from capplan.engine.server.output_stream import EngineDeadError, OutputStream
 from capplan.engine.server.protocol import (
+    AdapterSharesRequest,
     ApiError,
     ChatRequest,
     CompletionRequest,
@@ -36,7 +39,12 @@ from capplan.engine.server.responses import (
 from capplan.engine.server.service import Service
 from capplan.errors import InputError
 
+if TYPE_CHECKING:
+    from capplan.engine.server.adapter_pool import AdapterPool
+
 _COMPLETION_TOKENS: Final = 16  # OpenAI's default
+_PART_BYTES: Final = 2**18
+"""Of a file that is sent to another server."""
 _HEALTH_S = 90.0
 """Longer than any step: an engine that does not answer within it hangs."""
 
@@ -49,7 +57,11 @@ def make_app(service: Service) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await service.engine.start()
+        if service.pool is not None:
+            service.pool.start()
         yield
+        if service.pool is not None:
+            await service.pool.close()
         service.close()
 
     # No documentation pages: they load scripts from other hosts. The schema is at /openapi.json.
@@ -70,34 +82,37 @@ def _service(request: Request) -> Service:
 async def completions(request: Request) -> Response:
     """Complete a prompt, or each of several."""
     service, data = _service(request), await json_body(request)
-    with service.holding(len(data)):
-        body = parsed(data, CompletionRequest)
-        del data
-        adapter = service.adapter_of(body.model)
-        max_tokens = body.max_tokens or _COMPLETION_TOKENS
-        if not body.prompts():
-            raise ApiError(400, "There must be at least one prompt", "prompt")
-        prompts = await service.encode(body.prompts(), max_tokens)
-    tokenizer = service.tokenizer
-    form = CompletionFormat(body.model, tokenizer, body.include_usage(), bool(body.return_token_ids))
-    return _respond(service, body, prompts, adapter, max_tokens, body.logprobs, form)
+    with ExitStack() as held:
+        with service.holding(len(data)):
+            body = parsed(data, CompletionRequest)
+            del data
+            adapter = await service.served_adapter(body.model, held)
+            max_tokens = body.max_tokens or _COMPLETION_TOKENS
+            if not body.prompts():
+                raise ApiError(400, "There must be at least one prompt", "prompt")
+            prompts = await service.encode(body.prompts(), max_tokens)
+        form = CompletionFormat(
+            body.model, service.tokenizer, body.include_usage(), bool(body.return_token_ids)
+        )
+        return _respond(service, body, prompts, adapter, max_tokens, body.logprobs, form)
 
 
 @router.post("/v1/chat/completions", response_model=None, openapi_extra=request_schema(ChatRequest))
 async def chat_completions(request: Request) -> Response:
     """Complete a conversation."""
     service, data = _service(request), await json_body(request)
-    with service.holding(len(data)):
-        body = parsed(data, ChatRequest)
-        del data
-        adapter = service.adapter_of(body.model)
-        limit = body.max_completion_tokens or body.max_tokens
-        text = await service.apply_chat_template(body.messages)
-        (prompt,) = await service.encode([text], limit, special=service.template.adds_special)
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    form = ChatFormat(body.model, service.tokenizer, body.include_usage(), bool(body.return_token_ids))
-    max_tokens = limit or service.max_model_len - len(prompt)
-    return _respond(service, body, [prompt], adapter, max_tokens, logprobs, form)
+    with ExitStack() as held:
+        with service.holding(len(data)):
+            body = parsed(data, ChatRequest)
+            del data
+            adapter = await service.served_adapter(body.model, held)
+            limit = body.max_completion_tokens or body.max_tokens
+            text = await service.apply_chat_template(body.messages)
+            (prompt,) = await service.encode([text], limit, special=service.template.adds_special)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        form = ChatFormat(body.model, service.tokenizer, body.include_usage(), bool(body.return_token_ids))
+        max_tokens = limit or service.max_model_len - len(prompt)
+        return _respond(service, body, [prompt], adapter, max_tokens, logprobs, form)
 
 
 def _respond(
@@ -154,6 +169,36 @@ async def unload_lora_adapter(request: Request) -> PlainTextResponse:
     body = parsed(await json_body(request), UnloadAdapterRequest)
     await _service(request).adapters.unload(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+@router.get("/v1/adapter_files/{digest}/{name}", response_model=None)
+async def adapter_file(digest: str, name: str, request: Request) -> Response:
+    """Send a file of a stored adapter to another server."""
+    file = await _pool(request).open_file(digest, name)
+    size_bytes = os.fstat(file.fileno()).st_size
+    headers = {"content-length": str(size_bytes)}
+    return StreamingResponse(_parts(file), headers=headers, media_type="application/octet-stream")
+
+
+async def _parts(file: BinaryIO) -> AsyncIterator[bytes]:
+    with file:
+        while part := await asyncio.to_thread(file.read, _PART_BYTES):
+            yield part
+
+
+@router.post("/v1/adapter_shares", openapi_extra=request_schema(AdapterSharesRequest))
+async def adapter_shares(request: Request) -> PlainTextResponse:
+    """Set shares of the requests of adapters; copies of those with a share of zero are removed in time."""
+    body = parsed(await json_body(request), AdapterSharesRequest)
+    _pool(request).set_shares(body.shares)
+    return PlainTextResponse(f"Success: shares of {len(body.shares)} adapters set.")
+
+
+def _pool(request: Request) -> AdapterPool:
+    pool = _service(request).pool
+    if pool is None:
+        raise ApiError(403, "The server has no --registry", code="no_registry")
+    return pool
 
 
 @router.get("/health", response_model=None)

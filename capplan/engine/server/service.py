@@ -8,8 +8,9 @@ import math
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from capplan.engine.core_process import is_stopped
 from capplan.engine.messages import CoreReady, Gauges
@@ -23,6 +24,9 @@ from capplan.engine.server.protocol import RETRY, ApiError, ChatMessage, engine_
 from capplan.engine.state_report import StateReport
 from capplan.engine.tokenizer import load_tokenizer
 from capplan.errors import InputError
+
+if TYPE_CHECKING:
+    from capplan.engine.server.adapter_pool import AdapterPool
 
 _TEMPLATE_PROCESSES: Final = 2
 """A conversation on which the template takes long does not delay all others."""
@@ -63,6 +67,7 @@ class Service(ServerState):
         self.refusals.update({429: 0, 503: 0})
         self.tokenizer = load_tokenizer(ready.folder, ready.config.vocab_size)
         self.template = chat_template(self.tokenizer, ready.folder, settings.limits)
+        self.pool: AdapterPool | None = None
         self._template_places = asyncio.Semaphore(_TEMPLATE_PROCESSES)
         self._preparing = 0
         self.vocab_size = ready.config.vocab_size
@@ -79,6 +84,31 @@ class Service(ServerState):
     def in_flight(self) -> int:
         """Number of prompts in the engine, and of those that are rendered or tokenized for it."""
         return self.engine.in_flight + self._preparing
+
+    def join(self, pool: AdapterPool) -> None:
+        """Serve the adapters of a pool, before the first request."""
+        self.pool = pool
+        self.metrics.register(pool)
+
+    async def served_adapter(self, model: str, held: ExitStack) -> str | None:
+        """Return the adapter of a model name, which may have to be fetched first; None is the base model.
+
+        Parameters
+        ----------
+        held
+            Keeps the adapter served while it is open.
+
+        Raises
+        ------
+        ApiError
+            404 if the model does not exist; as `AdapterPool.require`; 429 and 503 as `refuse_if_full`.
+        """
+        if self.pool is not None and model != self.settings.model_name:
+            self.refuse_if_full()
+            held.enter_context(self.adapters.pinned(model))
+            with self._prepared(1):
+                await self.pool.require(model)
+        return self.adapter_of(model)
 
     def close(self) -> None:
         """End the processes of the server."""

@@ -1,0 +1,174 @@
+"""Transfers of adapters to this server: from other servers, from a URL, or from a folder."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+from urllib.parse import quote
+
+import aiohttp
+
+from capplan.engine.lora.store import IncomingAdapter
+from capplan.engine.server.adapters import ReaderThreads
+from capplan.errors import InputError
+from capplan.spec.files import error_reason
+from capplan.spec.registry.adapter import ADAPTER_FILES
+from capplan.spec.tensor_files import open_regular
+
+PEER_PATH: Final = "/v1/adapter_files"
+"""Of servers that send files: ``PEER_PATH/DIGEST/FILE``."""
+
+_PART_BYTES: Final = 2**20
+
+
+class TransferError(Exception):
+    """A source does not deliver an adapter; the message says why."""
+
+
+@dataclass(frozen=True)
+class TransferParams:
+    """Times of transfers.
+
+    Attributes
+    ----------
+    connect_timeout_s
+        Time to connect to a source.
+    stall_timeout_s
+        Time without any bytes after which a source is given up.
+    max_transfers
+        Transfers to a server at a time; further ones wait.
+    """
+
+    connect_timeout_s: float = 3.0
+    stall_timeout_s: float = 5.0
+    max_transfers: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("connect_timeout_s", "stall_timeout_s", "max_transfers"):
+            if not getattr(self, name) > 0:
+                raise InputError("must be > 0", getattr(self, name), name)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Place that an adapter can be fetched from.
+
+    Attributes
+    ----------
+    kind, name
+        Shown in metrics and messages.
+    at
+        URL of the folder, or its path on this machine.
+    key
+        Admin key that a server requires; None: none is sent.
+    """
+
+    kind: Literal["server", "location"]
+    name: str
+    at: str
+    key: str | None = None
+
+
+def peer(server: str, url: str, digest: str, key: str | None) -> Source:
+    """Return the source of an adapter on another server."""
+    return Source("server", f"server {server}", f"{url.rstrip('/')}{PEER_PATH}/{digest}", key)
+
+
+def location(at: str) -> Source:
+    """Return the source of an adapter at its location."""
+    return Source("location", "its location", at.removeprefix("file://"))
+
+
+class Fetcher:
+    """HTTP client and threads of transfers; it belongs to the event loop.
+
+    Parameters
+    ----------
+    readers
+        Threads for folders.
+    threads
+        For writing.
+    """
+
+    def __init__(self, params: TransferParams, readers: ReaderThreads, threads: Executor) -> None:
+        self._params = params
+        self._readers = readers
+        self._threads = threads
+        self._session: aiohttp.ClientSession | None = None
+
+    async def fetch(self, source: Source, adapter: IncomingAdapter, timeout_s: float) -> None:
+        """Write the files of an adapter as a source has them.
+
+        Raises
+        ------
+        TransferError
+            If the source does not deliver them, or more bytes than the registry says.
+        """
+        with _reasons(self._params, timeout_s):
+            async with asyncio.timeout(timeout_s):
+                if source.at.startswith(("http://", "https://")):
+                    for name in ADAPTER_FILES:
+                        await self._download(source, name, adapter)
+                elif "://" in source.at:
+                    raise TransferError("it is neither a folder nor an http(s) URL")
+                else:
+                    await self._readers.run(lambda: _copy(Path(source.at), adapter))
+
+    async def _download(self, source: Source, name: str, adapter: IncomingAdapter) -> None:
+        headers = {} if source.key is None else {"Authorization": f"Bearer {source.key}"}
+        url = f"{source.at.rstrip('/')}/{quote(name)}"
+        # A redirect must not carry the key to another host.
+        answer = self._connected().get(url, headers=headers, allow_redirects=source.key is None)
+        async with answer as response:
+            if response.status != 200:
+                raise TransferError(f"status {response.status}")
+            async for part in response.content.iter_chunked(_PART_BYTES):
+                await asyncio.get_running_loop().run_in_executor(self._threads, adapter.write, name, part)
+
+    def _connected(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            params = self._params
+            self._session = aiohttp.ClientSession(
+                auto_decompress=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=aiohttp.ClientTimeout(
+                    total=None, connect=params.connect_timeout_s, sock_read=params.stall_timeout_s
+                ),
+            )
+        return self._session
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+
+def _copy(folder: Path, adapter: IncomingAdapter) -> None:
+    for name in ADAPTER_FILES:
+        with open_regular(folder / name, None, name) as file:
+            while part := file.read(_PART_BYTES):
+                adapter.write(name, part)
+
+
+@contextlib.contextmanager
+def _reasons(params: TransferParams, timeout_s: float) -> Iterator[None]:
+    """Raise whatever keeps a source from delivering as `TransferError`."""
+    try:
+        yield
+    except aiohttp.ConnectionTimeoutError:
+        raise TransferError(f"no connection within {params.connect_timeout_s:g} s") from None
+    except aiohttp.SocketTimeoutError:
+        raise TransferError(f"no bytes for {params.stall_timeout_s:g} s") from None
+    except TimeoutError:
+        raise TransferError(f"not complete within {timeout_s:.3g} s") from None
+    except aiohttp.ClientError as error:
+        raise TransferError(f"the connection failed: {error}") from None
+    except InputError as error:
+        raise TransferError(str(error)) from None
+    except (OSError, ValueError) as error:
+        raise TransferError(error_reason(error)) from None

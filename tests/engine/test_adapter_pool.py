@@ -1,0 +1,545 @@
+"""Distributed adapter pool on real servers: adapters stay stored, requests are answered or refused."""
+
+import contextlib
+import json
+import random
+import shutil
+import socket
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
+
+from capplan.engine.server import PoolSettings, ServerLimits
+from capplan.engine.server.adapter_pool import PoolParams
+from capplan.engine.server.transfer import TransferParams
+from capplan.spec.registry import AdapterRegistry, RegisteredAdapter, read_adapter
+from tests.engine.live import ADMIN_KEY, TINY, Live, live
+from tests.engine.test_faults import Answer, complete, post, send, tokens_of
+from tests.engine.test_generate import spoil_number, write_adapter
+
+QUICK = PoolParams(3600.0, 0.0, 0.2, TransferParams(0.3, 0.3, 4))
+NAMES = ("a", "b", "c")
+PEER = "peer"
+
+
+class Fleet:
+    """A registry with adapters by folder, and servers that share it."""
+
+    def __init__(self, top: Path, names: tuple[str, ...] = NAMES) -> None:
+        self.top = top
+        self.file = top / "registry.db"
+        self.registry = AdapterRegistry(self.file, create=True, timeout_s=0.2)
+        for scale, name in enumerate(names, start=1):
+            folder = top / "source" / name
+            folder.parent.mkdir(exist_ok=True)
+            write_adapter(folder, SimpleNamespace(config=TINY), scale=float(scale))  # type: ignore[arg-type]
+            self.registry.add(read_adapter(name, folder, "base"))
+
+    def root(self, name: str) -> Path:
+        return self.top / name
+
+    @contextlib.contextmanager
+    def server(self, name: str, **changes: Any) -> Iterator[Live]:
+        """Serve the registry's adapters; none is there at the start."""
+        self.root(name).mkdir(exist_ok=True)
+        pool = PoolSettings(str(self.file), server_name=name)
+        engine = {"max_adapters": changes.pop("max_adapters", 8), "max_loras": 2}
+        changes = {"lora_root": self.root(name), "pool": pool, "pool_params": QUICK} | changes
+        with live({}, engine, **changes) as running:
+            yield running
+
+    def lose_source(self, name: str) -> None:
+        shutil.rmtree(self.top / "source" / name)
+
+    def holders(self, name: str) -> tuple[str, ...]:
+        return self.registry.get(name).holders
+
+    def check(self, *servers: str) -> None:
+        """Check that registry and files agree, and that nothing half-written is left."""
+        for server in servers:
+            held = {adapter.digest for adapter in self.registry.adapters(server=server)}
+            assert {path.name for path in self.root(server).iterdir()} == held
+            for adapter in self.registry.adapters(server=server):
+                stored = read_adapter(adapter.name, self.root(server) / str(adapter.digest), "base")
+                assert (stored.digest, stored.size_bytes) == (adapter.digest, adapter.size_bytes)
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    made = Fleet(tmp_path)
+    yield made
+    made.registry.close()
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
+    """Answers of a server that has all adapters from the start."""
+    fleet = Fleet(tmp_path_factory.mktemp("right"))
+    with live({name: fleet.top / "source" / name for name in NAMES}) as server:
+        answers = {name: answer(server, name) for name in NAMES}
+    fleet.registry.close()
+    assert len({tuple(tokens) for tokens in answers.values()}) == len(NAMES)
+    return answers
+
+
+def ask(server: Live, name: str, **fields: Any) -> Answer:
+    return complete(server, **({"model": name, "max_tokens": 12, "return_token_ids": True} | fields))
+
+
+def answer(server: Live, name: str) -> list[int]:
+    return tokens_of(ask(server, name))
+
+
+def refusal(server: Live, name: str) -> tuple[int, str]:
+    refused = ask(server, name)
+    return refused.status, refused.error["code"]
+
+
+def share(server: Live, **shares: float) -> None:
+    """Set shares, and remove copies."""
+    body = json.dumps({"shares": shares}).encode()
+    set_ = send(server, "POST", "/v1/adapter_shares", body, Authorization=f"Bearer {ADMIN_KEY}")
+    assert set_.status == 200, set_.body
+    pool = server.service.pool
+    assert pool is not None
+    server.run(pool.remove_copies())
+
+
+def test_an_adapter_is_fetched_from_its_location_and_then_from_a_server(
+    fleet: Fleet, right: dict[str, list[int]]
+) -> None:
+    with fleet.server("s0") as s0, fleet.server("s1") as s1, fleet.server("s2") as s2:
+        assert answer(s0, "a") == right["a"]
+        assert fleet.holders("a") == ("s0",)
+        fleet.lose_source("a")
+        assert answer(s1, "a") == right["a"]
+        assert fleet.holders("a") == ("s0", "s1")
+        assert answer(s2, "b") == right["b"]
+        fleet.check("s0", "s1", "s2")
+        metrics = send(s1, "GET", "/metrics").body.decode()
+        assert 'capplan:adapter_transfers_total{outcome="done",source="server"} 1.0' in metrics
+        assert "capplan:adapters_stored 1.0" in metrics
+        for server in (s0, s1, s2):
+            server.check_idle()
+
+
+def test_the_last_copy_stays(fleet: Fleet, right: dict[str, list[int]]) -> None:
+    with fleet.server("s0") as s0, fleet.server("s1") as s1:
+        answer(s0, "a")
+        fleet.lose_source("a")
+        share(s0, a=0)
+        assert fleet.holders("a") == ("s0",)
+        answer(s1, "a")
+        share(s0, a=0)
+        share(s1, a=0)
+        assert fleet.holders("a") == ("s1",)
+        fleet.check("s0", "s1")
+        assert answer(s0, "a") == answer(s1, "a") == right["a"]
+
+
+def test_a_copy_is_removed_when_its_requests_have_ended(fleet: Fleet) -> None:
+    with fleet.server("s0") as s0, fleet.server("s1") as s1:
+        answer(s0, "a")
+        answer(s1, "a")
+        with ThreadPoolExecutor(1) as threads:
+            running = threads.submit(ask, s0, "a", max_tokens=400, ignore_eos=True)
+            while not s0.service.engine.in_flight:
+                time.sleep(0.001)
+            share(s0, a=0)
+            assert fleet.holders("a") == ("s0", "s1")
+            assert len(tokens_of(running.result())) == 400
+        share(s0, a=0)
+        assert fleet.holders("a") == ("s1",)
+        fleet.check("s0", "s1")
+
+
+def test_an_adapter_in_recent_use_is_kept(fleet: Fleet) -> None:
+    with fleet.server("s0", pool_params=PoolParams(round_s=3600.0)) as s0, fleet.server("s1") as s1:
+        answer(s0, "a")
+        answer(s1, "a")
+        share(s0, a=0)
+        assert fleet.holders("a") == ("s0", "s1")
+
+
+class Peer:
+    """Server that sends files as a test wants.
+
+    Attributes
+    ----------
+    requests
+        Paths of its requests.
+    """
+
+    def __init__(self, send_file: Callable[[BaseHTTPRequestHandler, bytes], None], source: Path) -> None:
+        peer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                peer.requests.append(self.path)
+                assert self.headers["Authorization"] == f"Bearer {ADMIN_KEY}"
+                with contextlib.suppress(OSError):
+                    send_file(self, (source / self.path.rpartition("/")[2]).read_bytes())
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.requests: list[str] = []
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+
+@contextlib.contextmanager
+def peer(fleet: Fleet, send_file: Callable[[BaseHTTPRequestHandler, bytes], None]) -> Iterator[Peer]:
+    """Let a server of a test be the holder of adapter a."""
+    source = fleet.top / "peer-files"
+    shutil.copytree(fleet.top / "source" / "a", source)
+    made = Peer(send_file, source)
+    fleet.registry.announce(PEER, made.url)
+    fleet.registry.hold("a", fleet.registry.get("a").digest or "", PEER)
+    try:
+        yield made
+    finally:
+        made.server.shutdown()
+        made.server.server_close()
+
+
+def reply(handler: BaseHTTPRequestHandler, data: bytes, length: int | None = None, status: int = 200) -> None:
+    handler.send_response(status)
+    handler.send_header("Content-Length", str(len(data) if length is None else length))
+    handler.end_headers()
+    handler.wfile.write(data)
+
+
+def stall(handler: BaseHTTPRequestHandler, data: bytes) -> None:
+    reply(handler, data[:100], len(data))
+    time.sleep(2)
+
+
+def trickle(handler: BaseHTTPRequestHandler, data: bytes) -> None:
+    reply(handler, b"", len(data))
+    for byte in data[:100]:
+        handler.wfile.write(bytes([byte]))
+        time.sleep(0.05)
+
+
+def redirect(handler: BaseHTTPRequestHandler, data: bytes) -> None:
+    handler.send_response(302)
+    handler.send_header("Location", f"http://127.0.0.1:{handler.server.server_port}/other")  # type: ignore[attr-defined]
+    handler.end_headers()
+
+
+FAULTS: dict[str, Callable[[BaseHTTPRequestHandler, bytes], None]] = {
+    "wrong bytes": lambda handler, data: reply(handler, data[:-1] + bytes([data[-1] ^ 1])),
+    "too many bytes": lambda handler, data: reply(handler, data * 1000),
+    "too few bytes": lambda handler, data: reply(handler, data[:-1]),
+    "cut off": lambda handler, data: reply(handler, data[:-1], len(data)),
+    "no file": lambda handler, data: reply(handler, b"{}", status=404),
+    "no HTTP": lambda handler, data: handler.wfile.write(b"\0" * 100),
+    "stalled": stall,
+    "trickling": trickle,
+    "redirected": redirect,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_server_that_does_not_deliver_is_replaced_by_the_location(
+    fault: str, fleet: Fleet, right: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = ServerLimits(lora_timeout_s=2.0)
+    with peer(fleet, FAULTS[fault]) as other, fleet.server("s0", limits=limits) as s0:
+        assert answer(s0, "a") == right["a"]
+        assert other.requests
+        assert all("/other" not in path for path in other.requests), "the key must not follow a redirect"
+        assert fleet.holders("a") == (PEER, "s0")
+        fleet.check("s0")
+
+
+@pytest.mark.parametrize("fault", ["wrong bytes", "stalled", "no file"])
+def test_without_a_source_a_request_is_refused_and_nothing_is_left(fault: str, fleet: Fleet) -> None:
+    with peer(fleet, FAULTS[fault]), fleet.server("s0") as s0:
+        fleet.lose_source("a")
+        assert refusal(s0, "a") == (503, "adapter_unavailable")
+        assert fleet.holders("a") == (PEER,)
+        fleet.check("s0")
+        s0.check_idle()
+
+
+def test_a_server_that_is_gone_is_replaced_by_the_location(fleet: Fleet, right: dict[str, list[int]]) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        fleet.registry.announce(PEER, f"http://127.0.0.1:{closed.getsockname()[1]}")
+    fleet.registry.hold("a", fleet.registry.get("a").digest or "", PEER)
+    with fleet.server("s0") as s0:
+        assert answer(s0, "a") == right["a"]
+
+
+def test_a_location_may_be_a_url(fleet: Fleet, right: dict[str, list[int]]) -> None:
+    known = fleet.registry.get("a")
+    source = fleet.top / "source" / "a"
+    files = {f"/x/{file.name}": file.read_bytes() for file in source.iterdir()}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            assert "Authorization" not in self.headers, "the key is for servers of the fleet"
+            reply(self, files[self.path])
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as store:
+        threading.Thread(target=store.serve_forever, args=(0.01,), daemon=True).start()
+        fleet.registry.add(known.replace(location=f"http://127.0.0.1:{store.server_port}/x/"), replace=True)
+        with fleet.server("s0") as s0:
+            assert answer(s0, "a") == right["a"]
+        store.shutdown()
+
+
+def test_requests_of_an_adapter_share_one_transfer(fleet: Fleet, right: dict[str, list[int]]) -> None:
+    def slow(handler: BaseHTTPRequestHandler, data: bytes) -> None:
+        time.sleep(0.1)
+        reply(handler, data)
+
+    with peer(fleet, slow) as other, fleet.server("s0") as s0, ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda _: answer(s0, "a"), range(8)))
+        assert answers == [right["a"]] * 8
+        assert len(other.requests) == 2
+
+
+def test_a_client_that_leaves_does_not_end_the_transfer(fleet: Fleet) -> None:
+    def slow(handler: BaseHTTPRequestHandler, data: bytes) -> None:
+        time.sleep(0.15)
+        reply(handler, data)
+
+    with peer(fleet, slow) as other, fleet.server("s0") as s0:
+        body = json.dumps({"model": "a", "prompt": [1], "max_tokens": 1}).encode()
+        with socket.create_connection(("127.0.0.1", int(s0.url.rpartition(":")[2]))) as client:
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+            )
+            while not other.requests:
+                time.sleep(0.005)
+        until_s = time.monotonic() + 10
+        while "s0" not in fleet.holders("a") and time.monotonic() < until_s:
+            time.sleep(0.01)
+        assert fleet.holders("a") == (PEER, "s0")
+        s0.check_idle()
+
+
+def test_more_adapters_than_the_engine_has_room_for_take_turns(
+    fleet: Fleet, right: dict[str, list[int]]
+) -> None:
+    with fleet.server("s0", max_adapters=2) as s0:
+        for name in (*NAMES, *NAMES):
+            assert answer(s0, name) == right[name]
+        assert len(s0.engine.adapters) == 2
+        fleet.check("s0")
+
+
+def test_requests_under_contention_for_room_are_answered_or_refused_with_a_reason(
+    fleet: Fleet, right: dict[str, list[int]]
+) -> None:
+    with fleet.server("s0", max_adapters=2) as s0, ThreadPoolExecutor(12) as threads:
+        asked = [NAMES[number % 3] for number in range(48)]
+        answers = list(threads.map(lambda name: ask(s0, name), asked))
+        for name, found in zip(asked, answers, strict=True):
+            if found.status == 503:
+                assert found.error["code"] == "overloaded"
+            else:
+                assert tokens_of(found) == right[name]
+        assert any(found.status == 200 for found in answers)
+        s0.check_idle()
+        fleet.check("s0")
+
+
+def test_an_adapter_that_is_broken_or_does_not_fit_is_refused(fleet: Fleet) -> None:
+    spoilt = fleet.top / "source" / "c"
+    spoil_number(spoilt)
+    fleet.registry.add(read_adapter("c", spoilt, "base"), replace=True)
+    fleet.registry.add(fleet.registry.get("a").replace(name="other", base_model="org/other"))
+    reference = {"base_model": "base", "rank": 8, "location": "s3://bucket/r"}
+    fleet.registry.add(RegisteredAdapter(name="unhashed", **reference))
+    fleet.registry.add(RegisteredAdapter(name="elsewhere", digest="0" * 64, **reference))
+    with fleet.server("s0") as s0:
+        for _ in range(2):
+            assert refusal(s0, "c") == (400, "unusable_adapter")
+        counted = 'capplan:adapter_transfers_total{outcome="unusable",source="location"} 1.0'
+        assert counted in send(s0, "GET", "/metrics").body.decode(), "what does not fit is fetched once"
+        assert refusal(s0, "other") == (400, "other_base_model")
+        assert refusal(s0, "unhashed") == (503, "no_digest")
+        assert refusal(s0, "elsewhere") == (503, "adapter_unavailable")
+        assert refusal(s0, "unknown") == (404, "model_not_found")
+        fleet.check("s0")
+
+
+def test_a_registry_that_is_locked_or_gone_refuses_new_adapters_only(
+    fleet: Fleet, right: dict[str, list[int]]
+) -> None:
+    with fleet.server("s0") as s0:
+        answer(s0, "a")
+        with contextlib.closing(sqlite3.connect(fleet.file)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            assert refusal(s0, "b") == (503, "registry_unavailable")
+            assert answer(s0, "a") == right["a"]
+        assert answer(s0, "b") == right["b"]
+        fleet.check("s0")
+        fleet.file.rename(fleet.top / "elsewhere.db")
+        assert refusal(s0, "c") == (503, "registry_unavailable")
+        message = ask(s0, "c").error["message"]
+        assert str(fleet.top) not in message
+        assert answer(s0, "a") == right["a"]
+
+
+def test_files_go_to_holders_of_the_admin_key_only(fleet: Fleet) -> None:
+    with fleet.server("s0", api_key="client") as s0:
+        digest = fleet.registry.get("a").digest
+        client = {"Authorization": "Bearer client"}
+        admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
+        body = json.dumps({"model": "a", "prompt": [1], "max_tokens": 1}).encode()
+        assert send(s0, "POST", "/v1/completions", body, **client).status == 200
+        path = f"/v1/adapter_files/{digest}/adapter_config.json"
+        assert send(s0, "GET", path, **admin).status == 200
+        for headers in ({}, client, {"Authorization": f"Bearer {ADMIN_KEY}x"}):
+            assert send(s0, "GET", path, **headers).status == 401
+            assert send(s0, "POST", "/v1/adapter_shares", b'{"shares": {}}', **headers).status == 401
+        (fleet.root("s0") / ("1" * 64)).mkdir()
+        for other in (
+            f"{digest}/other.json",
+            f"{digest}/..%2F..%2Fregistry.db",
+            f"{'1' * 64}/adapter_config.json",
+            "..%2Fsource%2Fa/adapter_config.json",
+            f"{'0' * 64}/adapter_config.json",
+        ):
+            assert send(s0, "GET", f"/v1/adapter_files/{other}", **admin).status == 404
+        for shares in ({"a": -1}, {"a": 2}, {"": 1}, {"a": None}, [], {"a" * 300: 1}):
+            wrong = json.dumps({"shares": shares}).encode()
+            assert send(s0, "POST", "/v1/adapter_shares", wrong, **admin).status == 400
+    with live({"a": 8}, admin_api_key=ADMIN_KEY) as alone:
+        assert send(alone, "GET", path, **admin).error["code"] == "no_registry"
+
+
+def test_a_stored_file_swapped_for_a_link_is_not_sent(fleet: Fleet) -> None:
+    with fleet.server("s0") as s0:
+        answer(s0, "a")
+        digest = fleet.registry.get("a").digest
+        file = fleet.root("s0") / str(digest) / "adapter_config.json"
+        file.unlink()
+        file.symlink_to(fleet.file)
+        admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
+        assert send(s0, "GET", f"/v1/adapter_files/{digest}/{file.name}", **admin).status == 404
+
+
+def test_a_restart_in_the_middle_is_repaired(fleet: Fleet, right: dict[str, list[int]]) -> None:
+    """A transfer cut off, a copy that was not recorded, a record without a copy, and a removal cut off."""
+    root = fleet.root("s0")
+    digests = {name: str(fleet.registry.get(name).digest) for name in NAMES}
+    with fleet.server("s0") as s0:
+        for name in NAMES:
+            answer(s0, name)
+    fleet.registry.lose("a", "s0")
+    shutil.rmtree(root / digests["b"])
+    hidden = root / f".{digests['b']}.{'0' * 16}.tmp"
+    hidden.mkdir()
+    (hidden / "adapter_config.json").write_text("{")
+    (root / ("9" * 64)).mkdir()
+    (root / "of-the-operator").mkdir()
+    with fleet.server("s0") as s0:
+        assert (fleet.holders("a"), fleet.holders("b"), fleet.holders("c")) == (("s0",), (), ("s0",))
+        assert (root / "of-the-operator").is_dir()
+        (root / "of-the-operator").rmdir()
+        fleet.check("s0")
+        assert {name: answer(s0, name) for name in NAMES} == right
+
+
+def test_a_server_that_stops_during_a_transfer_leaves_no_copy(
+    fleet: Fleet, right: dict[str, list[int]]
+) -> None:
+    with peer(fleet, stall) as other, ThreadPoolExecutor(1) as threads:
+        slow = PoolParams(transfers=TransferParams(stall_timeout_s=30.0))
+        with fleet.server("s0", pool_params=slow, drain_timeout_s=0.1) as s0:
+            asked = threads.submit(ask, s0, "a")
+            while not other.requests:
+                time.sleep(0.005)
+            for _ in range(2):  # the second time, at once
+                s0.on_loop(s0.server.end)
+            s0.join()
+            with contextlib.suppress(OSError):
+                assert asked.result().status == 503
+        assert fleet.holders("a") == (PEER,)
+        with fleet.server("s0") as s0:
+            fleet.check("s0")
+            assert answer(s0, "a") == right["a"]
+
+
+def test_an_adapter_that_is_replaced_in_the_registry_is_replaced_at_its_servers(
+    fleet: Fleet, right: dict[str, list[int]]
+) -> None:
+    with fleet.server("s0") as s0:
+        assert answer(s0, "a") == right["a"]
+        fleet.registry.add(read_adapter("a", fleet.top / "source" / "b", "base"), replace=True)
+        share(s0)
+        assert answer(s0, "a") == right["b"]
+        fleet.registry.remove("a")
+        share(s0)
+        assert refusal(s0, "a") == (404, "model_not_found")
+        fleet.check("s0")
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_schedules_lose_no_adapter(seed: int, fleet: Fleet, right: dict[str, list[int]]) -> None:
+    """Requests, shares and restarts, when the servers have the only copies."""
+    rng, names = random.Random(seed), ("s0", "s1", "s2")
+    with contextlib.ExitStack() as stack:
+        running = {name: stack.enter_context(fleet.server(name)) for name in names}
+        for name in NAMES:
+            assert answer(running[rng.choice(names)], name) == right[name]
+            fleet.lose_source(name)
+        for _ in range(20):
+            server, adapter = rng.choice(names), rng.choice(NAMES)
+            match rng.choice(("ask", "ask", "zero", "zero", "share", "restart")):
+                case "ask":
+                    assert answer(running[server], adapter) == right[adapter]
+                case "restart":
+                    running[server].close()
+                    running[server] = stack.enter_context(fleet.server(server))
+                case change:
+                    share(running[server], **{adapter: float(change == "share")})
+            assert all(fleet.holders(each) for each in NAMES)
+        fleet.check(*names)
+
+
+def test_two_adapters_with_the_same_bytes_share_a_copy(fleet: Fleet, right: dict[str, list[int]]) -> None:
+    fleet.registry.add(fleet.registry.get("a").replace(name="twin"))
+    with fleet.server("s0") as s0, fleet.server("s1") as s1:
+        for server in (s0, s1):
+            assert answer(server, "a") == answer(server, "twin") == right["a"]
+        share(s0, a=0)
+        assert (fleet.holders("a"), fleet.holders("twin")) == (("s1",), ("s0", "s1"))
+        fleet.check("s0", "s1")
+        share(s0, twin=0)
+        assert list(fleet.root("s0").iterdir()) == []
+        assert answer(s0, "twin") == right["a"]
+
+
+def test_a_full_disk_is_a_refusal(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with fleet.server("s0") as s0:
+        monkeypatch.setattr("capplan.engine.lora.store.sync", full)
+        assert refusal(s0, "a") == (503, "storage")
+        monkeypatch.undo()
+        fleet.check("s0")
+        assert post(s0, "/v1/completions", model="a", prompt=[1], max_tokens=1).status == 200
