@@ -132,6 +132,19 @@ def test_requests_refused_by_a_failed_engine_go_to_other_holders() -> None:
     run(check)
 
 
+@pytest.mark.parametrize("code", ["overloaded", "adapter_unavailable", "registry_unavailable", "storage"])
+def test_requests_that_an_instance_cannot_start_now_go_to_other_holders(code: str) -> None:
+    async def check(r: Routed) -> None:
+        r.launcher["g1-1"].refusal = code
+        answers = [await r.post("shared") for _ in range(4)]
+        assert {(status, body["instance"]) for status, body, _ in answers} == {(200, "g0-1")}
+        status, body, _ = await r.post("b")
+        assert (status, body["error"]["code"]) == (503, code)
+        assert all(instance.is_up for instance in r.state.fleet.instances), "it serves other requests"
+
+    run(check, policy=replace(QUICK, ping_every_s=60.0))
+
+
 def test_an_instance_that_refuses_connections_is_restarted() -> None:
     async def check(r: Routed) -> None:
         await r.launcher["g0-1"].stop_listening()

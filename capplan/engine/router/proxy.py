@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
+from types import MappingProxyType
 from typing import Annotated, Final
 
 import aiohttp
@@ -26,8 +27,16 @@ _BYTES_PER_TOKEN: Final = 4
 """Of a request body, to estimate the length of its prompt, which only the instance tokenizes."""
 _RETRIED_CODES: Final = ("engine_failed", "engine_stopped", "shutting_down")
 """Error codes of an instance that accepts no requests and has not started this one."""
-_OVERLOADED: Final = "overloaded"
-"""Error code of an instance that has not started this request, and may accept the next one."""
+_NO_ADAPTER: Final = "No instance can fetch the adapter of this model at the moment"
+_REFUSALS: Final = MappingProxyType(
+    {
+        "overloaded": "The instances of this model are overloaded",
+        "adapter_unavailable": _NO_ADAPTER,
+        "registry_unavailable": _NO_ADAPTER,
+        "storage": _NO_ADAPTER,
+    }
+)
+"""Error codes of an instance that has not started this request, and may accept the next one."""
 
 
 class RouterState(ServerState):
@@ -149,28 +158,28 @@ class ProxyResponse(Response):
 
     async def _forward(self, adapter: str | None, send: Send) -> None:
         tried: list[InstanceSupervisor] = []
-        is_overloaded = False
+        refusal: str | None = None
         while True:
             instance = self._state.fleet.choose(adapter, tried, len(self._request) // _BYTES_PER_TOKEN)
             if instance is None:
-                raise self._no_instance(adapter, is_overloaded)
+                raise self._no_instance(adapter, refusal)
             try:
                 await self._forward_to(instance, send)
                 return
             except InstanceGoneError as gone:
-                if gone.refusal == _OVERLOADED:
-                    is_overloaded = True
+                if gone.refusal in _REFUSALS:
+                    refusal = gone.refusal
                 elif gone.refusal is not None:
                     instance.take_out(gone.refusal)
                 tried.append(instance)
                 self._state.retries += 1
 
-    def _no_instance(self, adapter: str | None, is_overloaded: bool) -> ApiError:
-        """Return the error if no instance has started the request; `is_overloaded`: one is up."""
+    def _no_instance(self, adapter: str | None, refusal: str | None) -> ApiError:
+        """Return the error if no instance has started the request; `refusal`: code of one that is up."""
         if self._state.draining:
             return self._state.refusal(503, "The server shuts down", "shutting_down", 1)
-        if is_overloaded:
-            return self._state.refusal(503, "The instances of this model are overloaded", _OVERLOADED, 1)
+        if refusal is not None:
+            return self._state.refusal(503, _REFUSALS[refusal], refusal, 1)
         retry_after_s = self._state.fleet.retry_after_s(adapter)
         return self._state.refusal(
             503, "No instance that serves this model is up", "no_instance", retry_after_s
@@ -194,7 +203,7 @@ class ProxyResponse(Response):
             async with client.post(self._path, self._request, self._content_type) as response:
                 await self._send_response(response, client, send)
         except FileLimitError:
-            error = self._state.refusal(503, "The server is overloaded", _OVERLOADED, 1)
+            error = self._state.refusal(503, "The server is overloaded", "overloaded", 1)
             raise error from None
         except aiohttp.ClientError:
             message = "The instance has failed or does not respond; please try again"
@@ -213,7 +222,7 @@ class ProxyResponse(Response):
         ]
         if response.content_type != "text/event-stream":
             body = await response.read()  # whole, so that a failure still sets the status
-            if response.status == 503 and (code := error_code(body)) in (*_RETRIED_CODES, _OVERLOADED):
+            if response.status == 503 and (code := error_code(body)) in (*_RETRIED_CODES, *_REFUSALS):
                 raise InstanceGoneError(code)
             if response.ok:  # a refusal says nothing of the engine
                 client.note_progress()
