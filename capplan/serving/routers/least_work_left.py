@@ -37,6 +37,7 @@ from capplan.serving.routers.fleet import (
     ArrivingRequest,
     Fleet,
     Placement,
+    queued_tokens,
 )
 from capplan.serving.routers.smooth_shares import by_credit
 
@@ -137,11 +138,11 @@ def least_added_work(
     for place in range(first, last):
         instance = placement.instance[place]
         model = models[instance]
-        before_ms = _work_ms(fleet, instance, -1, 0, request.mean_answer, model)
-        added_ms = _work_ms(fleet, instance, request.rank, request.prompt_tokens, request.mean_answer, model)
-        added_ms -= before_ms
+        tokens = queued_tokens(fleet, instance)
+        before_ms, after_ms = _work_ms(fleet, instance, tokens, request, model)
+        added_ms = after_ms - before_ms
         elapsed_ms = (request.now_ns - fleet.instances.seen_ns[instance]) * 1e-6
-        wait_ms = max(0.0, before_ms - elapsed_ms) + _delay_ms(fleet, instance, place, request, model)
+        wait_ms = max(0.0, before_ms - elapsed_ms) + _delay_ms(fleet, place, instance, tokens, request, model)
         score = added_ms * (wait_ms + 0.5 * added_ms)
         if placement.share[place] == 0.0:
             score *= parameters[OFF_PLAN]
@@ -163,42 +164,81 @@ def _is_stale(
 
 @inner
 def _work_ms(
-    fleet: Fleet, instance: int, rank: int, prompt: int, mean_answer: float, model: NDArray[np.float64]
-) -> float:
-    """Return the work left of an instance with a further request of this rank; -1: without any."""
+    fleet: Fleet, instance: int, queued: int, request: ArrivingRequest, model: NDArray[np.float64]
+) -> tuple[float, float]:
+    """Return the work left of an instance with `queued` prompt tokens, without and with the request."""
     record = fleet.instances[instance]
     counts = fleet.by_rank[instance]
-    further = 1 if rank >= 0 else 0
-    queued = record.queued + further
-    tokens = float(prompt)
-    for k in range(fleet.ranks.size):
-        tokens += counts[QUEUED_TOKENS, fleet.ranks[k]]
-    # The probability that no one of n waiting prompts is in a batch is other_batch ** n.
-    log_other = 0.0
-    if tokens > model[BATCH_TOKENS]:
-        log_other = math.log(1.0 - model[BATCH_TOKENS] / tokens)
-    outside = 1.0
-    mean_rank = rank_sum = 0.0
-    largest = 0
+    padded = model[PADDED] > 0.0
+    prompt = request.prompt_tokens
+    log_before, log_after = _log_other(queued, model), _log_other(queued + prompt, model)
+    outside_before = outside_after = 1.0
+    mean_before = mean_after = sum_before = sum_after = 0.0
+    largest_before = largest_after = 0
     for k in range(fleet.ranks.size):  # from the largest rank on
         own = fleet.ranks[k]
-        more = further if own == rank else 0
-        present, waiting = counts[PRESENT, own] + more, counts[QUEUED, own] + more
+        is_own = own == request.rank
+        present, waiting = counts[PRESENT, own], counts[QUEUED, own]
+        if present == 0 and not is_own:
+            continue
         if present > 0:
-            largest = max(largest, own)
-            rank_sum += own * (0.5 * (present - waiting) + waiting)
-        if waiting > 0 and model[PADDED] > 0.0:
-            left = outside * math.exp(log_other * waiting) if log_other < 0.0 else 0.0
-            mean_rank += own * (outside - left)
-            outside = left
-        elif waiting > 0:
-            extra = prompt if more else 0
-            mean_rank += own * (counts[QUEUED_TOKENS, own] + extra) / tokens
+            largest_before = max(largest_before, own)
+        largest_after = max(largest_after, own)
+        half = 0.5 * (present - waiting)
+        sum_before += own * (half + waiting)
+        sum_after += own * (half + waiting + is_own)
+        if padded:
+            left = outside_before * _none_in_batch(log_before, waiting)
+            mean_before += own * (outside_before - left)
+            outside_before = left
+            left = outside_after * _none_in_batch(log_after, waiting + is_own)
+            mean_after += own * (outside_after - left)
+            outside_after = left
+        else:
+            tokens = counts[QUEUED_TOKENS, own]
+            if waiting > 0:
+                mean_before += own * tokens / float(queued)
+            if waiting + is_own > 0:
+                mean_after += own * (tokens + is_own * prompt) / float(queued + prompt)
+    running, waiting = record.running, record.queued
+    answers = request.mean_answer
+    rank_answers = (0.5 * running + waiting) * largest_before if padded else sum_before
+    before_ms = _sum_ms(record, queued, waiting, mean_before, rank_answers, answers, model)
+    rank_answers = (0.5 * running + waiting + 1) * largest_after if padded else sum_after
+    after_ms = _sum_ms(record, queued + prompt, waiting + 1, mean_after, rank_answers, answers, model)
+    return before_ms, after_ms
+
+
+@inner
+def _log_other(tokens: int, model: NDArray[np.float64]) -> float:
+    """Return the logarithm of the probability that a waiting prompt is in another batch; 0: there is one."""
+    if tokens <= model[BATCH_TOKENS]:
+        return 0.0
+    return math.log(1.0 - model[BATCH_TOKENS] / float(tokens))
+
+
+@inner
+def _none_in_batch(log_other: float, prompts: int) -> float:
+    """Return the probability that none of some waiting prompts is in a batch."""
+    if prompts == 0:
+        return 1.0
+    return math.exp(log_other * prompts) if log_other < 0.0 else 0.0
+
+
+@inner
+def _sum_ms(
+    record: np.record,
+    tokens: int,
+    queued: int,
+    mean_rank: float,
+    rank_answers: float,
+    mean_answer: float,
+    model: NDArray[np.float64],
+) -> float:
+    """Return the time of prompts and of answers; running requests have half of their answers left."""
     prefill_ms = model[TOKEN] + model[TOKEN_RANK] * mean_rank
     prefill_ms *= tokens + record.partial_tokens
-    # Running requests have half of their answers left.
     answers = 0.5 * record.running + queued
-    rank_answers = answers * largest if model[PADDED] > 0.0 else rank_sum
     kv_tokens = 0.5 * record.running_tokens + tokens + 0.5 * mean_answer * queued
     decode_ms = model[DECODE] * answers + model[DECODE_RANK] * rank_answers + model[KV] * kv_tokens
     return float(prefill_ms + mean_answer * decode_ms)
@@ -206,17 +246,19 @@ def _work_ms(
 
 @inner
 def _delay_ms(
-    fleet: Fleet, instance: int, place: int, request: ArrivingRequest, model: NDArray[np.float64]
+    fleet: Fleet,
+    place: int,
+    instance: int,
+    queued: int,
+    request: ArrivingRequest,
+    model: NDArray[np.float64],
 ) -> float:
     """Return the time that a request waits for more than the work before it."""
     record = fleet.instances[instance]
     running = max(1, record.running)
     step_ms = model[STEP] + running * model[DECODE] + record.running_tokens * model[KV]
     answer_ms = 0.5 * request.mean_answer * step_ms  # until the end of a running request, on average
-    tokens = request.prompt_tokens
-    for k in range(fleet.ranks.size):
-        tokens += fleet.by_rank[instance, QUEUED_TOKENS, fleet.ranks[k]]
-    missing = tokens - record.free_blocks * record.block_size
+    missing = queued + request.prompt_tokens - record.free_blocks * record.block_size
     ends = max(0.0, missing * running / max(1, record.running_tokens))  # of requests, until there is room
     ends = max(ends, float(record.running + record.queued + 1 - record.max_num_seqs))
     wait_ms = ends * answer_ms / running
