@@ -1,5 +1,6 @@
 """Plans simulated as clusters behind their routers, and the load that they sustain."""
 
+import numpy as np
 import pytest
 
 from capplan import Adapter, InputError, Plan, Workload, plan
@@ -16,6 +17,8 @@ from capplan.planner.served import (
 )
 from capplan.spec import Lengths, Slo
 from capplan.twin.cluster import Instance, served_router, simulate_cluster
+from capplan.twin.cluster.plans import served_rule
+from capplan.twin.cluster.routers import MODELLED
 from tests.twin.cluster.workloads import PROFILE, even, same
 
 SLO = Slo(ttft_p95_s=2.0)
@@ -129,3 +132,15 @@ def test_stale_states_cost_little_beside_shares() -> None:
             workload, instances, router="least-work-left", duration_s=120.0, state_period_s=period_s
         )
         assert looking.ttft_s_p95 <= 1.1 * shares.ttft_s_p95 + 0.01
+
+
+def test_a_running_router_has_a_model_of_every_instance(planned) -> None:
+    made, _ = planned
+    for name in MODELLED:
+        rule = served_rule(made, made.groups, name, {PROFILE.name: PROFILE})
+        assert rule.models.shape[0] == made.totals.gpus
+        assert np.isfinite(rule.models).all()
+        assert rule.models.any()
+    plain = served_rule(made, made.groups, "dlora", {})
+    assert plain.period_ns > 10**18 - 1
+    assert plain.first_answer == made.provenance["mean_output_tokens"] == 200.0
