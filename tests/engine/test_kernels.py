@@ -5,17 +5,22 @@ Inputs are fresh, everything that a kernel must not read is poisoned with NaN, a
 
 import gc
 import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="the kernels need triton (extra `engine`)")
 
 from capplan.engine import ModelConfig
 from capplan.engine.input_batch import Segment
-from capplan.engine.kernels.triton_attention import paged_decode
+from capplan.engine.kernels.triton_attention import attention_splits, decode_launches
 from capplan.engine.kernels.triton_lora import Kind, TritonLoRA
+from capplan.engine.kernels.triton_lora_kernels import shrink_tiles, shrink_tokens
 from capplan.engine.lora import AdapterLayout, HostAdapter
 from capplan.engine.lora.adapter import MODULES, SITES, pack
 from capplan.engine.lora.memory import AdapterMemory, RowTables, StaticSlots, UnifiedPages
@@ -30,7 +35,7 @@ CONFIG = ModelConfig(
     heads=6,
     kv_heads=2,
     head_dim=14,
-    intermediate_size=100,
+    intermediate_size=440,  # more columns than one program takes
     vocab_size=10,
     max_positions=64,
 )
@@ -127,41 +132,132 @@ def test_each_token_uses_its_own_adapter(where: str, kind: Kind, dtype: torch.dt
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "dtype"),
+    ("least", "tokens_each", "tiled"), [(None, 7, False), (None, 8, True), (3, 3, True), (9, 8, False)]
+)
+def test_tiles_are_used_from_the_measured_tokens_per_adapter(
+    least: int | None, tokens_each: int, tiled: bool
+) -> None:
+    memory = StaticSlots(LAYOUT, 2, 8, torch.float32, DEVICE)
+    tables = RowTables(LAYOUT, 2, 8, DEVICE)
+    for number in (1, 2):
+        tables.add(number, memory.place(number, LAYOUT.ranks(8)), memory.padding(number, 8))
+    segments = [Segment(0, 0, 50), Segment(1, 50, 50 + 2 * tokens_each - 1)]
+    segments.append(Segment(2, segments[-1].end, segments[-1].end + 1))
+    step = TritonLoRA(LAYOUT, tables, memory.storage, segments, segments[-1].end, sgmv_from_tokens=least)
+    x = torch.zeros(segments[-1].end, LAYOUT.sizes[3][0], device=DEVICE)
+    assert step.shrink_launch(0, 1, x).kernel is (shrink_tiles if tiled else shrink_tokens)
+
+
+class PagedRequests(NamedTuple):
+    """Requests with random keys and values in random pages; everything else in memory is NaN."""
+
+    cache: KvCache
+    q: torch.Tensor
+    tables: torch.Tensor
+    context: torch.Tensor
+    expected: torch.Tensor
+    """Attention in float64."""
+
+
+def paged_requests(
+    lengths: Sequence[int], heads: tuple[int, int, int], block_size: int, dtype: torch.dtype, seed: int
+) -> PagedRequests:
+    """Return requests of these contexts; `heads` are query heads, key heads and their width."""
+    number, kv_heads, head_dim = heads
+    shape = {"heads": number, "kv_heads": kv_heads, "head_dim": head_dim, "layers": 2}
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 8, "max_positions": 512}
+    config = ModelConfig(name="attention", **shape, **sizes)
+    blocks = [-(-length // block_size) for length in lengths]
+    pool = PagePool(sum(blocks), kv_page_elements(config, block_size), dtype, DEVICE)
+    pool.tensor.fill_(torch.nan)
+    cache = KvCache(config, pool, block_size)
+    generator = torch.Generator().manual_seed(seed)
+    free = torch.randperm(sum(blocks), generator=generator) + 1
+    tables = torch.zeros((len(lengths), max(blocks)), dtype=torch.int64, device=DEVICE)
+    q = torch.randn(len(lengths), number, head_dim, generator=generator).to(DEVICE, dtype)
+    expected = torch.empty(q.shape, dtype=torch.float64, device=DEVICE)
+    for i, (length, count) in enumerate(zip(lengths, blocks, strict=True)):
+        pages, free = free[:count].to(DEVICE), free[count:]
+        tables[i, :count] = pages
+        k, v = torch.randn(2, length, kv_heads, head_dim, generator=generator).to(DEVICE, dtype)
+        token = torch.arange(length, device=DEVICE)
+        cache.pages[pages[token // block_size], 1, 0, token % block_size] = k
+        cache.pages[pages[token // block_size], 1, 1, token % block_size] = v
+        keys, values = (t.double().repeat_interleave(number // kv_heads, dim=1) for t in (k, v))
+        scores = torch.einsum("hd,thd->ht", q[i].double(), keys) * head_dim**-0.5
+        expected[i] = torch.einsum("ht,thd->hd", scores.softmax(dim=-1), values)
+    return PagedRequests(cache, q, tables, torch.tensor(lengths, device=DEVICE), expected)
+
+
+def attention_error(requests: PagedRequests, splits: int | None = None) -> float:
+    """Return the largest error of decode attention relative to the largest output; buffers hold NaN."""
+    out = torch.full_like(requests.q, torch.nan)
+    cache, q, tables, context, expected = requests
+    launches = decode_launches(cache, 1, q, tables, context, out, splits)
+    for buffer in launches[0].arguments[4:6] if len(launches) > 1 else ():
+        buffer.fill_(torch.nan)
+    for launch in launches:
+        launch.run()
+    return float((out.double() - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
     [
-        (6, 2, 14, torch.float32),
-        (4, 4, 20, torch.bfloat16),
-        (8, 1, 64, torch.float16),
-        (34, 2, 32, torch.float32),
+        ((6, 2, 14), torch.float32),
+        ((4, 4, 20), torch.bfloat16),
+        ((8, 1, 64), torch.float16),
+        ((34, 2, 32), torch.float32),
     ],
     ids=str,
 )
 def test_decode_attention_reads_only_the_pages_of_its_request(
-    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    heads: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     rng = np.random.default_rng()
-    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "layers": 2}
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 8, "max_positions": 512}
-    config = ModelConfig(name="attention", **shape, **sizes)
     block_size = int(rng.integers(3, 20))
-    pool = PagePool(120, kv_page_elements(config, block_size), dtype, DEVICE)
-    pool.tensor.fill_(torch.nan)
-    cache = KvCache(config, pool, block_size)
-    lengths = [1, 2, block_size, block_size + 1, 70, 131]
-    tables = torch.zeros((len(lengths), 131 // block_size + 1), dtype=torch.int64, device=DEVICE)
-    q = torch.randn(len(lengths), heads, head_dim, device=DEVICE).to(dtype)
-    right = torch.empty(q.shape, dtype=torch.float64, device=DEVICE)
-    for i, length in enumerate(lengths):
-        pages = torch.from_numpy(pool.allocate(-(-length // block_size))).to(DEVICE)
-        tables[i, : pages.numel()] = pages
-        k, v = torch.randn(2, length, kv_heads, head_dim, device=DEVICE).to(dtype)
-        token = torch.arange(length, device=DEVICE)
-        cache.pages[pages[token // block_size], 1, 0, token % block_size] = k
-        cache.pages[pages[token // block_size], 1, 1, token % block_size] = v
-        group = heads // kv_heads
-        keys, values = (t.double().repeat_interleave(group, dim=1) for t in (k, v))
-        scores = torch.einsum("hd,thd->ht", q[i].double(), keys) * head_dim**-0.5
-        right[i] = torch.einsum("ht,thd->hd", scores.softmax(dim=-1), values)
-    context = torch.tensor(lengths, device=DEVICE)
-    got = paged_decode(cache, 1, q, tables, context)
-    assert float((got.double() - right).abs().max() / right.abs().max()) < TOLERANCE[dtype]
+    requests = paged_requests([1, 2, block_size, block_size + 1, 70, 131], heads, block_size, dtype, 0)
+    assert attention_error(requests, splits=1) < TOLERANCE[dtype]
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    lengths=st.lists(
+        st.integers(1, 800) | st.sampled_from([255, 256, 257, 512, 768]), min_size=1, max_size=3
+    ),
+    splits=st.integers(2, 20),
+    group=st.integers(1, 5),
+    block_size=st.integers(3, 40),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 2**16),
+)
+def test_split_decode_attention_equals_attention_over_the_whole_context(
+    lengths: list[int], splits: int, group: int, block_size: int, dtype: torch.dtype, seed: int
+) -> None:
+    requests = paged_requests(lengths, (2 * group, 2, 12), block_size, dtype, seed)
+    assert attention_error(requests, splits) < TOLERANCE[dtype]
+
+
+def test_split_decode_attention_over_32k_tokens() -> None:
+    requests = paged_requests([32768, 5], (4, 1, 128), 16, torch.float32, 0)
+    assert attention_splits(2, 32768, DEVICE) > 1
+    assert attention_error(requests) < TOLERANCE[torch.float32]
+
+
+def test_contexts_are_split_by_batch_and_length_but_not_by_their_contents() -> None:
+    """A CUDA graph replays one grid for every context that its block tables can hold."""
+    cpu = torch.device("cpu")
+    small, large = attention_splits(8, 4096, cpu), attention_splits(256 * 8, 4096, cpu)
+    assert small > large == 1
+    assert attention_splits(8, 200, cpu) == 1
+    assert attention_splits(256 * 8, 131072, cpu) > 1
+    requests = paged_requests([700, 1], (4, 2, 12), 16, torch.float32, 0)
+    grids = [
+        [
+            launch.grid
+            for launch in decode_launches(requests.cache, 0, requests.q, requests.tables, context, requests.q)
+        ]
+        for context in (requests.context, torch.ones_like(requests.context))
+    ]
+    assert grids[0] == grids[1]
+    assert len(grids[0]) == 2

@@ -8,6 +8,7 @@ form one matrix.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -30,6 +31,9 @@ A, B = 0, 1
 GROUPS: Final = tuple((module, side) for site in SITES for side in (A, B) for module in site)
 """(module, side) groups of rows of one layer, in order: A of a site's modules, then their B."""
 
+_MOST_ALIGNMENT: Final = 16
+"""Elements; what Triton's compiler uses at most."""
+
 
 class AdapterLayout:
     """Row lengths of a model's adapters.
@@ -48,6 +52,9 @@ class AdapterLayout:
         First column of each module's output within the output of its site.
     site_outputs
         First columns and widths of the modules of each site.
+    row_alignment
+        Largest power of 2 up to 16 that divides the length of every row, in elements. Rows begin at multiples
+        of it, in slots and in pages.
     """
 
     def __init__(self, config: ModelConfig, shard: ModelShard = WHOLE) -> None:
@@ -72,6 +79,7 @@ class AdapterLayout:
         )
         self._group_lengths = np.array([self.sizes[module][side] for module, side in GROUPS], np.int64)
         self.longest_row = int(self._group_lengths.max())
+        self.row_alignment = math.gcd(_MOST_ALIGNMENT, *self._group_lengths.tolist())
 
     def cut(self, module: int, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this rank's parts of A, shape (rank, in), and B, shape (out, rank), of the whole model."""
