@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -78,11 +79,13 @@ def read_or_make(path: Path, make: Callable[[], Answer]) -> Answer:
     return found
 
 
-def in_fresh_process(benchmark: str, *words: str) -> str:
-    """Return the output of ``python -m benchmarks.NAME WORDS``."""
+def in_fresh_process(benchmark: str, *words: str, env: Mapping[str, str] | None = None) -> str:
+    """Return the output of ``python -m benchmarks.NAME WORDS``, with further environment variables."""
     command = [sys.executable, "-m", f"benchmarks.{benchmark}", *words]
     root = Path(__file__).resolve().parents[1]
-    return subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True).stdout
+    environment = {**os.environ, **(env or {})}
+    child = subprocess.run(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return child.stdout
 
 
 def cpu_timed(call: Callable[[], Answer]) -> tuple[float, Answer]:

@@ -1,0 +1,104 @@
+"""Launches of every Triton kernel of the engine at the shapes of three models, for benchmarks of kernels.
+
+On the ``meta`` device nothing is allocated, and the launches can only be compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Final
+
+import torch
+
+from capplan.datasets.catalog import hf_config
+from capplan.engine import ModelConfig
+from capplan.engine.input_batch import Segment
+from capplan.engine.kernels.launch import Launch
+from capplan.engine.kernels.triton_attention import decode_launches
+from capplan.engine.kernels.triton_lora import Kind, TritonLoRA
+from capplan.engine.lora import AdapterLayout
+from capplan.engine.lora.adapter import MODULES, SITES, B
+from capplan.engine.lora.memory import RowTables, StaticSlots
+from capplan.engine.models.config import config_from_hf
+from capplan.engine.models.shard import ModelShard
+from capplan.engine.pool import KvCache, PagePool, kv_page_elements
+
+BLOCK_SIZE: Final = 16
+SITE_NAMES: Final = tuple(
+    ", ".join(MODULES[module].removesuffix("_proj") for module in site) for site in SITES
+)
+
+
+@cache
+def gpu_models() -> Mapping[str, ModelConfig]:
+    """Return the models by name, each as one GPU holds it, with one layer."""
+    configs = {
+        "Llama-3.1-8B": ("meta-llama/Llama-3.1-8B-Instruct", 1),
+        "Qwen2.5-7B": ("Qwen/Qwen2.5-7B-Instruct", 1),
+        "Llama-3.1-70B, TP 8": ("meta-llama/Llama-3.1-70B-Instruct", 8),
+    }
+    return MappingProxyType({name: _share(*source) for name, source in configs.items()})
+
+
+def _share(hf_id: str, tp: int) -> ModelConfig:
+    config = config_from_hf(hf_config(hf_id) or {}, hf_id)
+    return ModelShard(0, tp).config(config).replace(layers=1)
+
+
+@dataclass(frozen=True)
+class LoraBatch:
+    """Adapters of one rank on all modules, each with the same number of tokens."""
+
+    kind: Kind
+    adapters: int
+    rank: int
+    tokens_each: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all adapters."""
+        return self.adapters * self.tokens_each
+
+
+def lora_launches(
+    config: ModelConfig, batch: LoraBatch, device: torch.device
+) -> Iterator[tuple[str, str, Launch]]:
+    """Yield (half, site, launch) of every site; activations are views of wider tensors, as in a step."""
+    dtype = getattr(torch, config.dtype)
+    layout = AdapterLayout(config)
+    memory = StaticSlots(layout, batch.adapters, batch.rank, dtype, device)
+    tables = RowTables(layout, batch.adapters, batch.rank, device)
+    for number in range(1, batch.adapters + 1):
+        placement = memory.place(number, layout.ranks(batch.rank))
+        tables.add(number, placement, memory.padding(number, batch.rank))
+    segments = [
+        Segment(number + 1, number * batch.tokens_each, (number + 1) * batch.tokens_each)
+        for number in range(batch.adapters)
+    ]
+    step = TritonLoRA(layout, tables, memory.storage, segments, batch.tokens, batch.kind)
+    for site, modules in enumerate(SITES):
+        width = sum(layout.sizes[module][B] for module in modules)
+        x = torch.zeros((batch.tokens, layout.sizes[modules[0]][0]), dtype=dtype, device=device)
+        out = torch.zeros((batch.tokens, width), dtype=dtype, device=device)
+        yield "shrink", SITE_NAMES[site], step.shrink_launch(0, site, x)
+        yield "expand", SITE_NAMES[site], step.expand_launch(0, site, out)
+
+
+def attention_launches(
+    config: ModelConfig, requests: int, tokens: int, device: torch.device, splits: int | None = None
+) -> Sequence[Launch]:
+    """Return the launches of decode attention over `tokens` of context each."""
+    dtype = getattr(torch, config.dtype)
+    blocks = -(-tokens // BLOCK_SIZE)
+    pool = PagePool(requests * blocks, kv_page_elements(config, BLOCK_SIZE), dtype, device)
+    tables = torch.arange(1, 1 + requests * blocks, device=device).view(requests, blocks)
+    qkv = torch.zeros(
+        (requests, config.heads + 2 * config.kv_heads, config.head_dim), dtype=dtype, device=device
+    )
+    q = qkv[:, : config.heads]
+    context = torch.full((requests,), tokens, dtype=torch.int64, device=device)
+    cache = KvCache(config, pool, BLOCK_SIZE)
+    return decode_launches(cache, 0, q, tables, context, torch.zeros_like(q), splits)
