@@ -50,6 +50,9 @@ class CalibrateArgs:
     )
     memory: str | None = typer.Option(None, metavar="FILE", help="Table of KV tokens by adapter slots.")
     loading: str | None = typer.Option(None, metavar="FILE", help="Table of adapter loads.")
+    kernels: str | None = typer.Option(
+        None, metavar="FILE", help="Table of `capplan profile kernels`, for the crossover of LoRA kernels."
+    )
     base: str | None = typer.Option(
         None, metavar="NAME", help="Profile to start from: a shipped one or a profile JSON."
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from capplan.cli.progress import progress_bars
 from capplan.errors import InputError
 
 if TYPE_CHECKING:
+    from capplan.models.kernel_crossover import Crossover
     from capplan.models.kernel_fits import KernelReport
     from capplan.profiling.kernels.measure import KernelProfilingOptions, KernelProfilingResult
 
@@ -31,9 +32,14 @@ class ProfileKernelsArgs:
         ..., "--output", "-o", metavar="DIR", help="Folder to write; an earlier run there is continued."
     )
     device: str = typer.Option("cpu", metavar="NAME", help="cpu: PyTorch's kernels; cuda: Triton's.")
-    grid: str = typer.Option("wide", metavar="NAME[,NAME...]", help="paper, wide, prefill or tiny.")
+    grid: str = typer.Option(
+        "wide", metavar="NAME[,NAME...]", help="paper, wide, prefill, crossover or tiny."
+    )
     phases: str = typer.Option(
-        "decode,prefill", "--phases", metavar="NAME[,NAME]", help="decode, prefill or both."
+        "decode,prefill,crossover",
+        "--phases",
+        metavar="NAME[,NAME...]",
+        help="decode, prefill; crossover: a few tokens of each adapter, on a GPU.",
     )
     hidden: str | None = typer.Option(
         None, metavar="N[,N...]", help="Hidden sizes; default: of the built-in models."
@@ -78,10 +84,13 @@ def kernels(args: ProfileKernelsArgs) -> None:
     with progress_bars(quiet=args.quiet) as on_progress:
         outcome = measure(args.output, options, on_progress)
     reports = _fitted(outcome, args.output, options)
+    crossover = _crossover(outcome)
     if args.as_json:
-        print_json(_document(outcome, options, reports))
+        print_json(_document(outcome, options, reports) | {"crossover": crossover and asdict(crossover)})
     elif not args.quiet:
         show_fits(reports)
+        if crossover is not None:
+            typer.echo(crossover.summary())
         typer.echo(_summary(outcome, args.output))
 
 
@@ -97,6 +106,13 @@ def _fitted(
     write_json(Path(output) / "fits.json", fits_document(reports))
     write_text_atomic(Path(output) / "report.html", kernels_page(table, reports, options.settings()))
     return reports
+
+
+def _crossover(outcome: KernelProfilingResult) -> Crossover | None:
+    from capplan.models.kernel_crossover import crossover
+    from capplan.models.kernel_fits import read_kernel_table
+
+    return crossover(read_kernel_table(outcome.table))
 
 
 def _document(
@@ -134,8 +150,8 @@ def _require_folder(path: str) -> None:
 def _phases(text: str) -> tuple[str, ...]:
     phases = names(text, "--phases")
     for name in phases:
-        if name not in ("decode", "prefill"):
-            raise InputError("must be decode, prefill or both", name, "--phases")
+        if name not in ("decode", "prefill", "crossover"):
+            raise InputError("must be among decode, prefill and crossover", name, "--phases")
     return phases
 
 

@@ -52,6 +52,7 @@ _ENGINE_FLAGS: Final = (
     *("max_model_len", "dtype", "device", "tensor_parallel_size", "rules"),
     *("memory", "block_size", "num_kv_blocks"),
     *("gpu_memory_utilization", "enable_prefix_caching", "shared_prefix_tokens", "lora_kernel", "seed"),
+    "sgmv_from_tokens",
 )
 """Engine settings by parameter of the command."""
 
@@ -208,6 +209,12 @@ class ServeArgs:
     )
     shared_prefix_tokens: int = typer.Option(0, metavar="N", help="Length of shared prefixes to cache.")
     lora_kernel: str | None = typer.Option(None, metavar="NAME", help="Default: by device.")
+    sgmv_from_tokens: int | None = typer.Option(
+        None,
+        metavar="N",
+        help="Mean tokens per adapter from which Triton's LoRA kernels work in tiles; default: as measured "
+        "in the profile of a plan's group, or 8, an assumption.",
+    )
     seed: int = typer.Option(0, metavar="N", help="Of random weights and sampling.")
     records: str | None = typer.Option(
         None, metavar="FILE", help="Write a record of every step as Parquet, at the end."

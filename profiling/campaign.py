@@ -167,10 +167,12 @@ def _write_table(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _kernels(width: int, phase: str, setting: SliceSettings) -> SliceResult:
     """Time kernels at one hidden size."""
+    if phase == "crossover" and setting.device == "cpu":
+        return SliceResult(True, "the kernels in question run on a GPU")
     from capplan.profiling.kernels.cases import SamplingLimits
     from capplan.profiling.kernels.measure import KernelProfilingOptions, measure
 
-    grid = "prefill" if phase == "prefill" else "wide"
+    grid = "wide" if phase == "decode" else phase
     options = KernelProfilingOptions(
         device=setting.device,
         grids=("tiny" if setting.tiny else grid,),
@@ -270,6 +272,7 @@ def slices(gpus: int = 1) -> tuple[Slice, ...]:
         Slice("copies", _copies, _START_S),
         *kernels[:2],
         Slice("decode", partial(_decode, 1), _DECODE_S, least_s=_LEAST_ENGINE_S, after=("copies",)),
+        Slice("kernels-crossover-4096", partial(_kernels, 4096, "crossover")),
     )
     engine = tuple(
         Slice(name, partial(_engine, stages), least_s=_LEAST_ENGINE_S)
@@ -281,7 +284,8 @@ def slices(gpus: int = 1) -> tuple[Slice, ...]:
         )
     )
     # A profile of incomplete tables would be kept, so calibration waits for all of them.
-    profile = Slice("profile", _profile, least_s=_START_S, after=tuple(each.name for each in engine))
+    measured = (first[-1].name, *(each.name for each in engine))
+    profile = Slice("profile", _profile, least_s=_START_S, after=measured)
     plan = Slice("plan", _plan, least_s=_PLAN_S, after=(*profile.after, profile.name))
     validations = tuple(
         Slice(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from capplan.models.kernel_crossover import crossover
 from capplan.models.kernel_fits import (
     ADDITIVE,
     TOPPINGS_BGMV,
@@ -153,6 +154,9 @@ def _kernels(folder: Path) -> Iterator[str]:
             yield ""
             yield from _share_table(chosen, size)
             yield ""
+    if (threshold := crossover(whole)) is not None:
+        yield f"Crossover of token-wise and tiled kernels: {threshold.summary()}."
+        yield ""
     yield "Toppings' linear models on left-out configurations, and errors (SMAPE) of the additive form:"
     yield ""
     fits = [

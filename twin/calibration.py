@@ -18,6 +18,7 @@ from capplan.models.calibration.components import fit_length_correlation, fit_lo
 from capplan.models.calibration.least_squares import SMAPE_FORMULA, coefficient, uncertainty
 from capplan.models.calibration.step_model import DEFAULT_FOLDS, StepCalibration, calibrate_steps
 from capplan.models.calibration.tables import MeasuredSteps, read_steps
+from capplan.models.kernel_crossover import read_crossover
 from capplan.spec import Fit, FittedModel, Kernel, Profile, Provenance, ProvenanceKind, Uncertainty
 from capplan.twin.calibration_fit import (
     COMPONENTS,
@@ -46,10 +47,11 @@ class CalibrationTables:
     runs: str | None = None
     memory: str | None = None
     loading: str | None = None
+    kernels: str | None = None
 
     def names(self) -> str:
         """Return the names of the files, without their folders."""
-        given = (self.steps, self.runs, self.memory, self.loading)
+        given = (self.steps, self.runs, self.memory, self.loading, self.kernels)
         return ", ".join(Path(path).name for path in given if path is not None)
 
 
@@ -121,6 +123,9 @@ def calibrate(
         profile = profile.replace(memory=fit_memory(tables.memory, profile))
     if tables.loading is not None:
         profile = profile.replace(loading=fit_loading(tables.loading, profile))
+    if tables.kernels is not None:
+        tokens = read_crossover(tables.kernels).sgmv_from_tokens
+        profile = profile.replace(engine=profile.engine.replace(sgmv_from_tokens=tokens))
     steps: StepCalibration | None = None
     loads: Loads = "no steps"
     if table is not None:
@@ -146,7 +151,7 @@ def calibrate(
 
 def _check_options(tables: CalibrationTables, options: CalibrationOptions) -> None:
     if tables == CalibrationTables():
-        raise InputError("needs a table of steps, runs, memory or loading", location="calibrate")
+        raise InputError("needs a table of steps, runs, memory, loading or kernels", location="calibrate")
     if options.free is not None and tables.runs is None:
         raise InputError("needs a table of runs", location="--free")
     if options.form is not None and tables.steps is None:

@@ -315,7 +315,10 @@ def lora_factory(
     from capplan.engine.kernels.triton_lora import TritonLoRA
 
     kind = None if kernel == "triton" else kernel
-    return lambda inputs: TritonLoRA(layout, tables, weights, inputs.segments, inputs.tokens.shape[0], kind)
+    least = options.sgmv_from_tokens
+    return lambda inputs: TritonLoRA(
+        layout, tables, weights, inputs.segments, inputs.tokens.shape[0], kind, least
+    )
 
 
 def decode_graphs(

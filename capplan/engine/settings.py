@@ -106,6 +106,9 @@ class EngineOptions(SpecModel):
         In Triton ``bgmv`` (padded), ``mbgmv`` (true ranks, for decode), ``sgmv`` (true ranks, for prefill) or
         ``triton`` (one of the latter two, step by step).
         None: ``triton`` on a GPU, ``compiled`` on the CPU in float32, ``grouped`` otherwise.
+    sgmv_from_tokens
+        Mean tokens per adapter in a step from which ``triton`` uses ``sgmv``, as measured into
+        `capplan.Profile.engine`. None: 8, an assumption.
     attention_kernel
         Of decode steps: ``torch``, ``compiled`` (by numba, on the CPU in float32) or ``triton``.
         None: ``triton`` on a GPU, ``compiled`` on the CPU in float32, ``torch`` otherwise.
@@ -132,6 +135,7 @@ class EngineOptions(SpecModel):
     max_in_flight: Count = 1024
     shared_prefix_tokens: Natural = 0
     lora_kernel: LoraKernel | None = None
+    sgmv_from_tokens: Count | None = None
     attention_kernel: AttentionKernel | None = None
     cuda_graphs: bool | None = None
     seed: int = 0

@@ -126,6 +126,18 @@ class ProfileEngine(SpecModel):
         description="Whether tensor parallelism shards both matrices of every layer "
         "(vLLM: --fully-sharded-loras), not only the one on the side that the layer itself shards.",
     )
+    sgmv_from_tokens: Count | None = Field(
+        default=None,
+        description="Mean tokens per adapter in a step from which LoRA kernels in tiles of tokens (SGMV) "
+        "take less time than token-wise ones (MBGMV), as measured; absent: not measured.",
+    )
+
+    @model_serializer(mode="wrap")
+    def _without_unmeasured(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        document: dict[str, Any] = handler(self)
+        if self.sgmv_from_tokens is None:
+            document.pop("sgmv_from_tokens", None)
+        return document
 
 
 class Coefficient(SpecModel):

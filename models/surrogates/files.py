@@ -85,6 +85,7 @@ def profile_digest(profile: Profile) -> str:
     for part, name in _LATER_FIELDS:
         if not relevant[part][name]:
             del relevant[part][name]
+    relevant["engine"].pop("sgmv_from_tokens", None)  # within measured steps
     for part in ("step_latency", "memory", "loading"):
         fitted = getattr(profile, part)
         relevant[part] = [fitted.form, {name: c.value for name, c in fitted.coefficients.items()}]

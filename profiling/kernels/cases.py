@@ -5,6 +5,7 @@ Points are measured in rounds in a random order, so that disturbances meet all p
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,10 @@ WIDE_BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WIDE_RANKS: Final = (8, 16, 32, 64, 128)
 PREFILL_BATCHES: Final = (1, 2, 4, 8)
 PREFILL_TOKENS: Final = (16, 64, 256)
+CROSSOVER_ADAPTERS: Final = (1, 4, 16)
+CROSSOVER_TOKENS: Final = (1, 2, 4, 8, 16, 32, 64)
+"""Tokens of each adapter, between decode and prefill."""
+CROSSOVER_RANKS: Final = (8, 16, 64)
 SHARED_BY: Final = 4
 """Requests per shared adapter."""
 HALVES: Final = ("shrink", "expand")
@@ -39,7 +44,7 @@ class Case:
     grid: str
     """First grid of the case; wider grids include its cases."""
     phase: str
-    """``decode`` or ``prefill``."""
+    """``decode``, ``prefill``, or ``crossover``: a few tokens of each adapter."""
     mix: str
     """Mix of ranks, part of the configuration, whose draws (`seed`) share a fold."""
     seed: int
@@ -93,10 +98,19 @@ def _prefill(seed: int) -> Iterator[Case]:
             yield from _mixes("prefill", "prefill", requests, tokens, PAPER_RANKS, 1, seed)
 
 
+def _crossover(seed: int) -> Iterator[Case]:
+    del seed  # nothing is drawn
+    sizes = itertools.product(CROSSOVER_ADAPTERS, CROSSOVER_TOKENS, CROSSOVER_RANKS)
+    for adapters, tokens, rank in sizes:
+        yield Case("crossover", "crossover", f"all-{rank}", 0, (rank,) * adapters, tokens_each=tokens)
+
+
 def _tiny(seed: int) -> Iterator[Case]:
     for requests in (1, 2, 4, 6):
         yield from _mixes("tiny", "decode", requests, 1, (4, 8), 1, seed)
     yield from _mixes("tiny", "prefill", 2, 3, (4, 8), 1, seed)
+    for tokens in (1, 4, 16):
+        yield Case("tiny", "crossover", "all-4", 0, (4, 4), tokens_each=tokens)
 
 
 def _mixes(
@@ -122,13 +136,14 @@ GRIDS: Final = MappingProxyType(
         "paper": (_paper,),
         "wide": (_paper, _wide, _prefill),
         "prefill": (_prefill,),
+        "crossover": (_crossover,),
         "tiny": (_tiny,),
     }
 )
 
 
 def cases(grid: str, seed: int = 0) -> tuple[Case, ...]:
-    """Return the cases of a grid: ``paper``, ``wide`` (includes it), ``prefill`` or ``tiny``."""
+    """Return the cases of a grid, one of `GRIDS`; ``wide`` includes ``paper``."""
     if grid not in GRIDS:
         raise InputError(f"must be one of {', '.join(GRIDS)}", grid, "grid")
     return tuple(case for part in GRIDS[grid] for case in part(seed))

@@ -24,6 +24,7 @@ from capplan.profiling.kernels.timing import (
     CPU_KERNELS,
     CUDA_KERNELS,
     MAKERS,
+    PHASES,
     CudaClock,
     KernelClock,
     WeightPool,
@@ -104,7 +105,7 @@ class KernelProfilingOptions:
     """``cpu`` or a CUDA device. On a CPU the kernels are PyTorch's, on a GPU Triton's."""
     grids: tuple[str, ...] = ("wide",)
     """Names of `capplan.profiling.kernels.cases.cases`."""
-    phases: tuple[str, ...] = ("decode", "prefill")
+    phases: tuple[str, ...] = tuple(PHASES)
     widths: tuple[int, ...] | None = None
     """Hidden sizes; None: those of the built-in models."""
     kernels: tuple[str, ...] | None = None
@@ -192,6 +193,9 @@ def measure(
     settings = options.settings()
     table = KernelTable(folder, settings)
     points = list(_points(options))
+    if not points:
+        rule = f"must include kernels of the phases {', '.join(options.phases)} of the grids"
+        raise InputError(rule, ", ".join(options.chosen_kernels()), "kernels")
     restored = table.restore(points)
     session = describe(options.device, None if options.on_gpu else options.threads)
     with _quiet(options.threads):
@@ -221,8 +225,8 @@ def _points(options: KernelProfilingOptions) -> Iterator[KernelPoint]:
     for grid, width, kernel in itertools.product(grids, options.chosen_widths(), options.chosen_kernels()):
         for case in grid:
             point = KernelPoint(kernel, width, case)
-            suits = case.phase == "prefill" or (kernel != "sgmv" and case.phase == "decode")
-            if suits and case.phase in options.phases and point.key not in seen:
+            suits = case.phase in options.phases and kernel in PHASES[case.phase]
+            if suits and point.key not in seen:
                 seen.add(point.key)
                 yield point
 

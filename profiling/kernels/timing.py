@@ -31,6 +31,14 @@ _LEAST_FLUSH_BYTES: Final = 256 * 2**20
 SITE: Final = 0
 CPU_KERNELS: Final = ("padded", "grouped")
 CUDA_KERNELS: Final = ("bgmv", "mbgmv", "sgmv")
+PHASES: Final = MappingProxyType(
+    {
+        "decode": ("padded", "grouped", "bgmv", "mbgmv"),
+        "prefill": ("padded", "grouped", *CUDA_KERNELS),
+        "crossover": ("mbgmv", "sgmv"),
+    }
+)
+"""Kernels that are timed in each phase."""
 _OUT_SITE: Final = 1
 _O_PROJ: Final = 3  # the only module of its site; both of its sizes are `width` here
 
@@ -220,8 +228,9 @@ class TritonCalls:
 
 
 def _square_model(width: int, layers: int) -> ModelConfig:
-    sizes: dict[str, Any] = dict.fromkeys(("hidden_size", "head_dim"), width)
-    sizes |= dict.fromkeys(("heads", "kv_heads", "intermediate_size", "vocab_size", "max_positions"), 1)
+    # Rows of all modules have one length, and so one alignment.
+    sizes: dict[str, Any] = dict.fromkeys(("hidden_size", "head_dim", "intermediate_size"), width)
+    sizes |= dict.fromkeys(("heads", "kv_heads", "vocab_size", "max_positions"), 1)
     return ModelConfig(name="square", layers=layers, **sizes)
 
 

@@ -15,6 +15,8 @@ from typing import Any, Final
 
 from capplan.datasets import load_profile
 from capplan.errors import CapplanError, InfeasibleError
+from capplan.models.kernel_crossover import crossover
+from capplan.models.kernel_fits import read_kernel_table
 from capplan.profiling.server.process import flag_words, run_capplan
 from capplan.spec import Adapter, Lengths, Workload, write_text_atomic
 from capplan.twin import SimulationResult, simulate
@@ -147,7 +149,13 @@ class ClosedLoop:
         if not self.profile.exists():
             report = self.folder / "profile.html"
             flags = {"-o": self.profile, "--report": report, "--form": self.setting.form}
+            flags["--kernels"] = self._crossover_table()
             self._run("calibrate", str(self.engine), *flag_words(flags))
+
+    def _crossover_table(self) -> Path | None:
+        """Return the table of kernels beside those of the engine, if it has the crossover of LoRA kernels."""
+        file = self.folder / "kernels" / "kernels.parquet"
+        return file if file.exists() and crossover(read_kernel_table(file)) is not None else None
 
     def plan(self) -> None:
         """Calibrate, and plan for a share of the plan's own capacity estimate."""

@@ -190,4 +190,4 @@ def test_an_option_that_cannot_be_is_one_line(
 
 
 def test_without_any_table_nothing_is_calibrated(run: Run, folder: Path) -> None:
-    assert "needs a table of steps, runs, memory or loading" in error_line(run(*given(folder)))
+    assert "needs a table of steps, runs, memory, loading or kernels" in error_line(run(*given(folder)))

@@ -40,7 +40,7 @@ def test_timings_fits_and_report_are_written_and_told(run: Run, tmp_path: Path) 
     ("arguments", "rule"),
     [
         (("--grid", "papers"), "grid: must be one of paper"),
-        (("--phases", "idle"), "--phases: must be decode, prefill or both"),
+        (("--phases", "idle"), "--phases: must be among decode, prefill and crossover"),
         (("--hidden", "4k"), "--hidden: must be whole numbers"),
         (("--kernels", "bmm"), "kernels: must be one of"),
         (("--dtype", "int4"), "dtype: must be one of"),

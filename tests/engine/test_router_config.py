@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
 from capplan import InputError
+from capplan.datasets import load_profile
 from capplan.engine.router import launcher
 from capplan.engine.router import process as router_process
 from capplan.engine.router.app import merged
@@ -126,6 +127,26 @@ def test_instances_get_the_gpus_of_their_ranks(monkeypatch: pytest.MonkeyPatch) 
     own = ServingOptions("tiny-llama", "base", {"device": "cuda", "tensor_parallel_size": 4})
     with pytest.raises(InputError, match="needs 8 GPUs for 2 instances"):
         spread_over_gpus(instances_of(plan, own))
+
+
+def test_instances_use_what_the_profile_of_their_group_has_measured(tmp_path: Path) -> None:
+    plan = small_plan()
+    shipped = load_profile("h100-64g/llama-3.1-8b/vllm-0.8.5")
+    file = tmp_path / "profile.json"
+    measured = shipped.replace(engine=shipped.engine.replace(sgmv_from_tokens=4))
+    file.write_text(measured.model_dump_json(), encoding="utf-8")
+    first, second = plan.groups
+    random = tuple(adapter.replace(path=None) for adapter in second.adapters)
+    plan = plan.replace(groups=(first.replace(profile=str(file)), second.replace(adapters=random)))
+
+    def thresholds(**engine: int) -> dict[str, int | None]:
+        specs = instances_of(plan, ServingOptions("tiny-llama", "base", engine))
+        return {spec.name: spec.engine.get("sgmv_from_tokens") for spec in specs}
+
+    assert thresholds() == {"g0-1": 4, "g0-2": 4, "g1-1": None}
+    assert set(thresholds(sgmv_from_tokens=2).values()) == {2}
+    file.unlink()
+    assert set(thresholds().values()) == {None}
 
 
 @pytest.mark.parametrize(

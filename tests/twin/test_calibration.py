@@ -294,7 +294,7 @@ def test_a_workload_file_replaces_the_columns(tmp_path: Path) -> None:
 
 
 def test_options_without_their_table_are_refused() -> None:
-    with pytest.raises(InputError, match="needs a table of steps, runs, memory or loading"):
+    with pytest.raises(InputError, match="needs a table of steps, runs, memory, loading or kernels"):
         calibrate(engine(), CalibrationTables())
     for options, flag in (
         (CalibrationOptions(free=("base_ms",)), "--free"),

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from capplan.datasets import load_profile
 from capplan.engine.lora.load_times import LoadTimes
 from capplan.engine.models import model_config
 from capplan.engine.models.shard import require_shardable
@@ -118,6 +119,7 @@ def _of_group(plan: Plan, group: Group, serving: ServingOptions) -> list[Instanc
         **({"tensor_parallel_size": group.tp} if group.tp > 1 else {}),
         **_scheduling(group, given),
         **_load_times(group, serving),
+        **_measured(group),
         **given,
     }
     if not {"scheduler", "cache", "queues"} & engine.keys():
@@ -184,6 +186,15 @@ def _scheduling(group: Group, given: Mapping[str, Any]) -> dict[str, Any]:
 def _load_times(group: Group, serving: ServingOptions) -> dict[str, Any]:
     times = serving.load_times.get(group.profile)
     return {} if times is None else {"load_times": times.model_dump(mode="json")}
+
+
+def _measured(group: Group) -> dict[str, int]:
+    """Return the settings that the group's profile has measured; none if it is not on this machine."""
+    try:
+        tokens = load_profile(group.profile).engine.sgmv_from_tokens
+    except InputError:
+        return {}
+    return {} if tokens is None else {"sgmv_from_tokens": tokens}
 
 
 def _max_queue(group: Group, serving: ServingOptions) -> int:

@@ -133,6 +133,7 @@ def test_the_digest_covers_what_simulations_depend_on_and_no_limits() -> None:
     known = profile_digest(base)
     irrelevant = {"max_positions": 77, "qk_norm": True, "sliding_window": 512}
     assert profile_digest(base.replace(model=base.model.replace(**irrelevant))) == known
+    assert profile_digest(base.replace(engine=base.engine.replace(sgmv_from_tokens=8))) == known
     for field, value in base.model:
         if field not in irrelevant:
             other = not value if isinstance(value, bool) else 1 if value is None else value * 2

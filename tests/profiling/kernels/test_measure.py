@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from capplan import InputError
+from capplan.models.kernel_crossover import crossover
 from capplan.models.kernel_fits import COLUMNS, read_kernel_table
 from capplan.profiling.kernels.cases import SamplingLimits
 from capplan.profiling.kernels.measure import KernelProfilingOptions, measure
@@ -94,6 +95,7 @@ def test_an_interrupt_keeps_the_measured_passes(tmp_path: Path) -> None:
         ({"widths": (7,)}, "even numbers"),
         ({"kernels": ("bmm",)}, "padded, grouped"),
         ({"grids": ("papers",)}, "paper, wide"),
+        ({"phases": ("crossover",)}, "must include kernels of the phases crossover"),
     ],
 )
 def test_invalid_options_are_refused(
@@ -110,4 +112,9 @@ def test_triton_kernels_are_measured(tmp_path: Path) -> None:
     kernels = ("bgmv", "mbgmv", "sgmv")
     outcome = measure(tmp_path, options(kernels=kernels, phases=("prefill",), limits=limits))
     assert outcome.is_complete
-    assert set(read_kernel_table(outcome.table)["kernel"]) == set(kernels)
+    table = read_kernel_table(outcome.table)
+    assert set(table["kernel"]) == set(kernels)
+    outcome = measure(tmp_path, options(kernels=kernels, phases=("crossover",), limits=limits))
+    found = crossover(read_kernel_table(outcome.table))
+    assert found is not None
+    assert found.cases == 3
