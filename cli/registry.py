@@ -180,7 +180,7 @@ class RemoveArgs:
 def remove(args: RemoveArgs) -> None:
     """Remove adapters, or a server that does not come back.
 
-    Files at the location of an adapter stay. Servers delete their copies of it at their next start.
+    Files at the location of an adapter stay. Servers of a pool delete their copies.
     """
     from capplan.spec.registry import AdapterRegistry
 

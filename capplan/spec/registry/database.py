@@ -132,10 +132,7 @@ class Database:
                 self._engine.connect().execution_options(**{_WRITES: True}) as connection,
                 connection.begin(),
             ):
-                for table in _METADATA.sorted_tables:
-                    connection.execute(sa.schema.CreateTable(table, if_not_exists=True))
-                    for index in table.indexes:
-                        connection.execute(sa.schema.CreateIndex(index, if_not_exists=True))
+                _METADATA.create_all(connection)
                 if connection.execute(sa.select(STATE.c.id)).first() is None:
                     connection.execute(
                         sa.insert(STATE).values(id=1, schema_version=SCHEMA_VERSION, changes=0)

@@ -146,7 +146,7 @@ class AdapterRegistry:
                 connection.execute(sa.insert(ADAPTERS), rows)
 
     def remove(self, *names: str) -> None:
-        """Remove adapters, all or none; servers delete their copies at their next start.
+        """Remove adapters, all or none; servers of a pool delete their copies.
 
         Raises
         ------
