@@ -42,7 +42,7 @@ class ExportArgs:
 
 @command
 def export(args: ExportArgs) -> None:
-    """Write a launch script per server, routing.json with the shares of every adapter, and plan.json."""
+    """Write a launch script per server, routing.json with the shares of adapters, and plan.json."""
     from capplan.deploy import EXPORTERS, TOP_NAMES
 
     if args.target not in EXPORTERS:
