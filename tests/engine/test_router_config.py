@@ -24,6 +24,7 @@ from capplan.engine.router.routing import InstanceRouter
 from capplan.engine.router.supervisor import RouterConfig
 from capplan.engine.server import PoolSettings
 from capplan.engine.settings import EngineOptions
+from capplan.models.memory import gpu_load_ms
 from capplan.spec import Cache, PlanBase, QueueClass, Queues, Wrs
 from capplan.spec.registry import AdapterRegistry, RegisteredAdapter
 from capplan.twin.cluster import Candidate, RoutedRequest
@@ -252,7 +253,9 @@ def test_the_scheduler_of_a_plan_reaches_its_instances_unless_flags_override_it(
     plan = tiny_plan()
     wrs = Wrs(a=0.4, b=0.6, max_prompt_tokens=9, max_output_tokens=9, max_adapter_bytes=9)
     queues = Queues(wrs=wrs, classes=(QueueClass(upper_wrs=None, quota_tokens=9),))
-    groups = tuple(each.replace(cache=Cache(policy="lru"), queues=queues) for each in plan.groups)
+    profile = load_profile("h100-64g/llama-3.1-8b/vllm-0.8.5")
+    changes = {"cache": Cache(policy="lru"), "queues": queues, "profile": profile.name}
+    groups = tuple(each.replace(**changes) for each in plan.groups)
     plan.replace(groups=groups).to_json(tmp_path / "p.json")
     run("serve", "--unverified", "--model", "tiny-llama", *flags, tmp_path / "p.json")
     [cluster] = started
@@ -261,6 +264,10 @@ def test_the_scheduler_of_a_plan_reaches_its_instances_unless_flags_override_it(
         asked = options.scheduling
         assert (asked and asked[0].policy, asked and asked[1].policy) == (scheduler, cache)
         assert options.queues == (queues if scheduler == "chameleon" else None)
+        assert options.load_times is not None
+        for rank in (8, 64):
+            load_ms = options.load_times.load_ms(rank, rank < 64, 1.0, 1.0)
+            assert load_ms == pytest.approx(gpu_load_ms(profile.loading, rank, 64))
 
 
 @pytest.mark.parametrize(("rank", "message"), [(8, None), (4, "rank: must be that of the plan, 8")])
