@@ -81,7 +81,9 @@ def _setting_words(key: str, value: Any) -> str:
         usual = _DEFAULTS.get(key, {})
         parts = [_setting_words(name, each) for name, each in value.items() if each != usual.get(name)]
         return f"{key} {' '.join(parts)}"
-    return f"{key} {value:g}" if isinstance(value, float) else f"{key} {str(value).lower()}"
+    if isinstance(value, bool):
+        return f"{key} {str(value).lower()}"
+    return f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
 
 
 def sizes_table(group: Group) -> Table | None:

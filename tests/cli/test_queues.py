@@ -155,6 +155,10 @@ def test_settings_that_differ_from_the_defaults_are_named() -> None:
         "scheduler chameleon (chunked true, refresh_s 60, queues clusters wcss max_queues 2), "
         "cache chameleon (weights size 0.1, prefetch histogram)"
     )
+    learned = Scheduler(policy="static", predictor={"kind": "learned", "file": "/Data/P.json"})
+    assert scheduling_words(group.replace(scheduler=learned)) == (
+        "scheduler static (predictor kind learned file /Data/P.json), cache none"
+    )
     every_step = group.replace(queues=None, scheduler="slora-every-step")
     assert scheduling_words(every_step) == "scheduler slora-every-step, cache none"
 
