@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import typer
 
-from capplan.cli.console import Table, number, print_json, print_table
+from capplan.cli.console import Table, counted, number, print_json, print_table
 from capplan.cli.options import (
     AsJson,
     ProfileName,
@@ -210,7 +210,7 @@ def _print_fewest(count: int, slo: Slo, *, as_json: bool) -> None:
     if as_json:
         print_json({"instances": count, "slo": slo.latency_bounds()})
     else:
-        typer.echo(f"{count} instances serve the workload within {_words(slo)} on every seed")
+        typer.echo(f"{counted(count, 'instance')} for the workload within {_words(slo)} on every seed")
 
 
 def _print(fleet: SimulatedFleet, slo: Slo, result: LoadCapacity, *, as_json: bool) -> None:
@@ -225,9 +225,12 @@ def _print(fleet: SimulatedFleet, slo: Slo, result: LoadCapacity, *, as_json: bo
         ("req/s", *(number(rate * load, 2) for load in (result.mean, result.low, result.high))),
     )
     print_table(
-        Table((f"{len(fleet.instances)} instances, {fleet.router}", "mean", f"{share} from", "to"), columns)
+        Table(
+            (f"{counted(len(fleet.instances), 'instance')}, {fleet.router}", "mean", f"{share} from", "to"),
+            columns,
+        )
     )
-    typer.echo(f"bounds: {_words(slo)}; {len(result.loads)} seeds")
+    typer.echo(f"bounds: {_words(slo)}; {counted(len(result.loads), 'seed')}")
     if result.binds:
         typer.echo(f"just above: {'; '.join(result.binds)}")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from capplan.cli.console import Table, number, percent, print_json, print_table
+from capplan.cli.console import Table, counted, number, percent, print_json, print_table
 from capplan.cli.options import chosen_profile, read_plan
 from capplan.cli.progress import announce_compilation
 
@@ -101,7 +101,7 @@ def _metrics(result: Any) -> dict[str, Any]:
 
 def metrics_table(fleet: SimulatedFleet, result: ClusterResult) -> Table:
     """Return the metrics over all requests."""
-    head = ("cluster", f"{len(fleet.instances)} instances\n{fleet.router}")
+    head = ("cluster", f"{counted(len(fleet.instances), 'instance')}\n{fleet.router}")
     rows = [(name, number(getattr(result, metric), decimals)) for metric, name, decimals in METRICS]
     rows.append(("served", percent(result.served_fraction)))
     return Table(head, rows)
@@ -157,5 +157,5 @@ def storage_line(fleet: SimulatedFleet, held: Sequence[StoredAdapters]) -> str:
     """Return the mean number of adapters per instance against all on every instance."""
     total = len(fleet.workload.adapters)
     mean = sum(each.count for each in held) / len(held)
-    factor = "" if not mean else f", {total / mean:.1f} x fewer than all on every instance"
+    factor = "" if not 0 < mean < total else f", {total / mean:.1f} x fewer than all on every instance"
     return f"adapters stored per instance: {mean:.1f} of {total}{factor}"
