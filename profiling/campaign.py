@@ -54,6 +54,8 @@ _CORRECTNESS_S: Final = 240.0
 _DECODE_S: Final = 300.0
 _RANKS: Final = 2
 """GPUs of the slice with tensor parallelism."""
+_LONG_TOKENS: Final = 16384
+"""Context of long decodes, which are split among programs."""
 _TINY_BUDGET_S: Final = 12.0  # twice the time to measure the rows that a fit needs, on an idle machine
 _TINY_S: Final = 1.0
 RECORD: Final = "campaign.json"
@@ -123,21 +125,22 @@ def _copies(setting: SliceSettings) -> SliceResult:
     return SliceResult(True, note)
 
 
-def _decode(ranks: int, setting: SliceSettings) -> SliceResult:
-    """Time decode steps against the bytes that they must move."""
+def _decode(points: Mapping[str, Any], setting: SliceSettings) -> SliceResult:
+    """Time decode steps of a grid against the bytes that they must move."""
     from capplan.profiling.engine.decode import DecodeGrid, decode_rows
 
-    grid = DecodeGrid(tensor_parallel_size=ranks)
+    grid = DecodeGrid(**points)
     model = "meta-llama/Llama-3.1-8B-Instruct"
     if setting.tiny:
-        model = "tiny-llama"
-        grid = DecodeGrid((1, 4), (0, 2), rank=4, context=8, steps=8, tensor_parallel_size=ranks)
+        model, context = "tiny-llama", grid.context // 64
+        grid = replace(grid, batches=(1, 4), adapters=(0, 2), rank=4, context=context, steps=8)
     bandwidth = device_bytes_per_s(setting.folder)
     if bandwidth is None:
         raise RuntimeError(f"{COPIES} is missing: the slice copies has failed")
     file = setting.folder / DECODE
     rows = _read_table(file)
-    known = {(row["adapters"], row["batch"]) for row in rows if row["tensor_parallel_size"] == ranks}
+    same = {"tensor_parallel_size": grid.tensor_parallel_size, "context": grid.mean_context}
+    known = {(row["adapters"], row["batch"]) for row in rows if same.items() <= row.items()}
     found = decode_rows(model, setting.device, grid, bandwidth, known, setting.budget_s - _start_s(setting))
     for row in found:
         rows.append(row)
@@ -271,7 +274,7 @@ def slices(gpus: int = 1) -> tuple[Slice, ...]:
         Slice("correctness", _correctness, _CORRECTNESS_S),
         Slice("copies", _copies, _START_S),
         *kernels[:2],
-        Slice("decode", partial(_decode, 1), _DECODE_S, least_s=_LEAST_ENGINE_S, after=("copies",)),
+        Slice("decode", partial(_decode, {}), _DECODE_S, least_s=_LEAST_ENGINE_S, after=("copies",)),
         Slice("kernels-crossover-4096", partial(_kernels, 4096, "crossover")),
     )
     engine = tuple(
@@ -296,14 +299,14 @@ def slices(gpus: int = 1) -> tuple[Slice, ...]:
         )
         for load in _LOADS
     )
-    shared = Slice(
-        f"decode-tp{_RANKS}",
-        partial(_decode, _RANKS),
-        _DECODE_S,
-        least_s=_LEAST_ENGINE_S,
-        after=("copies",),
+    long, shared = (
+        Slice(name, partial(_decode, points), _DECODE_S, least_s=_LEAST_ENGINE_S, after=("copies",))
+        for name, points in (
+            ("decode-long", {"batches": (1, 4, 16), "adapters": (0,), "context": _LONG_TOKENS}),
+            (f"decode-tp{_RANKS}", {"tensor_parallel_size": _RANKS}),
+        )
     )
-    last = (*kernels[2:], shared) if gpus >= _RANKS else tuple(kernels[2:])
+    last = (*kernels[2:], long, *((shared,) if gpus >= _RANKS else ()))
     return (*first, *engine, profile, plan, *validations, *last)
 
 

@@ -37,6 +37,11 @@ class DecodeGrid:
     """Tokens that each request generates."""
     tensor_parallel_size: int = 1
 
+    @property
+    def mean_context(self) -> int:
+        """Tokens of KV of each request in the middle of its decode."""
+        return self.context + self.steps // 2
+
     def points(self) -> list[tuple[int, int]]:
         """Return (adapters, batch) of all points."""
         return [(adapters, batch) for adapters in self.adapters for batch in self.batches]
@@ -54,7 +59,7 @@ def least_bytes(config: ModelConfig, dtype: torch.dtype, grid: DecodeGrid, batch
     weights = config.layers * layer + shard.token_rows(config) * config.hidden_size
     layout = AdapterLayout(config, shard)
     rows = min(adapters, batch) * layout.elements(layout.ranks(grid.rank))
-    kv = 2 * config.layers * part.kv_size * batch * (grid.context + grid.steps // 2)
+    kv = 2 * config.layers * part.kv_size * batch * grid.mean_context
     return dtype.itemsize * (weights + kv + rows)
 
 
@@ -110,7 +115,7 @@ def decode_rows(
                 "adapters": adapters,
                 "batch": batch,
                 "rank": grid.rank,
-                "context": grid.context + grid.steps // 2,
+                "context": grid.mean_context,
                 "least_bytes": moved,
                 "least_ms": least_ms,
                 "forward_ms": forward_ms,

@@ -163,6 +163,7 @@ def test_slices_have_unique_names_and_stay_under_nine_minutes() -> None:
     engine = {name for name in before if name.startswith("engine-")}
     assert all(engine <= set(each.after) for each in every if each.name.startswith(("plan", "validation-")))
     names = [each.name for each in every]
+    assert names[-1] == "decode-long"
     assert names[:5] == ["correctness", "copies", "kernels-decode-4096", "kernels-prefill-4096", "decode"]
     assert "decode-tp2" not in names
     assert [each.name for each in slices(gpus=2)] == [*names, "decode-tp2"]
@@ -175,7 +176,7 @@ def test_the_campaign_runs_from_end_to_end_on_a_cpu(
 ) -> None:
     """One slice of each kind: the others differ in sizes, stages or loads alone."""
     kinds = ("correctness", "copies", "kernels-decode-4096", "kernels-prefill-4096", "decode")
-    kept = (*kinds, "engine-loads", "engine-served", "profile", "plan", "validation-90")
+    kept = (*kinds, "engine-loads", "engine-served", "profile", "plan", "validation-90", "decode-long")
     every = tuple(each for each in slices() if each.name in kept)
     monkeypatch.setattr(campaign, "slices", lambda _: every)
     assert main(["--device", "cpu", "--out", str(tmp_path), "--tiny"]) == 0
