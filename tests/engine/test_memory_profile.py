@@ -81,7 +81,7 @@ def test_the_step_grows_with_its_limits_and_with_adapters() -> None:
 
 
 def test_ranks_measure_and_then_serve_as_if_they_had_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine is built as on a GPU, by two ranks: it measures, with graphs, and allocates anew."""
+    """The engine is built as on a GPU, by two ranks: it measures, with graphs, and allocates again."""
     config = TINY_MODEL.replace(heads=4, kv_heads=2, head_dim=4)
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_model_len": 24, "max_loras": 1}
     graphs = {"lora_kernel": "mbgmv", "attention_kernel": "triton", "cuda_graphs": True, "block_size": 8}

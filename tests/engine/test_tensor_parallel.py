@@ -24,20 +24,11 @@ from capplan.engine.parallel.group import WorkerEndedError
 from capplan.engine.settings import EngineOptions
 from capplan.serving.memory import lora_elements_per_rank
 from tests.engine.engines import check_engine
+from tests.engine.live import TINY
 from tests.engine.test_core_process import Server
 from tests.engine.test_generate import write_adapter
 
-LLAMA = ModelConfig(
-    name="llama",
-    layers=2,
-    hidden_size=32,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    intermediate_size=48,
-    vocab_size=301,  # the last rank has fewer tokens
-    max_positions=128,
-)
+LLAMA = TINY.replace(name="llama", vocab_size=301, max_positions=128)  # the last rank has fewer tokens
 QWEN2 = LLAMA.replace(name="qwen2", kv_heads=1, qkv_bias=True, tied_embeddings=True)
 ADAPTERS = {"a": 3, "b": 8, "c": 5}
 PROMPTS = [[1, 2, 3], list(range(40)), [7, 8], [300, 299], [5] * 20]

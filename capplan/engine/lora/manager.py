@@ -191,7 +191,7 @@ class LoRAManager:
         return self._placements[adapter].views
 
     def clear(self) -> None:
-        """Release the memory, which is set anew then, with all adapters in it."""
+        """Release the memory with all adapters in it; it must be set before the next use."""
         self._placements.clear()
         self._tables = None
         del self.memory

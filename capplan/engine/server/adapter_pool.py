@@ -183,7 +183,7 @@ class AdapterPool:
     def _on_loaded(self, name: str, done: asyncio.Task[None]) -> None:
         del self._loads[name]
         if not done.cancelled():
-            done.exception()  # seen, also if nobody waits for the adapter any more
+            done.exception()  # retrieved, or asyncio logs it if no request waits
 
     async def _load(self, name: str) -> None:
         try:
