@@ -17,11 +17,11 @@ from capplan.planner.api import solve
 from capplan.planner.estimate import TwinEstimator
 from capplan.planner.problem import AdapterShare, make_problem
 from capplan.planner.solvers import find_solver
-from capplan.planner.solvers.loraserve import OperatingPoints, arrived_tok_s, extrapolate
-from capplan.planner.solvers.loraserve_placement import AdapterDemand, place
+from capplan.planner.solvers.loraserve import OperatingPoints
 from capplan.planner.solvers.random_placement import contiguous_by_rank, random_shares
 from capplan.profiling.load.requests import scaled
 from capplan.serving import adapter_bytes
+from capplan.serving.rebalancing import AdapterDemand, arrived_tok_s, extrapolate, place
 from capplan.spec import (
     Coefficient,
     FittedModel,
@@ -179,7 +179,11 @@ def stepped(
 
     A placement depends on the arrivals of the steps before; the first one on the declared rates.
     """
-    history = arrived_tok_s(load.requests, len(load.workload.adapters), step_s, load.duration_s)
+    requests = load.requests
+    tokens = requests.prompt_tokens.astype(np.int64) + requests.output_tokens
+    history = arrived_tok_s(
+        requests.arrival_ns, requests.adapter, tokens, len(load.workload.adapters), step_s, load.duration_s
+    )
     declared = declared_tok_s(load)
     placements: list[Shares] = []
     moved = []

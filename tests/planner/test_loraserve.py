@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from capplan import (
     Assignment,
@@ -26,14 +24,12 @@ from capplan.planner.estimate import TwinEstimator
 from capplan.planner.problem import AdapterShare, distinct_adapters, make_problem
 from capplan.planner.slots import most_slots
 from capplan.planner.solvers import REGISTRY
-from capplan.planner.solvers.loraserve import OperatingPoints, arrived_tok_s, extrapolate, solve_loraserve
+from capplan.planner.solvers.loraserve import OperatingPoints, solve_loraserve
 from capplan.spec import Gpus, Trace
 from capplan.testing import Capacity, example_problem
-from capplan.workload import Requests
 
 Make = Callable[..., Workload]
 POINTS = {8: 5000.0, 16: 4800.0, 32: 4400.0, 64: 3500.0}
-HISTORIES = st.lists(st.floats(0.0, 1e6), max_size=30)
 
 
 def placed(problem: Problem) -> list[Assignment]:
@@ -170,58 +166,3 @@ def test_the_plan_in_force_labels_the_servers(workload: Make, profile: Profile) 
 def test_a_rank_without_operating_point_is_rejected() -> None:
     with pytest.raises(InputError, match="operating point of rank"):
         solve_loraserve(example_problem(1, adapters=12, gpus=2), {})
-
-
-@given(HISTORIES, st.floats(0.0, 1e6))
-def test_a_forecast_is_between_0_and_twice_the_largest_recent_step(
-    history: list[float], declared: float
-) -> None:
-    forecast = extrapolate(history, declared)
-    if not history:
-        assert forecast == declared
-    else:
-        assert 0.0 <= forecast <= 2.0 * max(history[-12:]) + 1e-9
-
-
-@given(HISTORIES.filter(len))
-def test_the_last_of_fewer_than_three_steps_is_the_forecast(history: list[float]) -> None:
-    assert extrapolate(history[:2], 1.0) == history[:2][-1]
-
-
-@given(st.floats(0.0, 1e6), st.integers(3, 20))
-def test_a_constant_demand_is_extrapolated(tok_s: float, steps: int) -> None:
-    assert extrapolate([tok_s] * steps, 0.0) == pytest.approx(tok_s, abs=1e-3)
-
-
-@given(st.floats(1.0, 1e4), st.floats(0.0, 100.0), st.integers(3, 12))
-def test_a_linear_trend_continues(start: float, slope: float, steps: int) -> None:
-    history = [start + slope * i for i in range(steps)]
-    expected = min(start + slope * steps, 2.0 * history[-1])
-    assert extrapolate(history, 0.0) == pytest.approx(expected, rel=1e-9)
-
-
-def test_holt_is_level_and_trend_smoothed() -> None:
-    # Level 0 and trend 4; after the second step 4 and 4; after a third of 2: 5, and 0.3 * 1 + 0.7 * 4 = 3.1.
-    assert extrapolate([0.0, 4.0, 2.0], 0.0) == pytest.approx(8.0)  # 8.1, limited to twice the largest step
-    assert extrapolate([0.0, 4.0, 6.0], 0.0) == pytest.approx(7.0 + 0.3 * 3.0 + 0.7 * 4.0)
-
-
-def requests(*rows: tuple[float, int, int, int]) -> Requests:
-    arrival_s, adapter, prompt, output = zip(*rows, strict=True)
-    return Requests(
-        (np.array(arrival_s) * 1e9).astype(np.int64),
-        np.array(adapter, np.int32),
-        np.array(prompt, np.int32),
-        np.array(output, np.int32),
-    )
-
-
-def test_tokens_count_in_the_step_of_arrival() -> None:
-    some = requests((0.0, 1, 10, 5), (9.9, 2, 7, 3), (10.0, 1, 100, 0), (15.0, 0, 999, 9), (20.5, 1, 4, 4))
-    assert arrived_tok_s(some, 2, 10.0, 25.0).tolist() == [[1.5, 1.0], [10.0, 0.0]]
-
-
-@pytest.mark.parametrize("step_s", [0.0, -1.0, 26.0])
-def test_an_invalid_step_is_rejected(step_s: float) -> None:
-    with pytest.raises(InputError, match="step_s"):
-        arrived_tok_s(requests((0.0, 1, 1, 1)), 1, step_s, 25.0)

@@ -15,10 +15,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
-from capplan.errors import InputError
 from capplan.planner.deadline import NEVER, Deadline
 from capplan.planner.estimate import TwinEstimator
 from capplan.planner.parallel import parallel_map
@@ -26,9 +22,9 @@ from capplan.planner.previous import previous_instances
 from capplan.planner.problem import AdapterShare, Assignment, Problem, infeasible, whole_adapters
 from capplan.planner.slots import most_slots
 from capplan.planner.solvers.base import RequiredEstimator, Requirement, Solver, SolverContext
-from capplan.planner.solvers.loraserve_placement import AdapterDemand, place
+from capplan.serving.rebalancing import AdapterDemand, place
 from capplan.spec import Adapter, Arrivals, BaseTraffic, LengthPairs, Plan, Renewal, Workload
-from capplan.workload import Requests, draw_requests
+from capplan.workload import draw_requests
 
 
 def _place(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
@@ -97,57 +93,6 @@ LORASERVE = Solver(
     estimator="twin",
     supports=frozenset({Requirement.MAX_REPLICAS, Requirement.PREVIOUS_PLAN}),
 )
-
-_HOLT_LEVEL: Final = 0.5
-"""Weight of the newest step in the level."""
-_HOLT_TREND: Final = 0.3
-"""Weight of the newest change in the trend."""
-_RECENT_STEPS: Final = 12
-"""Number of steps whose largest demand bounds the forecast."""
-_MAX_GROWTH: Final = 2.0
-_MIN_STEPS: Final = 3
-_NS_PER_S: Final = 1e9
-
-
-def extrapolate(history: Sequence[float], declared: float) -> float:
-    """Return the demand of the next time step by Holt's smoothing of level and trend, in tokens per second.
-
-    It is at most twice the largest of the recent steps; the last of fewer than three steps; the declared one
-    without a history.
-    """
-    if not history:
-        return declared
-    if len(history) < _MIN_STEPS:
-        return history[-1]
-    level, trend = history[0], history[1] - history[0]
-    for value in history[1:]:
-        before = level
-        level = _HOLT_LEVEL * value + (1.0 - _HOLT_LEVEL) * (level + trend)
-        trend = _HOLT_TREND * (level - before) + (1.0 - _HOLT_TREND) * trend
-    return min(max(0.0, level + trend), _MAX_GROWTH * max(history[-_RECENT_STEPS:]))
-
-
-def arrived_tok_s(requests: Requests, adapters: int, step_s: float, duration_s: float) -> NDArray[np.float64]:
-    """Return the tokens per second of adapters 1, 2, ... by time step of arrival, shape (steps, adapters).
-
-    A partial step at the end is not counted.
-
-    Raises
-    ------
-    InputError
-        Unless ``0 < step_s <= duration_s``.
-    """
-    if not 0.0 < step_s <= duration_s:
-        raise InputError(f"must be above 0 and at most the duration, {duration_s:g}", step_s, "step_s")
-    steps = int(duration_s // step_s)
-    step = (requests.arrival_ns / (step_s * _NS_PER_S)).astype(np.int64)
-    counted = (step < steps) & (requests.adapter > 0)
-    cell = step[counted] * adapters + requests.adapter[counted] - 1
-    tokens = requests.prompt_tokens[counted].astype(np.float64) + requests.output_tokens[counted]
-    sums = np.bincount(cell, tokens, minlength=steps * adapters)
-    per_second: NDArray[np.float64] = sums.reshape(steps, adapters) / step_s
-    return per_second
-
 
 _FIRST_RPS: Final = 1.0
 _MAX_RPS: Final = 2.0**20

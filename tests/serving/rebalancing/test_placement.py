@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import InputError
-from capplan.planner.solvers.loraserve_placement import (
+from capplan.serving.rebalancing.placement import (
     AdapterDemand,
     LoraservePlacement,
     place,
@@ -26,7 +26,7 @@ POINTS = {8: 5000.0, 16: 4800.0, 32: 4400.0, 64: 3500.0, 128: 2200.0}
 
 def loads(*adapters: tuple[int, float]) -> list[AdapterDemand]:
     """Return adapters of these ranks and demands; rank 8 takes 8 bytes."""
-    return [AdapterDemand(f"a{i}", rank, tok_s, bytes=rank) for i, (rank, tok_s) in enumerate(adapters)]
+    return [AdapterDemand(f"a{i}", rank, tok_s, size_bytes=rank) for i, (rank, tok_s) in enumerate(adapters)]
 
 
 @st.composite
@@ -108,7 +108,7 @@ def test_bytes_to_copy_are_minimal_over_all_labellings(cluster: Cluster, data: s
     names = [load.name for load in adapters]
     before = data.draw(st.lists(st.sets(st.sampled_from(names)), min_size=4, max_size=4))
     made = place(adapters, points, 4, stored=before)
-    bytes_of = {load.name: load.bytes for load in adapters}
+    bytes_of = {load.name: load.size_bytes for load in adapters}
 
     def copied(servers: Sequence[Mapping[str, float]]) -> int:
         pairs = zip(servers, before, strict=True)
@@ -130,7 +130,7 @@ def test_the_placement_does_not_depend_on_the_order_of_adapters(
 @given(clusters(), st.integers(1, 3))
 def test_max_replicas_is_kept(cluster: Cluster, most: int) -> None:
     adapters, points, servers = cluster
-    bounded = [AdapterDemand(a.name, a.rank, a.tok_s, a.bytes, max_replicas=most) for a in adapters]
+    bounded = [AdapterDemand(a.name, a.rank, a.tok_s, a.size_bytes, max_replicas=most) for a in adapters]
     made = place(bounded, points, servers)
     assert all(sum(load.name in server for server in made.shares) <= most for load in bounded)
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Final
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
+from numpy.typing import NDArray
 
 from capplan.errors import InputError
+from capplan.serving.rebalancing.labels import label_servers
 
 _CAP_STEP: Final = 0.05
 """Increase of the utilization cap if no server has room for a leftover, relative to the target. Smaller steps
@@ -20,6 +23,8 @@ _MIN_REST: Final = 0.01
 """Share of an adapter below which its rest stays with its last server."""
 _NEGLIGIBLE: Final = 1e-9
 """Share of an adapter, or of a server, that is rounding error."""
+_LEAST_TOK_S: Final = 1e-9
+"""Demand below which an adapter has none: a token in 30 years."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class AdapterDemand:
     """As in the workload; 0 for the base model."""
     tok_s: float
     """Expected input and output tokens per second."""
-    bytes: int = 0
+    size_bytes: int = 0
     """Size of the weights."""
     max_replicas: int | None = None
     """Maximum number of servers that share its traffic; None: any number. The paper has no such bound."""
@@ -52,6 +57,8 @@ class LoraservePlacement:
     is on one server."""
     bytes_to_copy: int
     """Size of the adapters that their servers do not store yet."""
+    unpermuted_bytes: int
+    """The same if servers were not permuted."""
     target: float
     """Mean utilization of the servers if the demand were spread evenly. Above 1 there are too few servers."""
     cap: float
@@ -69,6 +76,7 @@ def place(
     servers: int,
     *,
     stored: Sequence[Collection[str]] | None = None,
+    permute: bool = True,
     literal_leftovers: bool = False,
 ) -> LoraservePlacement:
     """Place adapters on all servers of a cluster, also if the demand exceeds what they sustain.
@@ -83,6 +91,8 @@ def place(
         Number of equal servers.
     stored
         Names of the adapters that each server stores; None: nothing.
+    permute
+        Label servers such that the fewest bytes are copied; else in the order of packing.
     literal_leftovers
         Put leftovers on the server of the largest rank even if it has no room, as printed in the paper.
 
@@ -93,6 +103,7 @@ def place(
         has another length.
     """
     _validate(adapters, operating_points, servers, stored)
+    adapters = [replace(a, tok_s=0.0) if a.tok_s < _LEAST_TOK_S else a for a in adapters]
     by_rank: dict[int, list[PendingAdapter]] = {}
     for adapter in sorted(adapters, key=lambda adapter: (-adapter.rank, adapter.name)):
         by_rank.setdefault(adapter.rank, []).append(PendingAdapter(adapter))
@@ -102,23 +113,26 @@ def place(
     }
     target = math.fsum(demand.values()) / servers
     budgets = server_budgets(demand, servers)
-    filled = [ServerBin(operating_points) for _ in range(servers)]
+    bins = ServerBins(servers, operating_points)
     first = 0
     for rank, pending in by_rank.items():
         if budgets[rank]:
-            _pack(pending, filled[first : first + budgets[rank]], target)
+            _pack(pending, bins, range(first, first + budgets[rank]), target)
         first += budgets[rank]
     everything = [each for pending in by_rank.values() for each in pending]
-    cap = _place_leftovers(everything, filled, target, literal=literal_leftovers)
-    bytes_of = {adapter.name: adapter.bytes for adapter in adapters}
-    bin_of, bytes_to_copy = _label_servers([server.phi for server in filled], stored, bytes_of)
-    total = dict.fromkeys(bytes_of, 0.0)
-    for server in filled:
-        for name, phi in server.phi.items():
-            total[name] += phi
-    shares = tuple({name: phi / total[name] for name, phi in filled[i].phi.items()} for i in bin_of)
-    used = tuple(filled[i].utilization() for i in bin_of)
-    return LoraservePlacement(shares, bytes_to_copy, target, cap, used, budgets)
+    cap = _place_leftovers(everything, bins, target, literal=literal_leftovers)
+    labels = label_servers(bins.phi, stored, {a.name: a.size_bytes for a in adapters}, permute=permute)
+    used = bins.utilization()[labels.bin_of].tolist()
+    shares = _normalised(bins.phi)
+    return LoraservePlacement(
+        shares=tuple(shares[i] for i in labels.bin_of),
+        bytes_to_copy=labels.bytes_to_copy,
+        unpermuted_bytes=labels.unpermuted_bytes,
+        target=target,
+        cap=cap,
+        utilization=tuple(used),
+        budgets=budgets,
+    )
 
 
 def _validate(
@@ -131,50 +145,78 @@ def _validate(
         raise InputError("must be >= 1", servers, "servers")
     if stored is not None and len(stored) != servers:
         raise InputError(f"must have an entry for each of the {servers} servers", len(stored), "stored")
-    for rank in sorted({adapter.rank for adapter in adapters}):
-        point = operating_points.get(rank)
-        if point is None or not 0.0 < point < math.inf:
-            raise InputError("must be given, above 0 and finite", point, f"operating point of rank {rank}")
+    require_points(operating_points, (adapter.rank for adapter in adapters))
     names = Counter(adapter.name for adapter in adapters)
     if len(names) < len(adapters):
         raise InputError("must be given once", names.most_common(1)[0][0], "adapters")
 
 
-class ServerBin:
-    """Shares on one server, all charged at the operating point of the largest rank with demand."""
+def require_points(operating_points: Mapping[int, float], ranks: Iterable[int]) -> None:
+    """Raise `InputError` unless each rank has a positive, finite operating point."""
+    for rank in sorted(set(ranks)):
+        point = operating_points.get(rank)
+        if point is None or not 0.0 < point < math.inf:
+            raise InputError("must be given, above 0 and finite", point, f"operating point of rank {rank}")
 
-    def __init__(self, operating_points: Mapping[int, float]) -> None:
+
+def _normalised(phi: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    """Return shares that sum to 1 over the servers."""
+    total: dict[str, float] = {}
+    for served in phi:
+        for name, share in served.items():
+            total[name] = total.get(name, 0.0) + share
+    return [{name: share / total[name] for name, share in served.items()} for served in phi]
+
+
+class ServerBins:
+    """Shares on servers, all those of a server charged at the operating point of its largest busy rank."""
+
+    def __init__(self, servers: int, operating_points: Mapping[int, float]) -> None:
         self._points = operating_points
-        self._tok_s = 0.0
-        self._bytes = 0
-        self.phi: dict[str, float] = {}
-        """Share of each adapter."""
-        self.max_rank = 0
+        self._point = np.full(servers, operating_points.get(0, math.inf))
+        self._tok_s = np.zeros(servers)
+        self._bytes = [0] * servers
+        self.phi: list[dict[str, float]] = [{} for _ in range(servers)]
+        """Share of each adapter, by server."""
+        self.max_rank = np.zeros(servers, np.int64)
         """Largest rank with demand; 0 without demand."""
 
-    @property
-    def stored(self) -> tuple[int, int]:
-        """Bytes of the adapters, and their number."""
-        return self._bytes, len(self.phi)
+    def stored(self, server: int) -> tuple[int, int]:
+        """Return the bytes of the adapters of a server, and their number."""
+        return self._bytes[server], len(self.phi[server])
 
-    def utilization(self, rank: int = 0) -> float:
-        """Return demand over operating point, as with an adapter of this rank on the server."""
-        return self._tok_s / self._points[max(self.max_rank, rank)] if self._tok_s > 0.0 else 0.0
+    def utilization(self, rank: int = 0) -> NDArray[np.float64]:
+        """Return demand over operating point, as with an adapter of this rank on each server."""
+        return np.asarray(self._tok_s / self._points_with(rank))
 
-    def room_tok_s(self, cap: float, rank: int) -> float:
+    def room_tok_s(self, cap: float, rank: int) -> NDArray[np.float64]:
         """Return the demand of an adapter of this rank that fits below a cap; 0 if negligible."""
-        full = cap * self._points[max(self.max_rank, rank)]
+        full = cap * self._points_with(rank)
         room = full - self._tok_s
+        return np.where(room > _NEGLIGIBLE * full, room, 0.0)
+
+    def room_of_tok_s(self, server: int, cap: float, rank: int) -> float:
+        """Return the room of one server."""
+        full = cap * (self._point[server] if self.max_rank[server] >= rank else self._points[rank])
+        room = float(full - self._tok_s[server])
         return room if room > _NEGLIGIBLE * full else 0.0
 
-    def take(self, adapter: AdapterDemand, share: float) -> None:
-        """Add a share of an adapter."""
-        if adapter.name not in self.phi:
-            self._bytes += adapter.bytes
-        self.phi[adapter.name] = self.phi.get(adapter.name, 0.0) + share
+    def take(self, server: int, adapter: AdapterDemand, share: float) -> None:
+        """Add a share of an adapter to a server."""
+        phi = self.phi[server]
+        if adapter.name not in phi:
+            self._bytes[server] += adapter.size_bytes
+        phi[adapter.name] = phi.get(adapter.name, 0.0) + share
         if adapter.tok_s > 0.0:
-            self._tok_s += share * adapter.tok_s
-            self.max_rank = max(self.max_rank, adapter.rank)
+            self._tok_s[server] += share * adapter.tok_s
+            if adapter.rank > self.max_rank[server]:
+                self.max_rank[server] = adapter.rank
+                self._point[server] = self._points[adapter.rank]
+
+    def _points_with(self, rank: int) -> NDArray[np.float64]:
+        if rank == 0:
+            return self._point
+        return np.where(self.max_rank >= rank, self._point, self._points[rank])
 
 
 @dataclass
@@ -184,14 +226,14 @@ class PendingAdapter:
     demand: AdapterDemand
     left: float = 1.0
     """Share that is not placed yet."""
-    servers: list[ServerBin] = field(default_factory=list)
+    servers: list[int] = field(default_factory=list)
     """Servers with a share, in the order of their last one."""
 
-    def place(self, server: ServerBin, share: float) -> None:
+    def place(self, bins: ServerBins, server: int, share: float) -> None:
         """Place up to this share on a server; everything if no other replica is allowed or little is left."""
         last = self._is_full(len(self.servers) + (server not in self.servers))
         taken = self.left if last or self.left - share <= _NEGLIGIBLE else share
-        server.take(self.demand, taken)
+        bins.take(server, self.demand, taken)
         if server in self.servers:
             self.servers.remove(server)
         self.servers.append(server)
@@ -223,29 +265,38 @@ def server_budgets(demand: Mapping[int, float], servers: int) -> dict[int, int]:
     return budgets
 
 
-def _pack(pending: Sequence[PendingAdapter], servers: Sequence[ServerBin], cap: float) -> None:
+def _pack(pending: Sequence[PendingAdapter], bins: ServerBins, servers: range, cap: float) -> None:
     """Fill the servers of one rank in turn, hottest adapters first, with an adapter split at each edge.
 
     This is next fit with splitting: at most one more replica per server than there are adapters, few hot
     adapters on the first server and the long tail on the last (figure 12 of the paper). Adapters without
     demand go to the server that stores the fewest bytes.
     """
-    at = 0
-    for each in sorted(pending, key=lambda each: (-each.demand.tok_s, each.demand.name)):
+    ordered = sorted(pending, key=lambda each: (-each.demand.tok_s, each.demand.name))
+    at = servers.start
+    for each in ordered:
         tok_s = each.demand.tok_s
-        if tok_s == 0.0:
-            each.place(min(servers, key=lambda server: server.stored), 1.0)
-            continue
-        while each.left > 0.0 and at < len(servers):
-            room_tok_s = servers[at].room_tok_s(cap, each.demand.rank)
+        while tok_s > 0.0 and each.left > 0.0 and at < servers.stop:
+            room_tok_s = bins.room_of_tok_s(at, cap, each.demand.rank)
             if room_tok_s > 0.0:
-                each.place(servers[at], room_tok_s / tok_s)
+                each.place(bins, at, room_tok_s / tok_s)
             if each.left > 0.0:
                 at += 1
+    _balance_bytes([each for each in ordered if each.demand.tok_s == 0.0], bins, servers)
+
+
+def _balance_bytes(pending: Iterable[PendingAdapter], bins: ServerBins, servers: Iterable[int]) -> None:
+    """Place each adapter on the server that stores the fewest bytes, then the fewest adapters."""
+    heap = [(*bins.stored(server), server) for server in servers]
+    heapq.heapify(heap)
+    for each in pending:
+        server = heap[0][-1]
+        each.place(bins, server, 1.0)
+        heapq.heapreplace(heap, (*bins.stored(server), server))
 
 
 def _place_leftovers(
-    pending: Sequence[PendingAdapter], servers: Sequence[ServerBin], cap: float, *, literal: bool
+    pending: Sequence[PendingAdapter], bins: ServerBins, cap: float, *, literal: bool
 ) -> float:
     """Place what is left, largest rank first, then largest demand; return the final cap."""
     step = _CAP_STEP * cap
@@ -253,67 +304,55 @@ def _place_leftovers(
     def order(each: PendingAdapter) -> tuple[int, float, str]:
         return -each.demand.rank, -each.demand.tok_s * each.left, each.demand.name
 
-    for each in sorted((each for each in pending if each.left > 0.0), key=order):
-        rank = each.demand.rank
-        if each.demand.tok_s == 0.0:
-            continue
-        while each.left > 0.0:
-            allowed = each.servers if each.has_all_replicas else servers
+    left = sorted((each for each in pending if each.left > 0.0), key=order)
+    for each in left:
+        rank, tok_s = each.demand.rank, each.demand.tok_s
+        while tok_s > 0.0 and each.left > 0.0:
             if literal:
-                each.place(min(allowed, key=_by_max_rank), each.left)
+                each.place(bins, _literal_choice(each, bins), each.left)
             elif each.servers and each.left < _MIN_REST:
-                each.place(each.servers[-1], each.left)
+                each.place(bins, each.servers[-1], each.left)
             elif each.has_all_replicas:
-                each.place(min(allowed, key=ServerBin.utilization), each.left)
-            elif (server := _with_room(rank, servers, cap)) is not None:
-                each.place(server, server.room_tok_s(cap, rank) / each.demand.tok_s)
+                used = bins.utilization()
+                each.place(bins, min(each.servers, key=lambda server: used[server]), each.left)
+            elif (server := _with_room(rank, bins, cap)) is not None:
+                each.place(bins, server, bins.room_of_tok_s(server, cap, rank) / tok_s)
             else:
-                cap = _raise_cap(rank, servers, cap, step)
-    for each in sorted((each for each in pending if each.left > 0.0), key=order):
-        rank = each.demand.rank  # a server whose largest rank is lower is second choice
-        each.place(min(servers, key=lambda s: (0 < s.max_rank < rank, *s.stored)), 1.0)
+                cap = _raise_cap(rank, bins, cap, step)
+    idle = (each for each in left if each.demand.tok_s == 0.0)
+    for rank, group in groupby(idle, key=lambda each: each.demand.rank):
+        is_lower = (bins.max_rank > 0) & (bins.max_rank < rank)  # second choice
+        chosen = np.flatnonzero(is_lower if is_lower.all() else ~is_lower)
+        _balance_bytes(group, bins, chosen.tolist())
     return cap
 
 
-def _by_max_rank(server: ServerBin) -> tuple[int, float]:
-    return -server.max_rank, server.utilization()
+def _literal_choice(each: PendingAdapter, bins: ServerBins) -> int:
+    used = bins.utilization()
+    allowed = each.servers if each.has_all_replicas else range(used.size)
+    return min(allowed, key=lambda server: (-bins.max_rank[server], used[server]))
 
 
-def _with_room(rank: int, servers: Iterable[ServerBin], cap: float) -> ServerBin | None:
+def _with_room(rank: int, bins: ServerBins, cap: float) -> int | None:
     """Return the server with room that has the largest rank, then the least utilization.
 
     A server whose largest rank is lower than the adapter's is second choice.
     """
-    free = [server for server in servers if server.room_tok_s(cap, rank) > 0.0]
-    preferred = [server for server in free if server.max_rank >= rank]
-    if preferred:
-        return min(preferred, key=_by_max_rank)
-    return min(free, key=lambda server: server.utilization(rank), default=None)
+    free = bins.room_tok_s(cap, rank) > 0.0
+    if not free.any():
+        return None
+    preferred = free & (bins.max_rank >= rank)
+    if preferred.any():
+        largest = bins.max_rank[preferred].max()
+        among = preferred & (bins.max_rank == largest)
+        return int(np.argmin(np.where(among, bins.utilization(), math.inf)))
+    return int(np.argmin(np.where(free, bins.utilization(rank), math.inf)))
 
 
-def _raise_cap(rank: int, servers: Iterable[ServerBin], cap: float, step: float) -> float:
+def _raise_cap(rank: int, bins: ServerBins, cap: float, step: float) -> float:
     """Return the cap after the fewest steps with which a server has room."""
-    least = min(server.utilization(rank) for server in servers)
+    least = float(bins.utilization(rank).min())
     cap += step * max(1, math.floor((least - cap) / step))
-    while all(server.room_tok_s(cap, rank) == 0.0 for server in servers):
+    while not bins.room_tok_s(cap, rank).any():
         cap += step
     return cap
-
-
-def _label_servers(
-    bins: Sequence[Collection[str]], stored: Sequence[Collection[str]] | None, bytes_of: Mapping[str, int]
-) -> tuple[list[int], int]:
-    """Return the bin of each server and the bytes to copy, fewest by the Hungarian method.
-
-    Ties go to the labelling that leaves most bins at their index: costs are integers in units of their
-    common divisor, and an index that changes costs less than one unit. Floats represent these exactly.
-    """
-    sets = [frozenset(names) for names in stored or [()] * len(bins)]
-    cost = np.array(
-        [[sum(bytes_of[name] for name in names if name not in there) for there in sets] for names in bins]
-    )
-    unit = math.gcd(*cost.ravel().tolist()) or 1
-    elsewhere = 1 - np.eye(len(cost), dtype=np.int64)
-    rows, servers = linear_sum_assignment(((cost // unit) * (len(cost) + 1) + elsewhere).astype(np.float64))
-    bin_of = dict(zip(servers.tolist(), rows.tolist(), strict=True))
-    return [bin_of[server] for server in range(len(bins))], int(cost[rows, servers].sum())

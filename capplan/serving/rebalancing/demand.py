@@ -1,0 +1,138 @@
+"""Demand of adapters by window, and its forecast (LoRAServe IV-A, EXTRAPOLATE, not defined there).
+
+The demand of a window is the tokens of the requests that arrived in it. Served tokens would hide an overload.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Final, Literal, TypeAlias, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from capplan.errors import InputError
+
+Forecast: TypeAlias = Literal["holt", "last", "ewma", "linear"]
+FORECASTS: Final[tuple[str, ...]] = get_args(Forecast)
+
+_HOLT_LEVEL: Final = 0.5
+"""Weight of the newest window in the level, also of `ewma`."""
+_HOLT_TREND: Final = 0.3
+"""Weight of the newest change in the trend."""
+_RECENT_WINDOWS: Final = 12
+"""Number of windows whose largest demand bounds the forecast, and to which `linear` fits a line."""
+_MAX_GROWTH: Final = 2.0
+_MIN_WINDOWS: Final = 3
+_NS_PER_S: Final = 1e9
+
+
+class DemandHistory:
+    """Demand of every adapter in closed windows of one length, and its forecast for the next one.
+
+    Parameters
+    ----------
+    adapters
+        Number of adapters.
+    forecast
+        ``holt``: smoothed level and trend; ``last``: the last window; ``ewma``: smoothed level; ``linear``:
+        a line through the last 12 windows. With ``holt`` and ``linear`` the last of fewer than 3 windows.
+    """
+
+    def __init__(self, adapters: int, forecast: Forecast = "holt") -> None:
+        if forecast not in FORECASTS:
+            raise InputError(f"must be one of {', '.join(FORECASTS)}", forecast, "forecast")
+        self._forecast = forecast
+        self._level = np.zeros(adapters)
+        self._trend = np.zeros(adapters)
+        self._recent: deque[NDArray[np.float64]] = deque(maxlen=_RECENT_WINDOWS)
+        self.windows = 0
+        """Number of closed windows."""
+
+    def close(self, tok_s: ArrayLike) -> None:
+        """Close a window with the demand of each adapter, in tokens per second.
+
+        Raises
+        ------
+        InputError
+            If it is not one finite number >= 0 per adapter.
+        """
+        demand = np.array(tok_s, np.float64)
+        if demand.shape != self._level.shape:
+            raise InputError(
+                f"must be one number for each of {self._level.size} adapters", demand.shape, "tok_s"
+            )
+        if not (np.isfinite(demand) & (demand >= 0.0)).all():
+            raise InputError("must be finite numbers >= 0", float(demand.min()), "tok_s")
+        if self.windows == 0:
+            self._level = demand
+        else:
+            if self.windows == 1 and self._forecast == "holt":
+                self._trend = demand - self._level
+            before = self._level
+            self._level = _HOLT_LEVEL * demand + (1.0 - _HOLT_LEVEL) * (before + self._trend)
+            if self._forecast == "holt":
+                self._trend = _HOLT_TREND * (self._level - before) + (1.0 - _HOLT_TREND) * self._trend
+        self._recent.append(demand)
+        self.windows += 1
+
+    def forecast(self, declared: ArrayLike) -> NDArray[np.float64]:
+        """Return the demand of the next window in tokens per second; the declared one without a window.
+
+        It is between 0 and twice the largest of the last 12 windows.
+        """
+        if self.windows == 0:
+            return np.array(declared, np.float64)
+        if self._forecast == "ewma":
+            return self._level.copy()
+        if self._forecast == "last" or self.windows < _MIN_WINDOWS:
+            return self._recent[-1].copy()
+        ahead = self._line() if self._forecast == "linear" else self._level + self._trend
+        return np.clip(ahead, 0.0, _MAX_GROWTH * np.max(self._recent, axis=0))
+
+    def _line(self) -> NDArray[np.float64]:
+        """Return the next value of the least-squares lines through the recent windows."""
+        recent = np.array(self._recent)
+        at = np.arange(len(recent)) - (len(recent) - 1) / 2.0
+        slope = (at[:, np.newaxis] * recent).sum(axis=0) / (at @ at)
+        return np.asarray(recent.mean(axis=0) + slope * (len(recent) + 1) / 2.0)
+
+
+def extrapolate(history: Sequence[float], declared: float, forecast: Forecast = "holt") -> float:
+    """Return the demand of the next window of one adapter, in tokens per second.
+
+    `history` is its demand by window; `declared` is the result without any. Rules as in `DemandHistory`.
+    """
+    demand = DemandHistory(1, forecast)
+    for tok_s in history:
+        demand.close([tok_s])
+    return float(demand.forecast([declared])[0])
+
+
+def arrived_tok_s(
+    arrival_ns: NDArray[np.int64],
+    adapter: NDArray[np.int32],
+    tokens: NDArray[np.int64],
+    adapters: int,
+    window_s: float,
+    duration_s: float,
+) -> NDArray[np.float64]:
+    """Return the tokens per second of adapters 1, 2, ... by window of arrival, shape (windows, adapters).
+
+    A partial window at the end is not counted.
+
+    Raises
+    ------
+    InputError
+        Unless ``0 < window_s <= duration_s``.
+    """
+    if not 0.0 < window_s <= duration_s:
+        raise InputError(f"must be above 0 and at most the duration, {duration_s:g}", window_s, "window_s")
+    windows = int(duration_s // window_s)
+    window = (arrival_ns / (window_s * _NS_PER_S)).astype(np.int64)
+    counted = (window < windows) & (adapter > 0)
+    cell = window[counted] * adapters + adapter[counted] - 1
+    sums = np.bincount(cell, tokens[counted].astype(np.float64), minlength=windows * adapters)
+    per_second: NDArray[np.float64] = sums.reshape(windows, adapters) / window_s
+    return per_second

@@ -1,0 +1,239 @@
+"""Re-balancing of adapters over servers: demand by window, forecast, placement, server labels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal, TypeAlias, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capplan.errors import InputError
+from capplan.serving.rebalancing.demand import FORECASTS, DemandHistory, Forecast
+from capplan.serving.rebalancing.labels import label_servers
+from capplan.serving.rebalancing.placement import AdapterDemand, place, require_points
+
+Solver: TypeAlias = Literal["loraserve", "capplan"]
+SOLVERS: Final[tuple[str, ...]] = get_args(Solver)
+
+Shares: TypeAlias = Sequence[Mapping[str, float]]
+"""Per server, the share of each adapter that it serves."""
+
+
+@dataclass(frozen=True)
+class RebalanceSettings:
+    """Settings of re-balancing.
+
+    Parameters
+    ----------
+    period_s
+        Time between two re-balancings, and length of a window of demand. The paper leaves it to the
+        administrator.
+    forecast
+        Forecast of the demand, as in `DemandHistory`.
+    permute
+        Whether servers are permuted such that the fewest bytes are copied.
+    solver
+        ``loraserve``: Algorithm 1 of the paper; ``capplan``: a function that the planner supplies.
+    price_per_gb
+        For ``capplan``: reduction of the largest utilization that moving a GB (10^9 bytes) must bring.
+    """
+
+    period_s: float = 300.0
+    forecast: Forecast = "holt"
+    permute: bool = True
+    solver: Solver = "loraserve"
+    price_per_gb: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.period_s < math.inf:
+            raise InputError("must be a finite number > 0", self.period_s, "rebalance.period_s")
+        for name, value, allowed in (
+            ("forecast", self.forecast, FORECASTS),
+            ("solver", self.solver, SOLVERS),
+        ):
+            if value not in allowed:
+                raise InputError(f"must be one of {', '.join(allowed)}", value, f"rebalance.{name}")
+        if not 0.0 <= self.price_per_gb < math.inf:
+            raise InputError("must be a finite number >= 0", self.price_per_gb, "rebalance.price_per_gb")
+
+
+@dataclass(frozen=True)
+class ReplanRequest:
+    """Input of a solver that re-plans: the available servers, in order."""
+
+    adapters: Sequence[AdapterDemand]
+    """Adapters with their forecast demand."""
+    stored: Sequence[Collection[str]]
+    """Names of the adapters that each server stores."""
+    shares: Shares
+    """Shares in force."""
+    price_per_gb: float
+
+
+Replan: TypeAlias = Callable[[ReplanRequest], Shares]
+"""A solver that re-plans: returns the shares of every server, in the order of the request."""
+
+
+@dataclass(frozen=True)
+class Rebalanced:
+    """New routing table. Nothing has moved yet: servers fetch an adapter with its first request."""
+
+    shares: tuple[Mapping[str, float], ...]
+    """Share of every adapter that each server serves, none of 0. Over servers they sum to 1; servers that are
+    not available serve none."""
+    moved_bytes: int
+    """Size of the adapters that their servers do not store yet."""
+    unpermuted_bytes: int
+    """The same if servers had not been permuted."""
+    target: float
+    """Mean utilization of the available servers if the forecast demand were spread evenly."""
+    demand_tok_s: Mapping[str, float]
+    """Forecast demand, from which the shares follow."""
+
+    @property
+    def is_overloaded(self) -> bool:
+        """Whether the servers do not sustain the demand; the shares are balanced nevertheless."""
+        return self.target > 1.0
+
+
+class Rebalancer:
+    """Periodic re-balancing of adapters over equal servers (LoRAServe, section IV-A).
+
+    The result depends on the arguments of all calls alone, so twin and running cluster share this class.
+
+    Parameters
+    ----------
+    adapters
+        Adapters with their declared demand, which holds until the first window is closed. The base model is
+        one of rank 0 and 0 bytes.
+    servers
+        Number of equal servers.
+    operating_points
+        Highest token rate (input and output) that one server sustains within the SLO, by rank.
+    settings
+        Settings.
+    replan
+        The solver of settings with ``solver="capplan"``.
+
+    Raises
+    ------
+    InputError
+        For no server, an adapter given twice, a rank without operating point, or a missing `replan`.
+    """
+
+    def __init__(
+        self,
+        adapters: Sequence[AdapterDemand],
+        servers: int,
+        operating_points: Mapping[int, float],
+        settings: RebalanceSettings,
+        replan: Replan | None = None,
+    ) -> None:
+        if servers < 1:
+            raise InputError("must be >= 1", servers, "servers")
+        if settings.solver == "capplan" and replan is None:
+            raise InputError("needs a planner", settings.solver, "rebalance.solver")
+        require_points(operating_points, (adapter.rank for adapter in adapters))
+        self.settings = settings
+        self.servers = servers
+        self._adapters = tuple(adapters)
+        self._number = {adapter.name: i for i, adapter in enumerate(self._adapters)}
+        if len(self._number) < len(self._adapters):
+            raise InputError("must be given once", sorted(a.name for a in adapters), "adapters")
+        self._declared = np.array([adapter.tok_s for adapter in self._adapters])
+        self._points = operating_points
+        self._replan = replan if settings.solver == "capplan" else None
+        self._history = DemandHistory(len(self._adapters), settings.forecast)
+
+    def step(
+        self,
+        arrived_tok_s: Mapping[str, float] | NDArray[np.float64] | None,
+        stored: Sequence[Collection[str]],
+        shares: Shares,
+        available: Sequence[int] | None = None,
+    ) -> Rebalanced:
+        """Close a window and return the shares of the next one.
+
+        Parameters
+        ----------
+        arrived_tok_s
+            Tokens (input and output) per second of the requests that arrived in the window, by adapter, or
+            in the order of the adapters; adapters that are missing had none. None: no window has passed, as
+            after a server failed.
+        stored
+            Names of the adapters that each server stores, shape (servers,).
+        shares
+            Shares in force, shape (servers,).
+        available
+            Numbers of the servers that may serve; None: all.
+
+        Raises
+        ------
+        InputError
+            For an unknown adapter, an invalid demand or number of servers, or a solver's invalid shares.
+        """
+        for name, given in (("stored", stored), ("shares", shares)):
+            if len(given) != self.servers:
+                raise InputError(f"must have an entry for each of {self.servers} servers", len(given), name)
+        up = self._available(available)
+        if arrived_tok_s is not None:
+            self._history.close(self._in_order(arrived_tok_s))
+        demand = self._history.forecast(self._declared).tolist()
+        adapters = [replace(a, tok_s=tok_s) for a, tok_s in zip(self._adapters, demand, strict=True)]
+        there = [stored[server] for server in up]
+        if self._replan is None:
+            made = place(adapters, self._points, len(up), stored=there, permute=self.settings.permute)
+            new, moved, unpermuted = made.shares, made.bytes_to_copy, made.unpermuted_bytes
+        else:
+            request = ReplanRequest(
+                adapters, there, [shares[server] for server in up], self.settings.price_per_gb
+            )
+            new, moved, unpermuted = self._labelled(self._replan(request), there)
+        everywhere: list[Mapping[str, float]] = [{} for _ in range(self.servers)]
+        for server, served in zip(up, new, strict=True):
+            everywhere[server] = served
+        used = math.fsum(
+            tok_s / self._points[a.rank] for a, tok_s in zip(self._adapters, demand, strict=True)
+        )
+        names = (adapter.name for adapter in self._adapters)
+        return Rebalanced(
+            tuple(everywhere), moved, unpermuted, used / len(up), dict(zip(names, demand, strict=True))
+        )
+
+    def _available(self, available: Sequence[int] | None) -> list[int]:
+        up = list(range(self.servers)) if available is None else sorted(set(available))
+        if not up or up[0] < 0 or up[-1] >= self.servers:
+            raise InputError(f"must be numbers of the {self.servers} servers, at least one", up, "available")
+        return up
+
+    def _in_order(self, arrived_tok_s: Mapping[str, float] | NDArray[np.float64]) -> NDArray[np.float64]:
+        if isinstance(arrived_tok_s, np.ndarray):
+            return arrived_tok_s
+        demand = np.zeros(len(self._adapters))
+        for name, tok_s in arrived_tok_s.items():
+            if name not in self._number:
+                raise InputError("must be an adapter of the cluster", name, "arrived_tok_s")
+            demand[self._number[name]] = tok_s
+        return demand
+
+    def _labelled(self, shares: Shares, stored: Sequence[Collection[str]]) -> tuple[Shares, int, int]:
+        """Return the checked shares of a solver with the labels that copy the fewest bytes."""
+        if len(shares) != len(stored):
+            raise InputError(f"must be shares of {len(stored)} servers", len(shares), "replan")
+        served = [{name: share for name, share in own.items() if share > 0.0} for own in shares]
+        total = dict.fromkeys(self._number, 0.0)
+        for own in served:
+            for name, share in own.items():
+                if name not in total:
+                    raise InputError("must be an adapter of the cluster", name, "replan")
+                total[name] += share
+        if not np.allclose([*total.values()], 1.0, atol=1e-6):
+            worst = max(total, key=lambda name: abs(total[name] - 1.0))
+            raise InputError("shares must sum to 1", total[worst], f"replan: adapter {worst}")
+        bytes_of = {adapter.name: adapter.size_bytes for adapter in self._adapters}
+        labels = label_servers(served, stored, bytes_of, permute=self.settings.permute)
+        normalised = [{name: share / total[name] for name, share in own.items()} for own in served]
+        return [normalised[i] for i in labels.bin_of], labels.bytes_to_copy, labels.unpermuted_bytes
