@@ -184,6 +184,7 @@ class Rebalancer:
         demand = self._history.forecast(self._declared).tolist()
         adapters = [replace(a, tok_s=tok_s) for a, tok_s in zip(self._adapters, demand, strict=True)]
         there = [stored[server] for server in up]
+        new: Shares
         if self._replan is None:
             made = place(adapters, self._points, len(up), stored=there, permute=self.settings.permute)
             new, moved, unpermuted = made.shares, made.bytes_to_copy, made.unpermuted_bytes
