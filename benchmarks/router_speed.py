@@ -104,7 +104,7 @@ def rule_us(router: InstanceRouter, rng: np.random.Generator) -> float:
 def choice_us(router: InstanceRouter, rng: np.random.Generator, names: Sequence[str]) -> float:
     """Return the microseconds of a choice of the running router."""
     asked = [names[i] for i in rng.integers(0, ADAPTERS, CALLS).tolist()]
-    return fastest_us(lambda: [router.choose(name, lambda _: True, 300) for name in asked])
+    return fastest_us(lambda: [router.choose(name, 300) for name in asked])
 
 
 def fastest_us(run: object) -> float:

@@ -1,6 +1,8 @@
 """The running router decides as the cluster twin does, from the states that instances report."""
 
 import json
+import time
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +20,12 @@ from capplan.serving.routers.choose import RoutingRule
 from capplan.serving.routers.fleet import ACTIVE, AWAITED, RESIDENT
 from capplan.spec.routing import ROUTER_NAMES
 from capplan.twin.cluster import Candidate, RoutedRequest
-from capplan.twin.cluster.reference_routers import LeastAddedWork, RankAware, reference_router
+from capplan.twin.cluster.reference_routers import (
+    LeastAddedWork,
+    RankAware,
+    SmoothShares,
+    reference_router,
+)
 from capplan.twin.cluster.routers import plain_rule
 from capplan.twin.host_link import NEVER_NS
 from tests.engine.fake_instances import idle_state
@@ -40,10 +47,12 @@ class KnownStates:
     seen_ns: list[int | None] = field(default_factory=lambda: [None] * 3)
     sent: list[list[tuple[int, str | None, int]]] = field(default_factory=lambda: [[], [], []])
 
-    def candidates(self, adapter: str | None, now_ns: int) -> list[Candidate]:
-        holders = [i for i in range(3) if adapter is None or adapter in HELD[i]]
-        total = sum(HELD[i].get(adapter or "", 1.0) for i in holders)
-        return [self._candidate(i, adapter, HELD[i].get(adapter or "", 1.0) / total, now_ns) for i in holders]
+    def candidates(self, adapter: str | None, now_ns: int, up: Collection[int] = range(3)) -> list[Candidate]:
+        shares = {i: HELD[i].get(adapter or "", 1.0) for i in up if adapter is None or adapter in HELD[i]}
+        if not any(shares.values()):
+            shares = dict.fromkeys(shares, 1.0)
+        total = sum(shares.values())
+        return [self._candidate(i, adapter, share / total, now_ns) for i, share in shares.items()]
 
     def _candidate(self, i: int, adapter: str | None, share: float, now_ns: int) -> Candidate:
         state, seen_ns = self.states[i], self.seen_ns[i]
@@ -117,7 +126,21 @@ def rule_and_reference(name: str, seed: int) -> tuple[RoutingRule, Any]:
     if name == "least-work-left":
         rule = rule._replace(models=np.array([model.row for model in work]))
     rank_aware = RankAware("bgmv" if name == "toppings" else "blind", models, 20.0)
-    return rule, reference_router(name, 3, rank_aware, LeastAddedWork(work, parameters))
+    by_shares = SmoothShares(first_credits())
+    if name == "smooth-shares":
+        return rule, by_shares
+    return rule, reference_router(name, 3, rank_aware, LeastAddedWork(work, parameters, by_shares))
+
+
+def first_credits() -> dict[tuple[int, int], float]:
+    """Return the credits before the first request, with all instances up."""
+    known, credit = KnownStates([idle_state()] * 3), {}
+    for adapter, name in enumerate(NAMES):
+        candidates = known.candidates(name, 0)
+        for at, each in enumerate(candidates):
+            part = (at - adapter) % len(candidates) / len(candidates)
+            credit[adapter, each.instance] = each.share * part
+    return credit
 
 
 @pytest.mark.parametrize("name", ROUTER_NAMES)
@@ -130,7 +153,7 @@ def test_the_running_router_decides_as_the_twins_reference(name: str, seed: int)
     known = KnownStates([{**idle_state(), "blocks": 1, "block_size": 1, "free_blocks": 0}] * 3)
     known.states = [{**s, "max_num_seqs": 0, "max_loras": 0} for s in known.states]
     draw = np.random.default_rng(7).random
-    now_ns, asked_ns = 0, [0, 0, 0]
+    now_ns, asked_ns, is_up = 0, [0, 0, 0], [True] * 3
     for number in range(20):
         now_ns += choose(1, 200) * 10**6
         i = choose(0, 2)
@@ -141,22 +164,61 @@ def test_the_running_router_decides_as_the_twins_reference(name: str, seed: int)
             known.sent[i] = [each for each in known.sent[i] if each[0] >= asked_ns[i]]
         adapter = choose(0, 2)
         prompt_tokens = choose(1, 50)
+        if choose(0, 3) == 0:  # an instance goes or comes back
+            is_up[i] = not is_up[i]
+            router.set_available(i, is_up[i])
+        excluded = [j for j in range(3) if choose(0, 9) == 0]
+        candidates = known.candidates(
+            NAMES[adapter], now_ns, [j for j in range(3) if is_up[j] and j not in excluded]
+        )
+        if not candidates:
+            assert router.choose(NAMES[adapter], prompt_tokens, excluded, now_ns) is None
+            continue
         request = RoutedRequest(
             number, 0.0, adapter, RANK.get(NAMES[adapter] or "", 0), prompt_tokens, draw(), 100.0
         )
-        candidates = known.candidates(NAMES[adapter], now_ns)
         expected = candidates[reference(request, candidates)].instance
-        assert router.choose(NAMES[adapter], lambda _: True, prompt_tokens, now_ns) == expected
+        assert router.choose(NAMES[adapter], prompt_tokens, excluded, now_ns) == expected
         known.sent[expected].append((now_ns, NAMES[adapter], prompt_tokens))
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 10**6))
+def test_the_plans_router_chooses_as_smooth_shares_while_instances_go_and_come_back(seed: int) -> None:
+    choose, router, reference = seeded(seed), InstanceRouter(HELD), SmoothShares(first_credits())
+    known, is_up = KnownStates([idle_state()] * 3), [True] * 3
+    for number in range(40):
+        i, adapter = choose(0, 2), choose(0, 2)
+        if choose(0, 3) == 0:
+            is_up[i] = not is_up[i]
+            router.set_available(i, is_up[i])
+        candidates = known.candidates(NAMES[adapter], 0, [j for j in range(3) if is_up[j]])
+        expected = None
+        if candidates:
+            request = RoutedRequest(number, 0.0, adapter, 0, 1, 0.0, 100.0)
+            expected = candidates[reference(request, candidates)].instance
+        assert router.choose(NAMES[adapter]) == expected
 
 
 @pytest.mark.parametrize("name", ROUTER_NAMES)
 def test_a_request_goes_to_a_holder_that_is_up(name: str) -> None:
     router = InstanceRouter(HELD, None, RoutingSettings(rule_and_reference(name, 0)[0], RANK))
     for up in ((0,), (1, 2), (2,), ()):
+        for i in range(3):
+            router.set_available(i, i in up)
         holders = {i for i in up if "y" in HELD[i]}
-        chosen = {router.choose("y", lambda i, up=up: i in up) for _ in range(8)}
+        chosen = {router.choose("y") for _ in range(8)}
         assert chosen <= holders if holders else chosen == {None}
+
+
+def test_adapters_of_an_instance_that_has_ended_are_forgotten() -> None:
+    router = InstanceRouter(HELD, None, settings_of("lora-affinity"))
+    for i in range(3):
+        state = {**idle_state(), "adapters": {"x": ACTIVE} if i == 1 else {}}
+        router.report(i, json.dumps(state).encode(), time.monotonic_ns())
+    assert {router.choose("x") for _ in range(6)} == {1}
+    router.forget(1)
+    assert {router.choose("x") for _ in range(6)} != {1}
 
 
 def test_workloads_may_name_every_router() -> None:

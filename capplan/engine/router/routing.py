@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, NamedTuple
 
@@ -18,10 +18,11 @@ from capplan.serving.routers.choose import ASK_RANKS, RoutingRule, note, route
 from capplan.serving.routers.fleet import NEVER_SEEN, ArrivingRequest, Fleet, new_fleet
 from capplan.spec.routing import STATE_PERIOD_S
 
-# The plain Python function: a decision takes microseconds, and nothing is compiled before the first request.
-_by_credit: Final[Callable[..., int]] = getattr(shares_rule.by_credit, "py_func", shares_rule.by_credit)
-
 _MAX_ADAPTERS: Final = 100_000
+_MAX_SENT: Final = 10_000
+"""Requests kept per instance until its next report."""
+_MAX_AVAILABLE: Final = 1024
+"""Adapters whose available holders are kept until an instance goes or comes back."""
 _Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
@@ -45,13 +46,6 @@ class ReportedState(BaseModel):
     adapters: Annotated[dict[str, int], Field(max_length=_MAX_ADAPTERS)]
     answers: _Count = 0
     answer_tokens: _Count = 0
-
-
-_RECORD_FIELDS: Final = tuple(
-    name
-    for name in ReportedState.model_fields
-    if name not in ("by_rank", "adapters", "answers", "answer_tokens")
-)
 
 
 @dataclass(frozen=True)
@@ -80,6 +74,15 @@ class _Sent(NamedTuple):
     place: int
     rank: int
     prompt_tokens: int
+
+
+class _Holders(NamedTuple):
+    """Available holders of one adapter."""
+
+    places: NDArray[np.int64]
+    """Their places in the placement of all."""
+    placement: Placement
+    """They alone, as holders of adapter 0; their shares sum to 1."""
 
 
 class InstanceRouter:
@@ -120,21 +123,27 @@ class InstanceRouter:
         settings = settings or RoutingSettings()
         ranks = settings.rank_of or {}
         self._rank = [0, *(ranks.get(name, 1) for name in holders if name is not None)]
-        self._places = {
-            (name, instance): int(self._placement.start[number]) + at
-            for name, number in self._number.items()
-            for at, (instance, _) in enumerate(holders[name])
-        }
+        self._place_of: list[dict[str | None, int]] = [{} for _ in held]
+        for adapter, number in self._number.items():
+            for place, (instance, _) in enumerate(holders[adapter], int(self._placement.start[number])):
+                self._place_of[instance][adapter] = place
+        self._is_up = np.ones(len(held), np.bool_)
+        self._down = 0
+        self._available: dict[int, _Holders | None] = {}
         self._rule = None
         self._draw = np.random.default_rng(seed).random
         self._answers = np.zeros((len(held), 2), np.int64)
+        self._mean_answer = 1.0
         if settings.rule is not None:
             by_rank = settings.rule.code in ASK_RANKS
             self._rule = settings.rule._replace(credit=self._credit, turn=np.full(1, -1, np.int64))
-            self._fleet = new_fleet(len(held), np.array(self._rank), by_rank, len(self._places))
+            self._mean_answer = self._rule.first_answer
+            self._fleet = new_fleet(len(held), np.array(self._rank), by_rank, self._credit.size)
             self._fleet.instances.seen_ns = NEVER_SEEN
             self._fleet.instances.block_size = self._fleet.instances.blocks = 1
-            self._sent: list[deque[_Sent]] = [deque() for _ in held]
+            self._known_ranks = frozenset(self._rank) if by_rank else frozenset()
+            self._sent: list[deque[_Sent]] = [deque(maxlen=_MAX_SENT) for _ in held]
+            self._marked: list[set[int]] = [set() for _ in held]
             self._compile()
 
     def _compile(self) -> None:
@@ -159,11 +168,18 @@ class InstanceRouter:
         """Return the instances with an adapter; None is the base model."""
         return [int(each) for each in self._placement.instance[slice(*self._range(adapter))]]
 
+    def set_available(self, instance: int, is_available: bool) -> None:
+        """Set whether an instance takes requests; at first all do."""
+        if self._is_up[instance] != is_available:
+            self._is_up[instance] = is_available
+            self._down += -1 if is_available else 1
+            self._available.clear()
+
     def choose(
         self,
         adapter: str | None,
-        available: Callable[[int], bool],
         prompt_tokens: int = 0,
+        excluded: Collection[int] = (),
         now_ns: int | None = None,
     ) -> int | None:
         """Return the instance of the next request; None if no holder is available.
@@ -172,34 +188,35 @@ class InstanceRouter:
         ----------
         adapter
             Its adapter; None is the base model.
-        available
-            Whether an instance takes requests.
         prompt_tokens
             Length of its prompt, or an estimate.
+        excluded
+            Instances that are not available for this request.
         now_ns
             Time on the monotonic clock; None: now.
         """
-        first, last = self._range(adapter)
-        places = [place for place in range(first, last) if available(int(self._placement.instance[place]))]
-        if not places:
+        number = self._number[adapter]
+        among = self._holders_up(number, excluded) if self._down or excluded else None
+        if among is not None and not among.places.size:
             return None
         if self._rule is None:
-            return self._by_shares(places, last - first)
-        number = self._number[adapter]
+            return int(self._placement.instance[self._by_shares(number, among)])
         request = ArrivingRequest(
             adapter=number,
             rank=self._rank[number],
             prompt_tokens=prompt_tokens,
-            mean_answer=self._mean_answer(),
-            draw=float(self._draw()),
+            mean_answer=self._mean_answer,
+            draw=self._draw(),
             now_ns=time.monotonic_ns() if now_ns is None else now_ns,
         )
-        if len(places) == last - first:
+        if among is None:
             place = route(self._rule, self._fleet, self._placement, request)
         else:
-            place = self._route_among(places, request)
+            place = self._route_among(among, request)
         instance = int(self._placement.instance[place])
-        self._sent[instance].append(_Sent(request.now_ns, place, request.rank, prompt_tokens))
+        if self._rule.looks:
+            self._marked[instance].add(place)
+            self._sent[instance].append(_Sent(request.now_ns, place, request.rank, prompt_tokens))
         return instance
 
     def report(self, instance: int, document: bytes, asked_ns: int) -> None:
@@ -221,37 +238,39 @@ class InstanceRouter:
         state = ReportedState.model_validate_json(document)
         self.forget(instance)
         fleet = self._fleet
-        record = fleet.instances[instance]
-        for name in _RECORD_FIELDS:
-            record[name] = getattr(state, name)
-        record["seen_ns"] = asked_ns
-        record["block_size"], record["blocks"] = max(1, state.block_size), max(1, state.blocks)
-        known = set(self._rank) if fleet.by_rank.shape[2] else set()
+        values = {**state.__dict__, "seen_ns": asked_ns}
+        values["block_size"], values["blocks"] = max(1, state.block_size), max(1, state.blocks)
+        fleet.instances[instance] = tuple(values[name] for name in fleet.instances.dtype.names)
         for rank, counts in state.by_rank.items():
-            if rank in known:
+            if rank in self._known_ranks:
                 fleet.by_rank[instance, :, rank] = counts
+        place_of, marked = self._place_of[instance], self._marked[instance]
         for name, bits in state.adapters.items():
-            place = self._places.get((name, instance))
+            place = place_of.get(name)
             if place is not None:
                 fleet.standing[place] = bits
-        fleet.standing[self._places[None, instance]] = 0
+                marked.add(place)
         self._answers[instance] = state.answers, state.answer_tokens
+        answers, tokens = self._answers.sum(axis=0).tolist()
+        self._mean_answer = (self._rule.first_answer + tokens) / (1.0 + answers)  # type: ignore[union-attr]
         sent = self._sent[instance]
         while sent and sent[0].at_ns < asked_ns:
             sent.popleft()
         for each in sent:
             note(fleet, self._placement, each.place, each.rank, each.prompt_tokens)
+            marked.add(each.place)
 
     def forget(self, instance: int) -> None:
         """Forget the state of an instance, which has ended or reports another one."""
         if self._rule is None:
             return
-        fleet = self._fleet
+        fleet, marked = self._fleet, self._marked[instance]
         fleet.instances[instance] = np.zeros((), fleet.instances.dtype)
         fleet.instances.seen_ns[instance] = NEVER_SEEN
         fleet.instances.block_size[instance] = fleet.instances.blocks[instance] = 1
         fleet.by_rank[instance] = 0
-        fleet.standing[self._placement.instance == instance] = 0
+        fleet.standing[list(marked)] = 0
+        marked.clear()
 
     def age_s(self, instance: int) -> float:
         """Return the age of the state of an instance; NaN if there is none."""
@@ -259,33 +278,57 @@ class InstanceRouter:
             return float("nan")
         return float(time.monotonic_ns() - self._fleet.instances.seen_ns[instance]) * 1e-9
 
-    def _mean_answer(self) -> float:
-        """Return the mean output tokens of the finished requests, and one of the rule's first estimate."""
-        answers, tokens = self._answers.sum(axis=0).tolist()
-        return (self._rule.first_answer + tokens) / (1.0 + answers) if self._rule is not None else 1.0
+    def _holders_up(self, number: int, excluded: Collection[int]) -> _Holders | None:
+        """Return the available holders of an adapter; None: all holders."""
+        if excluded:
+            return self._select(number, excluded)
+        if number not in self._available:
+            if len(self._available) >= _MAX_AVAILABLE:
+                self._available.clear()
+            self._available[number] = self._select(number)
+        return self._available[number]
 
-    def _by_shares(self, places: list[int], holders: int) -> int:
-        share, credit = self._placement.share[places], self._credit[places]
-        if len(places) < holders:
-            share = _normalised(share)
-        chosen = _by_credit(self._placement._replace(share=share), 0, share.size, credit)
-        self._credit[places] = credit
-        return int(self._placement.instance[places[chosen]])
-
-    def _route_among(self, places: list[int], request: ArrivingRequest) -> int:
-        """Return the place that the rule chooses of some of the holders."""
-        placement, fleet, rule = self._placement, self._fleet, self._rule
+    def _select(self, number: int, excluded: Collection[int] = ()) -> _Holders | None:
+        placement = self._placement
+        first, last = placement.start[number : number + 2].tolist()
+        holders = placement.instance[first:last]
+        mask = self._is_up[holders]
+        if excluded:
+            mask &= ~np.isin(holders, list(excluded))
+        if mask.all():
+            return None
+        places = first + np.flatnonzero(mask)
         part = Placement(
-            start=np.array([0, len(places)], np.int64),
+            start=np.array([0, places.size], np.int64),
             instance=placement.instance[places],
             local=placement.local[places],
-            share=_normalised(placement.share[places]),
+            share=_normalised(placement.share[places]) if places.size else np.zeros(0),
         )
+        return _Holders(places, part)
+
+    def _by_shares(self, number: int, among: _Holders | None) -> int:
+        """Return the place by smooth shares, without compiled code."""
+        if among is None:
+            first, last = self._placement.start[number : number + 2].tolist()
+            credit = self._credit[first:last]
+            credit += self._placement.share[first:last]
+            chosen = int(credit.argmax())
+            credit[chosen] -= 1.0
+            return int(first) + chosen
+        credit = self._credit[among.places] + among.placement.share
+        chosen = int(credit.argmax())
+        credit[chosen] -= 1.0
+        self._credit[among.places] = credit
+        return int(among.places[chosen])
+
+    def _route_among(self, among: _Holders, request: ArrivingRequest) -> int:
+        """Return the place that the rule chooses of some of the holders."""
+        fleet, rule, places = self._fleet, self._rule, among.places
         seen = fleet._replace(standing=fleet.standing[places])
         own = rule._replace(credit=self._credit[places])  # type: ignore[union-attr]
-        chosen = int(route(own, seen, part, request._replace(adapter=0)))
+        chosen = int(route(own, seen, among.placement, request._replace(adapter=0)))
         fleet.standing[places], self._credit[places] = seen.standing, own.credit
-        return places[chosen]
+        return int(places[chosen])
 
     def _range(self, adapter: str | None) -> tuple[int, int]:
         number = self._number[adapter]

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Literal
 
 import aiohttp
@@ -99,20 +100,23 @@ class InstanceSupervisor:
     ----------
     key
         API key of the instance.
+    on_available
+        Called with whether the instance accepts requests, at each change of its state.
 
     Attributes
     ----------
-    state
-        ``stalled``: running, but without new requests; ``failed`` is final.
     client
         Client of the running process; None if the instance is not up.
     restarts
         Number of restarts.
     """
 
-    def __init__(self, spec: InstanceSpec, config: RouterConfig, key: str) -> None:
+    def __init__(
+        self, spec: InstanceSpec, config: RouterConfig, key: str, on_available: Callable[[bool], None]
+    ) -> None:
         self.spec = spec
-        self.state: InstanceState = "starting"
+        self._on_available = on_available
+        self.state = "starting"
         self.client: InstanceClient | None = None
         self.restarts = 0
         self._launcher = config.launcher
@@ -124,6 +128,16 @@ class InstanceSupervisor:
         self._back_at_s = 0.0
         self._refused = 0
         self._stalled_since_s = 0.0
+
+    @property
+    def state(self) -> InstanceState:
+        """State; ``stalled``: running, but without new requests; ``failed`` is final."""
+        return self._state
+
+    @state.setter
+    def state(self, state: InstanceState) -> None:
+        self._state = state
+        self._on_available(self.is_up)
 
     @property
     def is_up(self) -> bool:
@@ -299,13 +313,16 @@ class InstanceFleet:
 
     def __init__(self, config: RouterConfig) -> None:
         key = secrets.token_urlsafe(32)  # only the router uses the instances
-        self.instances = [InstanceSupervisor(spec, config, key) for spec in config.specs]
         self.failed = asyncio.Event()
         self.router = InstanceRouter(
             [spec.shares for spec in config.specs],
             [spec.base_share for spec in config.specs],
             config.routing,
         )
+        self.instances = [
+            InstanceSupervisor(spec, config, key, partial(self.router.set_available, i))
+            for i, spec in enumerate(config.specs)
+        ]
         self._state_period_s = config.routing.state_period_s
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -320,9 +337,8 @@ class InstanceFleet:
     ) -> InstanceSupervisor | None:
         """Return the instance of a request by the router; None if none is up."""
         instances = self.instances
-        index = self.router.choose(
-            adapter, lambda i: instances[i].is_up and instances[i] not in excluded, prompt_tokens
-        )
+        without = [instances.index(each) for each in excluded]
+        index = self.router.choose(adapter, prompt_tokens, without)
         return None if index is None else instances[index]
 
     def retry_after_s(self, adapter: str | None) -> int:
