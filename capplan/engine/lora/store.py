@@ -108,10 +108,13 @@ class IncomingAdapter:
     ----------
     peft
         Its files.
+    size_bytes
+        Bytes received.
     """
 
     def __init__(self, path: Path, target: Path, peft: PeftFolder, size_bytes: int | None) -> None:
         self.peft = peft
+        self.size_bytes = 0
         self._path = path
         self._target = target
         self._left_bytes = MAX_ADAPTER_BYTES if size_bytes is None else size_bytes
@@ -138,6 +141,7 @@ class IncomingAdapter:
         with (self._path / name).open("ab") as file:
             file.write(data)
         self._hashes[name].update(data)
+        self.size_bytes += len(data)
 
     def require_digest(self) -> None:
         """Check the digest of the files.

@@ -117,6 +117,8 @@ class AdapterPool:
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._rounds: asyncio.Task[None] | None = None
         self._transfers: Counter[tuple[str, str]] = Counter()
+        self._moved_bytes: Counter[str] = Counter()
+        self._moved_s: dict[str, float] = {}
         self._removed = 0
         self._reconcile((own and own.server_url) or url)
 
@@ -249,7 +251,7 @@ class AdapterPool:
         ApiError
             If the bytes are those that the registry knows, and cannot be served.
         """
-        readers = self._served.readers
+        readers, begin_s = self._served.readers, time.monotonic()
         with self._store.receiving(digest, adapter.size_bytes) as incoming:
             try:
                 await self._fetcher.fetch(source, incoming, timeout_s)
@@ -266,6 +268,9 @@ class AdapterPool:
                 raise self._refusal(digest) from None
             await readers.run(incoming.store)
         self._transfers[source.kind, "done"] += 1
+        self._moved_bytes[source.kind] += incoming.size_bytes
+        took_s = time.monotonic() - begin_s
+        self._moved_s[source.kind] = self._moved_s.get(source.kind, 0.0) + took_s
         return True
 
     async def _sources(self, adapter: RegisteredAdapter, digest: str) -> list[Source]:
@@ -346,10 +351,17 @@ class AdapterPool:
         """Yield the metrics of the pool."""
         stored = [((), float(len(self._stored)))]
         yield metric_family(Gauge, "capplan:adapters_stored", "Adapters stored by this server", (), stored)
-        rows = [(labels, float(count)) for labels, count in sorted(self._transfers.items())]
+        outcomes = [(labels, float(count)) for labels, count in sorted(self._transfers.items())]
         help_text = "Transfers of adapters to this server"
         labels = ("source", "outcome")
-        yield metric_family(CounterMetricFamily, "capplan:adapter_transfers", help_text, labels, rows)
+        yield metric_family(CounterMetricFamily, "capplan:adapter_transfers", help_text, labels, outcomes)
+        for counts, name, help_text in (
+            (self._moved_bytes, "bytes", "Bytes of adapters transferred to this server"),
+            (self._moved_s, "seconds", "Time of these transfers, with checks and writing"),
+        ):
+            rows = [((source,), float(count)) for source, count in sorted(counts.items())]
+            name = f"capplan:adapter_transfer_{name}"
+            yield metric_family(CounterMetricFamily, name, help_text, ("source",), rows)
         removed = [((), float(self._removed))]
         help_text = "Copies of adapters removed from this server"
         yield metric_family(CounterMetricFamily, "capplan:adapter_copies_removed", help_text, (), removed)
