@@ -30,14 +30,15 @@ from capplan.cli.options import (
 )
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation
-from capplan.cli.serve_plan import instance_launcher, load_times, model_of
+from capplan.cli.serve_plan import instance_launcher, load_times, model_of, plan_routing, pool_folder
+from capplan.cli.serve_rebalance import FLAGS as REBALANCE_FLAGS
+from capplan.cli.serve_rebalance import equal_settings, rebalance_options, rebalancing
 from capplan.errors import InputError
 from capplan.spec import Plan
-from capplan.spec.routing import PLAN_ROUTER, STATE_PERIOD_S
+from capplan.spec.routing import STATE_PERIOD_S
 
 if TYPE_CHECKING:
     from capplan.engine.router.instances import InstanceSpec
-    from capplan.engine.router.routing import RoutingSettings
     from capplan.engine.server import PoolSettings, ServerLimits
 
 _OPEN_RANK: Final = 16  # vLLM's default
@@ -100,6 +101,23 @@ class ServeArgs:
     router: RouterOption = None
     state_period_s: float = typer.Option(
         STATE_PERIOD_S, metavar="S", help="Of the plan, between reports of an instance to the router."
+    )
+    rebalance: float | None = typer.Option(
+        None,
+        metavar="S",
+        help="Re-balance the plan's adapters over its instances every S seconds; with --registry and "
+        "--lora-root.",
+    )
+    forecast: str | None = typer.Option(
+        None, metavar="NAME", help="With --rebalance, of demand: holt (default), last, ewma or linear."
+    )
+    solver: str | None = typer.Option(
+        None, metavar="NAME", help="With --rebalance: loraserve (default) or capplan."
+    )
+    workload: str | None = typer.Option(
+        None,
+        metavar="FILE",
+        help="With --rebalance, the plan's workload, for operating points; default: constant lengths.",
     )
     model: str | None = typer.Option(
         None,
@@ -246,14 +264,10 @@ def serve(args: ServeArgs) -> None:
 
 def _serve_instance(args: ServeArgs) -> int:
     """Serve one instance until it ends; return the exit status."""
-    of_plans = {
-        "--group": args.groups,
-        "--ray-address": args.ray_address,
-        "--router": args.router,
-    }
-    for flag, value in of_plans.items():
-        if value:
-            raise InputError("is for plans", location=flag)
+    names = {"groups": "group"}
+    for name in ("groups", "ray_address", "router", "rebalance", *REBALANCE_FLAGS):
+        if getattr(args, name):
+            raise InputError("is for plans", location=f"--{names.get(name, name).replace('_', '-')}")
     if args.model is None:
         raise InputError("is required", location="--model")
     require_writable_files(args.records)
@@ -346,6 +360,7 @@ def _serve_plan(args: ServeArgs) -> int:
     from capplan.spec.registry import AdapterRegistry, with_locations
 
     given = {name for name in args.ctx.params if _is_given(args.ctx, name)}
+    options = rebalance_options(vars(args), given)
     file, plan = _plan_of(args, given)
     if args.registry is not None and args.lora_root is None:
         with AdapterRegistry(args.registry) as registry:
@@ -365,7 +380,12 @@ def _serve_plan(args: ServeArgs) -> int:
         )
     except InputError as error:
         raise _by_flag(error) from None
+    groups = [group for group in plan.groups if not args.groups or group.id in args.groups]
+    routing = plan_routing(args.router, args.state_period_s, file, plan, groups)
     announce_compilation()
+    moving = None
+    if options is not None:
+        moving = rebalancing(options, plan, groups, _log)
     _log(f"starting {counted(len(specs), 'instance')} of {file}")
     facts = {
         "model": model_name,
@@ -373,7 +393,7 @@ def _serve_plan(args: ServeArgs) -> int:
         "instances": [spec.name for spec in specs],
     }
     launcher = instance_launcher(args.ray_address, len(specs))
-    config = RouterConfig(specs, launcher, server, log=_log, routing=_routing(args, file, plan))
+    config = RouterConfig(specs, launcher, server, log=_log, routing=routing, rebalancing=moving)
     return run_router(config, _ready(f"{file}: {model_name}", facts, as_json=args.as_json))
 
 
@@ -396,18 +416,24 @@ def _plan_of(args: ServeArgs, given: set[str]) -> tuple[str, Plan]:
 def _instances(
     args: ServeArgs, file: str, plan: Plan, given: set[str], limits: ServerLimits
 ) -> Sequence[InstanceSpec]:
-    """Return the instances of a plan; engine flags on the command line take precedence over the plan."""
+    """Return the instances of a plan; engine flags on the command line take precedence over the plan.
+
+    Instances to re-balance have equal settings.
+    """
     from capplan.engine.router.instances import ServingOptions, instances_of, spread_over_gpus
 
+    engine = {name: getattr(args, name) for name in _ENGINE_FLAGS if name in given} | _documents(args)
+    if args.rebalance is not None:
+        engine = equal_settings(plan, args.groups or ()) | engine
     serving = ServingOptions(
         model=model_of(plan, args.model),
         model_name=args.served_model_name or plan.base_model,
-        engine={name: getattr(args, name) for name in _ENGINE_FLAGS if name in given} | _documents(args),
+        engine=engine,
         max_queue=args.max_queue if "max_queue" in given else None,
         load_times=load_times(plan),
         limits=limits,
         pool=_pool(args),
-        lora_root=_pool_folder(args),
+        lora_root=pool_folder(args.lora_root, args.admin_api_key),
         admin_api_key=args.admin_api_key,
     )
     try:
@@ -416,42 +442,6 @@ def _instances(
     except InputError as error:
         location = error.location if error.location.startswith("--") else f"{file}: {error.location}"
         raise InputError(error.rule, error.value, location) from None
-
-
-def _routing(args: ServeArgs, file: str, plan: Plan) -> RoutingSettings:
-    """Return the router of a plan: that of the command line, or else the plan's."""
-    from capplan.engine.router.routing import RoutingSettings
-
-    if not 0.01 <= args.state_period_s <= 60.0:
-        raise InputError("must be from 0.01 to 60", args.state_period_s, "--state-period-s")
-    name = args.router or plan.router or PLAN_ROUTER
-    if name == PLAN_ROUTER:
-        return RoutingSettings()
-    from capplan.datasets import load_profile
-    from capplan.twin.cluster.plans import served_rule
-    from capplan.twin.cluster.routers import MODELLED
-
-    groups = [group for group in plan.groups if not args.groups or group.id in args.groups]
-    names = {group.profile for group in groups} if name in MODELLED else set()
-    try:
-        profiles = {each: load_profile(each) for each in names}
-        rule = served_rule(plan, groups, name, profiles)
-    except InputError as error:
-        raise InputError(error.rule, error.value, f"{file}: router {name}: {error.location}") from None
-    ranks = {adapter.name: adapter.rank for group in groups for adapter in group.adapters}
-    return RoutingSettings(rule, ranks, args.state_period_s)
-
-
-def _pool_folder(args: ServeArgs) -> Path | None:
-    """Return the folder of the adapters of a plan's instances; None without a pool."""
-    if args.lora_root is None:
-        return None
-    if not Path(args.lora_root).is_dir():
-        raise InputError("must be a folder", args.lora_root, "--lora-root")
-    if args.admin_api_key is None:
-        rule = "requires --admin-api-key: the key by which instances fetch adapters from each other"
-        raise InputError(rule, location="--lora-root")
-    return Path(args.lora_root).resolve()
 
 
 def _ready(served: str, facts: dict[str, Any], *, as_json: bool) -> Callable[[str], None]:

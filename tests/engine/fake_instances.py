@@ -4,6 +4,8 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -14,9 +16,10 @@ from capplan.engine.router.instances import InstanceSpec, ServingOptions, instan
 from capplan.engine.router.launcher import LaunchError
 from capplan.engine.router.process import RouterServer
 from capplan.engine.router.proxy import RouterState
+from capplan.engine.router.rebalancing import RebalancingConfig
 from capplan.engine.router.routing import RoutingSettings
 from capplan.engine.router.supervisor import InstanceFleet, RestartPolicy, RouterConfig
-from capplan.engine.server import ServerSettings, bind, url_of
+from capplan.engine.server import PoolSettings, ServerSettings, bind, url_of
 from capplan.spec import Totals, Verification
 from tests.cli.examples import group, small_plan
 
@@ -57,6 +60,9 @@ class FakeInstance:
         self.busy = 0
         self.scrapes = 0
         self.reported = idle_state()
+        self.shares: dict[str, float] = {}
+        self.share_posts = 0
+        self.refuses_shares = False
         self.bodies: list[dict[str, Any]] = []
         self.stopped_within_s: float | None = None
         self._end: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -66,6 +72,7 @@ class FakeInstance:
         app.router.add_get("/ping", self._ping)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/state", self._state)
+        app.router.add_post("/v1/adapter_shares", self._set_shares)
         self._runner = web.AppRunner(app, shutdown_timeout=0.01)
 
     async def start(self) -> None:
@@ -131,6 +138,13 @@ class FakeInstance:
 
     async def _state(self, _: web.Request) -> web.Response:
         return web.json_response(self.reported)
+
+    async def _set_shares(self, request: web.Request) -> web.Response:
+        self.share_posts += 1
+        if self.refuses_shares or request.headers.get("Authorization") != "Bearer admin":
+            return web.json_response({"error": {"code": "no"}}, status=500)
+        self.shares |= (await request.json())["shares"]
+        return web.Response(text="Success")
 
     async def stop_listening(self) -> None:
         """Refuse connections without ending."""
@@ -213,14 +227,22 @@ async def routed(
     groups: Sequence[str] = (),
     policy: RestartPolicy = QUICK,
     routing: RoutingSettings | None = None,
+    rebalancing: RebalancingConfig | None = None,
     **server: Any,
 ) -> AsyncIterator[Routed]:
     """Serve a plan with fake instances; check that no task is left at the end."""
     specs = instances_of(plan or tiny_plan(), ServingOptions("tiny-llama", "base", max_queue=4), groups)
+    if rebalancing is not None:  # servers of a pool
+        pools = [PoolSettings(rebalancing.registry, spec.name) for spec in specs]
+        root = {"lora_root": Path(rebalancing.registry).parent, "admin_api_key": "admin"}
+        specs = tuple(
+            replace(spec, server=replace(spec.server, pool=pool, **root))
+            for spec, pool in zip(specs, pools, strict=True)
+        )
     launcher, log = FakeLauncher(), list[str]()
     settings = ServerSettings("base", **server)
     routing = routing or RoutingSettings()
-    config = RouterConfig(specs, launcher, settings, policy, log=log.append, routing=routing)
+    config = RouterConfig(specs, launcher, settings, policy, log.append, routing, rebalancing)
     state = RouterState(settings, InstanceFleet(config))
     is_ready = asyncio.Event()
     listener = bind("127.0.0.1", 0)

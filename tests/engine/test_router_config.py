@@ -30,7 +30,7 @@ from capplan.spec.registry import AdapterRegistry, RegisteredAdapter
 from capplan.twin.cluster import Candidate, RoutedRequest
 from capplan.twin.cluster.reference_routers import SmoothShares
 from tests.cli.conftest import Run, error_line, run
-from tests.cli.examples import small_plan
+from tests.cli.examples import MODEL, small_plan
 from tests.engine.fake_instances import tiny_plan
 
 __all__ = ["run"]
@@ -44,12 +44,14 @@ def test_every_holder_is_within_one_request_of_its_share(
 ) -> None:
     shares = InstanceRouter([{"x": float(part)} for part in parts])
     there = data.draw(st.lists(st.booleans(), min_size=len(parts), max_size=len(parts)))
+    for i, is_there in enumerate(there):
+        shares.set_available(i, is_there)
     if not any(there):
-        assert shares.choose("x", lambda i: there[i]) is None
+        assert shares.choose("x") is None
         return
     got = np.zeros(len(parts))
     for _ in range(requests):
-        chosen = shares.choose("x", lambda i: there[i])
+        chosen = shares.choose("x")
         assert chosen is not None
         got[chosen] += 1
     kept = np.array(parts, float) * there
@@ -68,21 +70,23 @@ def test_routing_equals_the_twins_reference_router(asked: list[int]) -> None:
         request = RoutedRequest(number, 0.0, adapter, 8, 1, 0.0, 1.0)
         parts = [1 / 3 if name is None else each[name] for each in held]
         candidates = [Candidate(i, part, (), (), *([0] * 7), False, False) for i, part in enumerate(parts)]
-        assert shares.choose(name, lambda _: True) == twin(request, candidates)
+        assert shares.choose(name) == twin(request, candidates)
 
 
 def test_base_requests_follow_their_shares_to_any_instance_that_is_up() -> None:
     shares = InstanceRouter([{"x": 1.0}, {}, {}], [0.25, 0.75, 0.0])
-    assert Counter(shares.choose(None, lambda _: True) for _ in range(40)) == {0: 10, 1: 30}
-    assert shares.choose(None, lambda i: i == 2) == 2
+    assert Counter(shares.choose(None) for _ in range(40)) == {0: 10, 1: 30}
+    assert shares.choose(None, excluded=[0, 1]) == 2
     equal = InstanceRouter([{"x": 1.0}, {}], [0.0, 0.0])
-    assert Counter(equal.choose(None, lambda _: True) for _ in range(40)) == {0: 20, 1: 20}
+    assert Counter(equal.choose(None) for _ in range(40)) == {0: 20, 1: 20}
 
 
 def test_an_unavailable_holder_accumulates_no_credit() -> None:
     shares = InstanceRouter([{"x": 0.5}, {"x": 0.5}])
-    assert [shares.choose("x", lambda i: i == 0) for _ in range(50)] == [0] * 50
-    back = [shares.choose("x", lambda _: True) for _ in range(10)]
+    shares.set_available(1, False)
+    assert [shares.choose("x") for _ in range(50)] == [0] * 50
+    shares.set_available(1, True)
+    back = [shares.choose("x") for _ in range(10)]
     assert back.count(0) == 5
 
 
@@ -312,6 +316,73 @@ def test_the_instances_of_a_plan_share_adapters_below_one_folder(
     assert cluster.server.lora_root is cluster.server.pool is None
 
 
+@pytest.fixture
+def moving_plan(tmp_path: Path) -> Path:
+    """Return a plan whose profile is on this machine, beside a folder and a registry of its adapters."""
+    plan, profile = tiny_plan(), load_profile("h100-64g/llama-3.1-8b/vllm-0.8.5")
+    groups = tuple(each.replace(profile=profile.name) for each in plan.groups)
+    plan.replace(groups=groups).to_json(tmp_path / "moving.json")
+    (tmp_path / "pool").mkdir()
+    with AdapterRegistry(tmp_path / "r.db", create=True) as registry:
+        for number, (name, rank) in enumerate((("a", 8), ("b", 4), ("shared", 16))):
+            facts = {"base_model": plan.base_model, "digest": str(number) * 64, "size_bytes": 1000 * rank}
+            registry.add(RegisteredAdapter(name=name, rank=rank, location="s3://x", **facts))
+    return tmp_path / "moving.json"
+
+
+def moving_flags(folder: Path) -> list[Any]:
+    return ["--registry", folder / "r.db", "--lora-root", folder / "pool", "--admin-api-key", "admin"]
+
+
+def test_a_plan_to_rebalance_has_equal_instances_and_operating_points_of_its_profile(
+    run: Run, started: list[RouterConfig], moving_plan: Path
+) -> None:
+    flags = ["--rebalance", 60, "--forecast", "last", *moving_flags(moving_plan.parent)]
+    result = run("serve", "--unverified", "--model", "tiny-llama", *flags, moving_plan)
+    assert result.exit_code == 0, result.output
+    [cluster] = started
+    assert {spec.engine["max_lora_rank"] for spec in cluster.specs} == {16}
+    moving = cluster.rebalancing
+    assert moving is not None
+    assert (moving.rebalancer.settings.period_s, moving.rebalancer.settings.forecast) == (60.0, "last")
+    held = [{"a": 1.0, "shared": 0.25}, {"b": 1.0, "shared": 0.75}]
+    stored = [{"b"}, {"a", "shared"}]
+    made = moving.rebalancer.step(None, stored, held)
+    assert made.target > 0.0
+    assert made.moved_bytes <= made.unpermuted_bytes
+    assert (moving.admin_key, moving.base_model, moving.balances_base) == ("admin", MODEL, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "message"),
+    [
+        ("none", ["--rebalance", 0], "--rebalance: must be a finite number > 0"),
+        ("none", ["--rebalance", 60, "--forecast", "tarot"], "--forecast: must be one of holt"),
+        ("none", ["--rebalance", 60, "--solver", "tarot"], "--solver: must be one of loraserve"),
+        ("rank", ["--rebalance", 60], "adapter b: rank: must be that of the plan, 4"),
+        ("digest", ["--rebalance", 60], "adapter b: digest: is required"),
+        ("missing", ["--rebalance", 60], "must be the name of an adapter in the registry"),
+        ("profile", ["--rebalance", 60], "must be of one profile and tp to be re-balanced"),
+    ],
+)
+def test_what_cannot_be_rebalanced_is_a_one_line_error(
+    run: Run, moving_plan: Path, change: str, flags: list[Any], message: str
+) -> None:
+    with AdapterRegistry(moving_plan.parent / "r.db") as registry:
+        known = registry.get("b")
+        if change == "missing":
+            registry.remove("b")
+        elif change in ("rank", "digest"):
+            other: dict[str, Any] = {"rank": 8} if change == "rank" else {"digest": None}
+            registry.add(known.replace(**other), replace=True)
+    if change == "profile":
+        document = json.loads(moving_plan.read_text())
+        document["groups"][0]["profile"] = "other"
+        moving_plan.write_text(json.dumps(document))
+    words = ["--unverified", "--model", "tiny-llama", *flags, *moving_flags(moving_plan.parent)]
+    assert message in error_line(run("serve", *words, moving_plan))
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -332,6 +403,11 @@ def test_the_instances_of_a_plan_share_adapters_below_one_folder(
         ("--model tiny-llama --max-queue -1", "--max-queue: must be >= 0"),
         ("--model tiny-llama --served-model-name shared", "must be another name than the base model's"),
         ("--model tiny-llama --device cuda", "--device: needs 2 GPUs"),
+        ("--model tiny-llama --rebalance 300", "--rebalance: requires --registry: instances share adapters"),
+        ("--model tiny-llama --rebalance 300 --registry r.db", "--rebalance: requires --lora-root"),
+        ("--model tiny-llama --forecast last", "--forecast: goes with --rebalance"),
+        ("--model tiny-llama --solver capplan", "--solver: goes with --rebalance"),
+        ("--model tiny-llama --workload w.yaml", "--workload: goes with --rebalance"),
         ("--model tiny-llama --port 70000", "port: must be a port"),
         ("b=8 --model tiny-llama", "must be one plan"),
     ],

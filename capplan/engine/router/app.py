@@ -16,6 +16,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from capplan.engine.router.instance_client import FileLimitError
+from capplan.engine.router.placement_report import placement_document, rebalancing_metrics
 from capplan.engine.router.proxy import ProxyResponse, RouterState
 from capplan.engine.router.supervisor import InstanceSupervisor
 from capplan.engine.server.limiter import RequestLimiter
@@ -85,6 +86,13 @@ async def model(name: str, request: Request) -> dict[str, Any]:
     if card is None:
         raise unknown_model(name)
     return card
+
+
+@router.get("/v1/placement", response_model=None)
+async def placement(request: Request) -> Response:
+    """Return the placement in force and the last re-balancing."""
+    state: RouterState = request.app.state.router
+    return JSONResponse(placement_document(state.fleet))
 
 
 @router.get("/health", response_model=None)
@@ -159,6 +167,8 @@ class RouterMetrics:
         refusals = [((str(status),), count) for status, count in sorted(state.refusals.items())]
         help_text = "Requests that the router refused"
         yield metric_family(Counter, "capplan:router_requests_refused", help_text, ("status",), refusals)
+        if state.fleet.rebalancing is not None:
+            yield from rebalancing_metrics(state.fleet.rebalancing)
         yield from self._of_instances
 
 

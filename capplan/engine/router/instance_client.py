@@ -128,6 +128,25 @@ class InstanceClient:
             response.raise_for_status()
             return await response.read()
 
+    async def post_as(self, key: str, path: str, body: bytes, timeout_s: float) -> None:
+        """Post a JSON document with another key than the client's.
+
+        Raises
+        ------
+        aiohttp.ClientError, TimeoutError
+            If there is no response, or its status is an error.
+        FileLimitError
+            If the router has too many open files.
+        """
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        if self._session.closed:
+            raise aiohttp.ClientConnectionError("the connection has been closed")
+        with _file_limit():
+            posted = await self._session.post(path, data=body, headers=headers, timeout=timeout)
+        async with posted as response:
+            response.raise_for_status()
+
     async def ping(self, timeout_s: float) -> str | None:
         """Return why the instance accepts no requests; None: it does.
 

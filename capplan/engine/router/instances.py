@@ -86,6 +86,12 @@ class InstanceSpec(InstanceConfig):
     shares: Mapping[str, float]
     base_share: float = 0.0
 
+    @property
+    def server_name(self) -> str:
+        """Name in the adapter registry."""
+        own = self.server.pool and self.server.pool.server_name
+        return own or self.name
+
     def message(self, host: str, key: str) -> bytes:
         """Return the line of JSON that configures the engine process."""
         server = asdict(replace(self.server, host=host, port=0, api_key=key))

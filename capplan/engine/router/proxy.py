@@ -14,6 +14,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
+from capplan.engine.router.demand import CountedRequest
 from capplan.engine.router.instance_client import FileLimitError, InstanceClient, InstanceGoneError
 from capplan.engine.router.supervisor import InstanceFleet, InstanceSupervisor
 from capplan.engine.server.limiter import ServerSettings, ServerState
@@ -24,7 +25,7 @@ QUEUE_FULL_RETRY_S: Final = 5
 _FORWARDED_HEADERS: Final = ("content-type", "retry-after", "cache-control", "x-accel-buffering")
 _END_OF_EVENT: Final = b"\n\n"
 _BYTES_PER_TOKEN: Final = 4
-"""Of a request body, to estimate the length of its prompt, which only the instance tokenizes."""
+"""Of a request body, to estimate the length of its prompt."""
 _RETRIED_CODES: Final = ("engine_failed", "engine_stopped", "shutting_down")
 """Error codes of an instance that accepts no requests and has not started this one."""
 _NO_ADAPTER: Final = "No instance can fetch the adapter of this model at the moment"
@@ -50,6 +51,8 @@ class RouterState(ServerState):
         Requests sent to each instance.
     retries
         Requests sent to another instance because one was gone.
+    demand
+        Counts the tokens of requests by adapter; None if the cluster is not re-balanced.
     """
 
     def __init__(self, settings: ServerSettings, fleet: InstanceFleet) -> None:
@@ -59,6 +62,7 @@ class RouterState(ServerState):
         self._in_flight = 0
         self.by_instance: Counter[str] = Counter()
         self.retries = 0
+        self.demand = None if fleet.rebalancing is None else fleet.rebalancing.demand
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -134,6 +138,7 @@ class ProxyResponse(Response):
         self._request = body
         self._content_type = content_type
         self._started = False
+        self._counted: CountedRequest | None = None
         self._body_bytes = contextlib.ExitStack()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -141,7 +146,14 @@ class ProxyResponse(Response):
         with self._state.running(), self._body_bytes:
             self._body_bytes.enter_context(self._state.holding(len(self._request)))
             adapter = self._state.adapter_of(parsed(self._request, ForwardedRequest).model)
+            if self._state.demand is not None:
+                self._counted = self._state.demand.arrive(adapter, self._prompt_tokens)
             await self._forward_while_connected(adapter, receive, send)
+
+    @property
+    def _prompt_tokens(self) -> int:
+        """Estimate of the length of the prompt, which only the instance tokenizes."""
+        return len(self._request) // _BYTES_PER_TOKEN
 
     async def _forward_while_connected(self, adapter: str | None, receive: Receive, send: Send) -> None:
         work = asyncio.ensure_future(self._forward(adapter, send))
@@ -160,7 +172,7 @@ class ProxyResponse(Response):
         tried: list[InstanceSupervisor] = []
         refusal: str | None = None
         while True:
-            instance = self._state.fleet.choose(adapter, tried, len(self._request) // _BYTES_PER_TOKEN)
+            instance = self._state.fleet.choose(adapter, tried, self._prompt_tokens)
             if instance is None:
                 raise self._no_instance(adapter, refusal)
             try:
@@ -226,6 +238,7 @@ class ProxyResponse(Response):
                 raise InstanceGoneError(code)
             if response.ok:  # a refusal says nothing of the engine
                 client.note_progress()
+            self._count_answer(response.status, body)
             await self._start(send, response.status, [*headers, (b"content-length", str(len(body)).encode())])
             await _end(send, body)
             return
@@ -236,10 +249,24 @@ class ProxyResponse(Response):
                 await self._start(send, response.status, headers)
             whole, end, held = (held + part).rpartition(_END_OF_EVENT)  # clients get whole events
             if end:
+                if self._counted is not None:
+                    self._counted.stream(whole + end)
                 await send({"type": "http.response.body", "body": whole + end, "more_body": True})
+        if self._counted is not None:
+            self._counted.finish()
         if not self._started:
             await self._start(send, response.status, headers)
         await _end(send, held)
+
+    def _count_answer(self, status: int, body: bytes) -> None:
+        """Count the tokens of a whole response; invalid requests do not count."""
+        if self._counted is None:
+            return
+        if status == 200:
+            self._counted.answer(body)
+            self._counted.finish()
+        elif status < 500 and status != 429:
+            self._counted.drop()
 
     async def _start(self, send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._started = True

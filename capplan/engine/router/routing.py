@@ -6,12 +6,13 @@ import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
+from capplan.engine.router.routing_table import RoutingTable, normalised
 from capplan.serving.routers import Placement
 from capplan.serving.routers import smooth_shares as shares_rule
 from capplan.serving.routers.choose import ASK_RANKS, RoutingRule, note, route
@@ -60,18 +61,22 @@ class RoutingSettings:
         Ranks of the adapters.
     state_period_s
         Time between reports of an instance, for rules that read them.
+    fetches
+        Whether instances fetch adapters that they do not hold. Then requests of an adapter whose holders are
+        all unavailable go to other instances, as those of the base model.
     """
 
     rule: RoutingRule | None = None
     rank_of: Mapping[str, int] | None = None
     state_period_s: float = STATE_PERIOD_S
+    fetches: bool = False
 
 
 class _Sent(NamedTuple):
     """A request sent to an instance."""
 
     at_ns: int
-    place: int
+    adapter: str | None
     rank: int
     prompt_tokens: int
 
@@ -111,25 +116,14 @@ class InstanceRouter:
         settings: RoutingSettings | None = None,
         seed: int = 0,
     ) -> None:
-        holders: dict[str | None, list[tuple[int, float]]] = {
-            None: list(enumerate(base or [1.0] * len(held)))
-        }
-        for i, shares in enumerate(held):
-            for name, share in shares.items():
-                holders.setdefault(name, []).append((i, share))
-        self._number = {name: number for number, name in enumerate(holders)}
-        self._placement = _placement(list(holders.values()))
+        self._use(RoutingTable.of(held, base))
         self._credit = shares_rule.first_credit(self._placement)
         settings = settings or RoutingSettings()
         ranks = settings.rank_of or {}
-        self._rank = [0, *(ranks.get(name, 1) for name in holders if name is not None)]
-        self._place_of: list[dict[str | None, int]] = [{} for _ in held]
-        for adapter, number in self._number.items():
-            for place, (instance, _) in enumerate(holders[adapter], int(self._placement.start[number])):
-                self._place_of[instance][adapter] = place
+        self._rank = [0, *(ranks.get(name, 1) for name in self._table.numbers if name is not None)]
+        self._fetches = settings.fetches
         self._is_up = np.ones(len(held), np.bool_)
         self._down = 0
-        self._available: dict[int, _Holders | None] = {}
         self._rule = None
         self._draw = np.random.default_rng(seed).random
         self._answers = np.zeros((len(held), 2), np.int64)
@@ -145,6 +139,51 @@ class InstanceRouter:
             self._sent: list[deque[_Sent]] = [deque(maxlen=_MAX_SENT) for _ in held]
             self._marked: list[set[int]] = [set() for _ in held]
             self._compile()
+
+    def _use(self, table: RoutingTable) -> None:
+        self._table = table
+        self._number, self._placement, self._place_of = table.numbers, table.placement, table.place_of
+        self._available: dict[int, _Holders | None] = {}
+
+    def table(self, held: Sequence[Mapping[str, float]], base: Sequence[float] | None = None) -> RoutingTable:
+        """Return the routing table of new shares, for `swap`; the same adapters must have holders.
+
+        Raises
+        ------
+        InputError
+            If they have none, or there are others.
+        """
+        return RoutingTable.of(held, base, self._table)
+
+    def swap(self, table: RoutingTable) -> None:
+        """Put a routing table in force, from the next request on.
+
+        Holders that stay keep their credit and what they have reported. Requests sent since the last reports
+        still count at their instances.
+        """
+        before, fresh = self._table, shares_rule.first_credit(table.placement)
+        if self._rule is not None:
+            table = table.with_former([{each.adapter for each in sent} for sent in self._sent])
+        self._use(table)
+        fresh = np.append(fresh, np.zeros(table.placement.share.size - fresh.size))
+        self._credit = table.carry(self._credit, before, fresh)
+        if self._rule is None:
+            return
+        self._rule = self._rule._replace(credit=self._credit)
+        standing = np.zeros(self._credit.size, np.int64)
+        self._fleet = self._fleet._replace(standing=table.carry(self._fleet.standing, before, standing))
+        for own, marked in zip(self._place_of, self._marked, strict=True):
+            marked.clear()
+            marked.update(place for place in own.values() if self._fleet.standing[place])
+
+    @property
+    def adapters(self) -> list[str | None]:
+        """All adapters; None is the base model."""
+        return list(self._number)
+
+    def shares(self) -> tuple[list[dict[str, float]], list[float]]:
+        """Return the shares in force of each instance's adapters, and those of the base model's requests."""
+        return self._table.shares()
 
     def _compile(self) -> None:
         """Compile the rule, on copies of its state, so that no request waits for it."""
@@ -196,14 +235,20 @@ class InstanceRouter:
             Time on the monotonic clock; None: now.
         """
         number = self._number[adapter]
+        rank = self._rank[number]
         among = self._holders_up(number, excluded) if self._down or excluded else None
         if among is not None and not among.places.size:
-            return None
+            if not self._fetches or self._has_holder_up(number):
+                return None
+            adapter, number = None, 0
+            among = self._holders_up(number, excluded)
+            if among is None or not among.places.size:
+                return None
         if self._rule is None:
             return int(self._placement.instance[self._by_shares(number, among)])
         request = ArrivingRequest(
             adapter=number,
-            rank=self._rank[number],
+            rank=rank,
             prompt_tokens=prompt_tokens,
             mean_answer=self._mean_answer,
             draw=self._draw(),
@@ -216,7 +261,7 @@ class InstanceRouter:
         instance = int(self._placement.instance[place])
         if self._rule.looks:
             self._marked[instance].add(place)
-            self._sent[instance].append(_Sent(request.now_ns, place, request.rank, prompt_tokens))
+            self._sent[instance].append(_Sent(request.now_ns, adapter, request.rank, prompt_tokens))
         return instance
 
     def report(self, instance: int, document: bytes, asked_ns: int) -> None:
@@ -257,8 +302,9 @@ class InstanceRouter:
         while sent and sent[0].at_ns < asked_ns:
             sent.popleft()
         for each in sent:
-            note(fleet, self._placement, each.place, each.rank, each.prompt_tokens)
-            marked.add(each.place)
+            place = place_of[each.adapter]
+            note(fleet, self._placement, place, each.rank, each.prompt_tokens)
+            marked.add(place)
 
     def forget(self, instance: int) -> None:
         """Forget the state of an instance, which has ended or reports another one."""
@@ -288,6 +334,10 @@ class InstanceRouter:
             self._available[number] = self._select(number)
         return self._available[number]
 
+    def _has_holder_up(self, number: int) -> bool:
+        first, last = self._placement.start[number : number + 2].tolist()
+        return bool(self._is_up[self._placement.instance[first:last]].any())
+
     def _select(self, number: int, excluded: Collection[int] = ()) -> _Holders | None:
         placement = self._placement
         first, last = placement.start[number : number + 2].tolist()
@@ -302,7 +352,7 @@ class InstanceRouter:
             start=np.array([0, places.size], np.int64),
             instance=placement.instance[places],
             local=placement.local[places],
-            share=_normalised(placement.share[places]) if places.size else np.zeros(0),
+            share=normalised(placement.share[places]) if places.size else np.zeros(0),
         )
         return _Holders(places, part)
 
@@ -333,21 +383,3 @@ class InstanceRouter:
     def _range(self, adapter: str | None) -> tuple[int, int]:
         number = self._number[adapter]
         return int(self._placement.start[number]), int(self._placement.start[number + 1])
-
-
-def _normalised(share: NDArray[np.float64]) -> Any:
-    """Return shares that sum to 1; equal ones if all are 0."""
-    total = share.sum()
-    return share / total if total > 0 else np.full(share.size, 1.0 / share.size)
-
-
-def _placement(lists: Sequence[Sequence[tuple[int, float]]]) -> Placement:
-    """Return a placement from the (instance, share) of each adapter's holders; zero shares count as equal."""
-    shares = [_normalised(np.array([share for _, share in holders], np.float64)) for holders in lists]
-    counts = [len(holders) for holders in lists]
-    return Placement(
-        start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        instance=np.array([i for holders in lists for i, _ in holders], np.int32),
-        local=np.zeros(sum(counts), np.int32),  # not used: instances number their adapters themselves
-        share=np.concatenate(shares),
-    )

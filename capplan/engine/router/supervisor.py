@@ -8,8 +8,8 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, Literal
 
@@ -18,6 +18,7 @@ import aiohttp
 from capplan.engine.router.instance_client import FileLimitError, InstanceClient
 from capplan.engine.router.instances import InstanceSpec
 from capplan.engine.router.launcher import InstanceHandle, Launcher, LaunchError
+from capplan.engine.router.rebalancing import RebalanceLoop, RebalancingConfig
 from capplan.engine.router.routing import InstanceRouter, RoutingSettings
 from capplan.engine.server.limiter import ServerSettings
 from capplan.errors import InputError
@@ -83,6 +84,8 @@ class RouterConfig:
         Receives one line per event of an instance.
     routing
         The router; by default the plan's shares by smooth weighted round robin.
+    rebalancing
+        Re-balancing of the instances, which share adapters then; None: the plan's shares stay in force.
     """
 
     specs: Sequence[InstanceSpec]
@@ -91,6 +94,7 @@ class RouterConfig:
     restart_policy: RestartPolicy = field(default_factory=RestartPolicy)
     log: Callable[[str], None] = lambda line: logging.getLogger(__name__).warning(line)
     routing: RoutingSettings = field(default_factory=RoutingSettings)
+    rebalancing: RebalancingConfig | None = None
 
 
 class InstanceSupervisor:
@@ -309,20 +313,26 @@ class InstanceFleet:
         Set when all instances have failed for good, or a supervisor has a defect.
     router
         Chooses the instances of requests.
+    rebalancing
+        Re-balances the instances; None if they keep the plan's shares.
     """
 
     def __init__(self, config: RouterConfig) -> None:
         key = secrets.token_urlsafe(32)  # only the router uses the instances
         self.failed = asyncio.Event()
+        self._fetches = all(spec.server.pool is not None for spec in config.specs)
         self.router = InstanceRouter(
             [spec.shares for spec in config.specs],
             [spec.base_share for spec in config.specs],
-            config.routing,
+            replace(config.routing, fetches=self._fetches),
         )
         self.instances = [
             InstanceSupervisor(spec, config, key, partial(self.router.set_available, i))
             for i, spec in enumerate(config.specs)
         ]
+        self.rebalancing: RebalanceLoop | None = None
+        if config.rebalancing is not None:
+            self.rebalancing = RebalanceLoop(config.rebalancing, self.instances, self.router, config.log)
         self._state_period_s = config.routing.state_period_s
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -347,6 +357,8 @@ class InstanceFleet:
 
     def serves_everything(self) -> bool:
         """Return whether every adapter has a holder that is up; every instance serves the base model."""
+        if self._fetches:
+            return any(instance.is_up for instance in self.instances)
         every = {name for instance in self.instances for name in instance.spec.adapters}
         up = [instance for instance in self.instances if instance.is_up]
         return bool(up) and {name for instance in up for name in instance.spec.adapters} == every
@@ -370,6 +382,8 @@ class InstanceFleet:
         self._tasks.append(asyncio.ensure_future(self._wait_for_failure(tuple(self._tasks))))
         if self.router.looks:
             self._tasks += [asyncio.ensure_future(self._watch_state(i)) for i in range(len(self.instances))]
+        if self.rebalancing is not None:
+            self._tasks.append(asyncio.ensure_future(self._until_failure(self.rebalancing.run())))
 
     async def _watch_state(self, index: int) -> None:
         """Read the state of an instance from time to time; forget it when the instance has ended."""
@@ -394,6 +408,14 @@ class InstanceFleet:
             self.failed.set()
             raise
         self.failed.set()
+
+    async def _until_failure(self, work: Coroutine[None, None, None]) -> None:
+        """Do work; a defect of it ends the router."""
+        try:
+            await work
+        except Exception:
+            self.failed.set()
+            raise
 
     async def stop(self, at_once: bool) -> None:
         """Stop all instances; raise the defect of a supervisor, if there was one."""

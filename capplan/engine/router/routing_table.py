@@ -1,0 +1,127 @@
+"""Routing table of a running router: holders of each adapter with their shares, replaced as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capplan.errors import InputError
+from capplan.serving.routers import Placement
+
+
+@dataclass(frozen=True)
+class RoutingTable:
+    """Holders of every adapter, by number.
+
+    Attributes
+    ----------
+    numbers
+        Number of each adapter, the same in all tables of a router; None, the base model, is 0.
+    placement
+        Holders by number. Places beyond those of the last adapter are former ones, which get no requests.
+    place_of
+        Per instance, the places of its adapters, former ones included.
+    """
+
+    numbers: Mapping[str | None, int]
+    placement: Placement
+    place_of: Sequence[Mapping[str | None, int]]
+
+    @classmethod
+    def of(
+        cls,
+        held: Sequence[Mapping[str, float]],
+        base: Sequence[float] | None = None,
+        previous: RoutingTable | None = None,
+    ) -> RoutingTable:
+        """Return the table of the shares of instances.
+
+        Parameters
+        ----------
+        held
+            Adapters of each instance with the share of the adapter's requests meant for it. Shares are
+            normalised over holders.
+        base
+            Share of the base model's requests meant for each instance; None: equal shares.
+        previous
+            Table whose numbers are kept.
+
+        Raises
+        ------
+        InputError
+            If `previous` has other adapters, or another number of instances.
+        """
+        holders: dict[str | None, list[tuple[int, float]]] = {
+            None: list(enumerate(base or [1.0] * len(held)))
+        }
+        for i, shares in enumerate(held):
+            for name, share in shares.items():
+                holders.setdefault(name, []).append((i, share))
+        if previous is not None:
+            if len(held) != len(previous.place_of):
+                rule = f"must have an entry for each of {len(previous.place_of)} instances"
+                raise InputError(rule, len(held), "shares")
+            if other := holders.keys() ^ previous.numbers.keys():
+                raise InputError("must be held by an instance in both tables", min(map(str, other)), "shares")
+            holders = {adapter: holders[adapter] for adapter in previous.numbers}
+        placement = _placement(list(holders.values()))
+        place_of: list[dict[str | None, int]] = [{} for _ in held]
+        for number, (adapter, own) in enumerate(holders.items()):
+            for place, (instance, _) in enumerate(own, int(placement.start[number])):
+                place_of[instance][adapter] = place
+        return cls({adapter: number for number, adapter in enumerate(holders)}, placement, place_of)
+
+    def with_former(self, former: Sequence[Collection[str | None]]) -> RoutingTable:
+        """Return the table with places for adapters that instances do not hold any more."""
+        placement, place_of = self.placement, [dict(own) for own in self.place_of]
+        instances: list[int] = []
+        for i, names in enumerate(former):
+            for name in names:
+                if name not in place_of[i]:
+                    place_of[i][name] = placement.instance.size + len(instances)
+                    instances.append(i)
+        more = np.zeros(len(instances), np.int32)
+        placement = placement._replace(
+            instance=np.append(placement.instance, np.array(instances, np.int32)),
+            local=np.append(placement.local, more),
+            share=np.append(placement.share, more.astype(np.float64)),
+        )
+        return RoutingTable(self.numbers, placement, place_of)
+
+    def shares(self) -> tuple[list[dict[str, float]], list[float]]:
+        """Return the shares of the adapters of each instance, and those of the base model's requests."""
+        end, share = int(self.placement.start[-1]), self.placement.share.tolist()
+        adapters = [
+            {name: share[place] for name, place in own.items() if name is not None and place < end}
+            for own in self.place_of
+        ]
+        return adapters, [share[own[None]] for own in self.place_of]
+
+    def carry(self, values: NDArray[Any], before: RoutingTable, fresh: NDArray[Any]) -> NDArray[Any]:
+        """Return `fresh`, an array by place, with the values of the places that the table before has too."""
+        for own, old in zip(self.place_of, before.place_of, strict=True):
+            both = own.keys() & old.keys()
+            fresh[[own[name] for name in both]] = values[[old[name] for name in both]]
+        return fresh
+
+
+def normalised(share: NDArray[np.float64]) -> Any:
+    """Return shares that sum to 1; equal ones if all are 0."""
+    total = share.sum()
+    return share / total if total > 0 else np.full(share.size, 1.0 / share.size)
+
+
+def _placement(lists: Sequence[Sequence[tuple[int, float]]]) -> Placement:
+    """Return a placement from the (instance, share) of each adapter's holders; zero shares count as equal."""
+    shares = [normalised(np.array([share for _, share in holders], np.float64)) for holders in lists]
+    counts = [len(holders) for holders in lists]
+    return Placement(
+        start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        instance=np.array([i for holders in lists for i, _ in holders], np.int32),
+        local=np.zeros(sum(counts), np.int32),  # not used: instances number their adapters themselves
+        share=np.concatenate(shares),
+    )

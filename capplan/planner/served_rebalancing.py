@@ -1,0 +1,108 @@
+"""Re-balancer of the running instances of a plan: adapters and operating points."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from capplan.datasets import load_profile
+from capplan.errors import InputError
+from capplan.planner.problem import AdapterShare, Problem, make_problem
+from capplan.planner.solvers.loraserve import OperatingPoints
+from capplan.serving.rebalancing import AdapterDemand, Rebalancer, RebalanceSettings, Replan
+from capplan.spec import Adapter, EngineArgs, Group, Lengths, Plan, Workload
+from capplan.spec.routing import MEAN_LENGTHS
+
+_DEFAULT_MEANS = (512.0, 128.0)
+"""Mean prompt and output tokens of a plan that does not have them."""
+
+
+def equal_engine_args(groups: Sequence[Group]) -> EngineArgs:
+    """Return engine settings with which every instance of a plan can serve every adapter.
+
+    They are those of the group with the largest slots; they fit the memory of the other instances, which are
+    equal.
+
+    Raises
+    ------
+    InputError
+        If the instances are not equal.
+    """
+    kinds = {(group.profile, group.tp, group.pool) for group in groups}
+    if len(kinds) > 1:
+        names = ", ".join(sorted({group.profile for group in groups}))
+        raise InputError("must be of one profile and tp to be re-balanced", names, "groups")
+    largest = max(groups, key=lambda group: (group.engine_args.max_lora_rank, group.engine_args.max_loras))
+    return largest.engine_args
+
+
+def served_rebalancer(
+    plan: Plan,
+    groups: Sequence[Group],
+    settings: RebalanceSettings,
+    size_bytes: Mapping[str, int],
+    workload: Workload | None = None,
+    replan: Replan | None = None,
+) -> Rebalancer:
+    """Return the re-balancer of the instances of groups of a plan.
+
+    Operating points are measured by the twin on the plan's profile, as by the solver `loraserve`.
+
+    Parameters
+    ----------
+    size_bytes
+        Size of adapters; that of others follows from their rank.
+    workload
+        Workload of the plan; None: its adapters with constant lengths, the means in its provenance.
+
+    Raises
+    ------
+    InputError
+        If the instances are not equal, or the profile is not on this machine.
+    InfeasibleError
+        If an instance sustains no load of a rank.
+    """
+    equal_engine_args(groups)
+    problem = _problem(plan, groups, workload)
+    names = {adapter.name for group in groups for adapter in group.adapters}
+    traffic = [each for each in problem.traffic if each.rank == 0 or each.name in names]
+    demands = [
+        AdapterDemand(
+            each.name,
+            each.rank,
+            problem.offered_tok_s(AdapterShare.of(each)),
+            0 if each.rank == 0 else size_bytes.get(each.name, problem.adapter_bytes(each)),
+            each.max_replicas,
+        )
+        for each in traffic
+    ]
+    points = OperatingPoints(problem)(each.rank for each in traffic)
+    return Rebalancer(demands, sum(group.replicas for group in groups), points, settings, replan)
+
+
+def _problem(plan: Plan, groups: Sequence[Group], workload: Workload | None) -> Problem:
+    """Return the problem of equal instances, with the engine settings of the plan."""
+    args = equal_engine_args(groups)
+    instances = sum(group.replicas for group in groups)
+    workload = workload or _workload(plan, groups)
+    fixed = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "gpu_memory_utilization")
+    engine = workload.engine.model_copy(update={name: getattr(args, name) for name in fixed})
+    alone = {"engine": engine, "pools": (), "profile": None, "slo": plan.slo}
+    return make_problem(workload.model_copy(update=alone), instances, load_profile(groups[0].profile))
+
+
+def _workload(plan: Plan, groups: Sequence[Group]) -> Workload:
+    """Return a workload with the adapters of a plan and constant lengths, within its max_model_len."""
+    known = {adapter.name: adapter for group in groups for adapter in group.adapters}
+    found = [plan.provenance.get(name) for name in MEAN_LENGTHS]
+    prompt, output = (
+        float(value) if isinstance(value, int | float) and value >= 1 else default
+        for value, default in zip(found, _DEFAULT_MEANS, strict=True)
+    )
+    fit = min(1.0, equal_engine_args(groups).max_model_len / (prompt + output))
+    return Workload(
+        base_model=plan.base_model,
+        adapters=[Adapter(name=a.name, rank=a.rank, rate_rps=a.rate_rps) for a in known.values()],
+        base_rate_rps=next((group.base.rate_rps for group in groups if group.base is not None), None),
+        prompt_tokens=Lengths(mean=max(1.0, fit * prompt)),
+        output_tokens=Lengths(mean=max(1.0, fit * output)),
+    )
