@@ -1,0 +1,125 @@
+"""Re-balancing of a running cluster on the CPU: correctness, latency, and random schedules.
+
+    python -m benchmarks.running_cluster --out DIR --stage schedules --cases 50    # 12 minutes
+    python -m benchmarks.pool_loop --out DIR --stage profile                       # once, 5 minutes
+    python -m benchmarks.running_cluster --out DIR --stage correctness             # 12 minutes
+    python -m benchmarks.running_cluster --out DIR --stage latency --duration-s 120 --rate-rps 3
+
+``correctness``: `capplan serve PLAN --rebalance` with 4 instances and 24 adapters under a workload whose
+popular adapters change every `PHASE_S`. No request may fail, and each adapter must be stored at the end.
+
+``latency``: 2 single-threaded instances, each pinned to a core, with the popular adapters of one of them
+becoming popular at the same time. P95 of TTFT with the plan's shares, re-balanced, and with all adapters on
+both instances behind `least-work-left`. The share of each core in use is stated, with router and client.
+
+``schedules``: requests, re-balancing, crashes, stalls and locks at random (`benchmarks.moving_cluster`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shutil
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.common import command_line, records_table
+from benchmarks.moving_cluster import MovingCluster, RandomSchedule, make_adapters, placed_at_first, plan_of
+from benchmarks.served_drift import ClusterSetting, Drift, serve_drift
+
+SCHEDULED_ADAPTERS: Final = 12
+SCHEDULED_INSTANCES: Final = 3
+SCHEDULE_S: Final = 8.0
+
+
+def run_schedules(given: argparse.Namespace) -> bool:
+    """Run random schedules one after the other on one cluster; print what has happened."""
+    top = given.out / "schedules"
+    shutil.rmtree(top, ignore_errors=True)
+    top.mkdir(parents=True)
+    names = [f"a{number}" for number in range(SCHEDULED_ADAPTERS)]
+    plan = plan_of(placed_at_first(names, SCHEDULED_INSTANCES), names)
+    make_adapters(top, names, plan.base_model)
+    return asyncio.run(_run_schedules(MovingCluster(top, plan, names), given.first, given.cases))
+
+
+async def _run_schedules(cluster: MovingCluster, first: int, cases: int) -> bool:
+    events: Counter[str] = Counter()
+    failed = []
+    async with cluster.running():
+        await cluster.learn()
+        cluster.lose_sources()
+        for seed in range(first, first + cases):
+            schedule = RandomSchedule(cluster, seed, SCHEDULE_S)
+            try:
+                await schedule.run()
+            except AssertionError as error:
+                failed.append(seed)
+                print(f"schedule {seed}: {error}", flush=True)
+                cluster.outcomes.wrong.clear()
+            events += schedule.events
+            await cluster.until_up()
+        for name in cluster.names:
+            await cluster.ask(name)
+        cluster.check_stored()
+        moved, unpermuted = cluster.loop.moved_bytes, cluster.loop.unpermuted_bytes
+    outcomes = cluster.outcomes
+    print(f"{cases} schedules of {SCHEDULE_S:g} s, {len(failed)} failed: {failed}")
+    print(records_table([dict(sorted(events.items()))]))
+    print(f"\n{outcomes.total} requests: {outcomes.answered} answered, refused: {dict(outcomes.refused)}")
+    print(f"bytes moved by re-balancing: {moved}, {unpermuted} without the permutation")
+    return not failed and not outcomes.wrong
+
+
+def check_correctness(given: argparse.Namespace) -> bool:
+    """Serve a drifting workload with re-balancing; return whether no request has failed."""
+    setting = ClusterSetting.of(given, instances=4, adapters=24, rate_rps=given.rate_rps)
+    drift = Drift(duration_s=given.duration_s, phase_s=given.phase_s, seed=given.seed)
+    served = serve_drift(setting, drift, rebalance_s=given.rebalance_s)
+    print(records_table([served.row()]))
+    print("\n" + records_table([served.rounds()]))
+    print(json.dumps(served.placement["rebalancing"]["last"], indent=1))
+    lost = served.lost_adapters()
+    return served.failed == 0 and not lost
+
+
+def compare_latency(given: argparse.Namespace) -> bool:
+    """Measure P95 of TTFT for three systems; return whether the cores were busy for less than 60 %."""
+    rows: list[dict[str, Any]] = []
+    for system in ("frozen", "re-balanced", "looking"):
+        setting = ClusterSetting.of(given, instances=2, adapters=8, rate_rps=given.rate_rps)
+        drift = Drift(duration_s=given.duration_s, phase_s=given.phase_s, seed=given.seed, onto_one=True)
+        rebalance_s = given.rebalance_s if system == "re-balanced" else None
+        served = serve_drift(
+            setting, drift, rebalance_s=rebalance_s, pinned=True, looking=system == "looking"
+        )
+        rows.append({"system": system, **served.row()})
+        print(time.strftime("%H:%M:%S"), json.dumps(rows[-1]), flush=True)
+    print(records_table(rows))
+    return all(row["failed"] == 0 for row in rows)
+
+
+STAGES: Final = {"schedules": run_schedules, "correctness": check_correctness, "latency": compare_latency}
+
+
+def main() -> int:
+    """Run one stage."""
+    parser = command_line(__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--stage", choices=STAGES, required=True)
+    parser.add_argument("--cases", type=int, default=50)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first schedule")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--duration-s", type=float, default=600.0)
+    parser.add_argument("--phase-s", type=float, default=100.0)
+    parser.add_argument("--rebalance-s", type=float, default=50.0)
+    parser.add_argument("--rate-rps", type=float, default=4.0)
+    given = parser.parse_args()
+    return int(not STAGES[given.stage](given))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

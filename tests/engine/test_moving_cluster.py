@@ -1,0 +1,205 @@
+"""Adapters that move between real engine processes: each stays stored, each request is answered."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
+
+from benchmarks.moving_cluster import MovingCluster, RandomSchedule, make_adapters, placed_at_first, plan_of
+
+pytestmark = pytest.mark.slow
+
+NAMES = tuple(f"a{number}" for number in range(6))
+SCHEDULES = 3
+SCHEDULE_S = 4.0
+
+
+def cluster_below(top: Path) -> MovingCluster:
+    plan = plan_of(placed_at_first(NAMES, 2), NAMES)
+    if not (top / "registry.db").exists():
+        make_adapters(top, NAMES, plan.base_model)
+    return MovingCluster(top, plan, NAMES)
+
+
+def run(check: Callable[[MovingCluster], Awaitable[None]], top: Path) -> None:
+    """Check a cluster whose servers have the only copies."""
+
+    async def whole() -> None:
+        async with asyncio.timeout(150), started(top) as cluster:
+            await check(cluster)
+
+    asyncio.run(whole())
+
+
+@contextlib.asynccontextmanager
+async def started(top: Path) -> AsyncIterator[MovingCluster]:
+    cluster = cluster_below(top)
+    async with cluster.running():
+        await cluster.learn()
+        if (top / "source").exists():
+            cluster.lose_sources()
+        yield cluster
+
+
+async def ask_all(cluster: MovingCluster, times: int = 1) -> None:
+    await asyncio.gather(*(cluster.ask(name) for name in NAMES * times))
+    assert not cluster.outcomes.wrong, cluster.outcomes.wrong[:3]
+
+
+async def all_are_answered(cluster: MovingCluster) -> None:
+    """Check that every adapter is answered, in an attempt in which no instance is down."""
+    await cluster.until_up()
+    before = cluster.outcomes.answered
+    await ask_all(cluster)
+    assert cluster.outcomes.answered == before + len(NAMES), cluster.outcomes.refused
+
+
+async def only_the_placement_is_stored(cluster: MovingCluster) -> None:
+    """Wait until no server stores an adapter without a share of it, unless it has the last copy."""
+    async with asyncio.timeout(40):
+        while True:
+            shares, _ = cluster.fleet.router.shares()
+            wanted = {
+                name: {spec.name for spec, own in zip(cluster.specs, shares, strict=True) if name in own}
+                for name in NAMES
+            }
+            if all(len(there) == 1 or there <= wanted[name] for name, there in cluster.stored().items()):
+                return
+            cluster.check_stored()
+            await asyncio.sleep(0.2)
+
+
+def test_random_schedules_keep_every_adapter_and_every_request(tmp_path: Path) -> None:
+    async def check(cluster: MovingCluster) -> None:
+        for seed in range(SCHEDULES):
+            schedule = RandomSchedule(cluster, seed, SCHEDULE_S)
+            await schedule.run()
+            assert schedule.events.total() > 0
+            await cluster.until_up()
+        assert cluster.outcomes.answered > 50
+        cluster.check_stored()
+        await all_are_answered(cluster)
+
+    run(check, tmp_path)
+
+
+@contextlib.contextmanager
+def wrong_server() -> Iterator[str]:
+    """Serve wrong bytes as every file."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "5")
+            self.end_headers()
+            self.wfile.write(b"wrong")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@contextlib.contextmanager
+def stalled_server() -> Iterator[str]:
+    """Accept connections and never respond."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_faults_while_adapters_move_lose_nothing_and_the_next_round_repairs(tmp_path: Path) -> None:
+    """One test, because every start takes seconds."""
+
+    async def check(cluster: MovingCluster) -> None:
+        await unfit_holders(cluster)
+        await a_locked_registry(cluster)
+        await an_instance_that_dies(cluster)
+        assert (await cluster.loop.rebalance()).reason is None
+        await all_are_answered(cluster)
+        cluster.check_stored()
+        await only_the_placement_is_stored(cluster)
+
+    run(check, tmp_path)
+
+
+async def unfit_holders(cluster: MovingCluster) -> None:
+    """Transfers stall, or deliver wrong bytes: the next source is asked."""
+    registry = cluster._registry
+    cluster.loop.updates.want([dict.fromkeys(NAMES, 0.5)] * 2)  # nothing is removed meanwhile
+    assert await cluster.loop.updates.update()
+    with wrong_server() as wrong, stalled_server() as stalled:
+        for server, url in (("wrong", wrong), ("stalled", stalled)):
+            registry.announce(server, url)
+            for name in NAMES:
+                registry.hold(name, str(registry.get(name).digest), server)
+        await fetch_everywhere(cluster)
+    for server in ("wrong", "stalled"):
+        registry.forget(server)
+    assert sum(cluster.outcomes.refused.values()) == 0
+    assert all(len(there) == 2 for there in cluster.stored().values())
+
+
+async def fetch_everywhere(cluster: MovingCluster) -> None:
+    """Ask every instance for every adapter."""
+    for index in (0, 1):
+        cluster.fleet.router.set_available(1 - index, False)
+        await ask_all(cluster)
+        cluster.fleet.router.set_available(1 - index, True)
+
+
+async def a_locked_registry(cluster: MovingCluster) -> None:
+    """Requests of adapters that are not there are refused, others are answered."""
+    locking = asyncio.ensure_future(cluster.lock_registry(2.0))
+    await asyncio.sleep(0.2)
+    await cluster.loop.rebalance()
+    await ask_all(cluster, 2)
+    await locking
+    assert (await cluster.loop.rebalance()).reason is None
+    await all_are_answered(cluster)
+
+
+async def an_instance_that_dies(cluster: MovingCluster) -> None:
+    for victim in (0, 1):
+        await asyncio.gather(*(cluster.ask(NAMES[victim]) for _ in range(8)))
+        asking = asyncio.gather(*(cluster.ask(name) for name in NAMES * 4))
+        made = await cluster.loop.rebalance()
+        assert made.reason is None
+        cluster.kill(victim)
+        await asking
+        await cluster.loop.rebalance()
+        cluster.check_stored()
+        await all_are_answered(cluster)
+    assert not cluster.outcomes.wrong
+
+
+def test_a_router_that_ends_in_the_middle_of_a_swap_is_repaired_by_the_next_one(tmp_path: Path) -> None:
+    """Instances have been told their new shares and have fetched, but the routing table is the old one."""
+
+    async def ended(cluster: MovingCluster) -> None:
+        every = [dict.fromkeys(NAMES, 0.5)] * 2
+        assert await cluster.loop.updates.announce(every, (0, 1)) == []
+        await fetch_everywhere(cluster)
+        assert all(len(there) == 2 for there in cluster.stored().values())
+        for index in (0, 1):
+            cluster.kill(index)
+
+    async def repaired(cluster: MovingCluster) -> None:
+        cluster.check_stored()
+        await all_are_answered(cluster)
+        assert (await cluster.loop.rebalance()).reason is None
+        await all_are_answered(cluster)
+        await only_the_placement_is_stored(cluster)
+        cluster.check_stored()
+
+    run(ended, tmp_path)
+    run(repaired, tmp_path)
