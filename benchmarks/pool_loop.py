@@ -122,6 +122,7 @@ def closed_loop(given: argparse.Namespace) -> ClosedLoop:
         slots=(IN_MEMORY,),
         max_num_seqs=SEQS,
         rules="chameleon",
+        form=None,
     )
     return ClosedLoop(given.out, settings, lambda line: print(time.strftime("%H:%M:%S"), line, flush=True))
 

@@ -119,6 +119,8 @@ ADDITIVE = LatencyForm(
             "ms_per_request": None,
             "ms_for_several": None,
             "ms_per_prefill": None,
+            "ms_per_kv_ktoken_beyond_cache": None,
+            "cache_kv_ktokens": None,
         }
     ),
 )
@@ -135,6 +137,8 @@ coefficient for decode, one for prefill, whose kernels differ (S-LoRA: a gathere
 matrix-matrix product). The others are what a step takes per request whatever its length:
 ``ms_per_request`` to sample and to send its token, ``ms_per_prefill`` to admit it, and ``ms_for_several``
 once as soon as there are two, since a request by itself needs vectors multiplied where several need matrices.
+``ms_per_kv_ktoken_beyond_cache`` counts the KV tokens beyond ``cache_kv_ktokens`` thousands, which no longer
+fit into a processor's cache from one step to the next.
 """
 
 DIGITAL_TWIN = LatencyForm(
@@ -206,6 +210,8 @@ _TABLE_MBGMV = 8
     _REQUEST,
     _SEVERAL,
     _PREFILL,
+    _BEYOND_CACHE,
+    _CACHE,
     _PREFILL_MPAIR,
     _LORA_KTOKEN,
 ) = range(len(TABLE.names))
@@ -329,7 +335,21 @@ def step_line(form: int, k: NDArray[np.float64], step: StepFeatures) -> KvLine:
     terms_ms = _additive_ms(k, step, with_adapter * step.a_max, line.start)
     terms_ms += with_adapter * k[_LORA_KTOKEN] * step.tokens / 1000.0
     ms_per_token = line.ms_per_token + k[_KV_KTOKEN] / 1000.0
-    return KvLine(terms_ms + line.constant_ms, ms_per_token, line.start, line.end)
+    whole = KvLine(terms_ms + line.constant_ms, ms_per_token, line.start, line.end)
+    return _cut_at_cache(whole, k, step.kv_tokens)
+
+
+@inner
+def _cut_at_cache(line: KvLine, k: NDArray[np.float64], kv_tokens: float) -> KvLine:
+    """Return the part of a line below or beyond the cache, which contains `kv_tokens`."""
+    cache, more = 1000.0 * k[_CACHE], k[_BEYOND_CACHE] / 1000.0
+    if more == 0.0:
+        return line
+    if kv_tokens < cache:
+        return KvLine(line.constant_ms, line.ms_per_token, line.start, min(line.end, cache))
+    start = max(line.start, cache)
+    constant_ms = line.constant_ms + line.ms_per_token * (start - line.start)
+    return KvLine(constant_ms, line.ms_per_token + more, start, line.end)
 
 
 @inner
@@ -393,6 +413,7 @@ def _additive_ms(k: NDArray[np.float64], step: StepFeatures, slots: float, kv_to
     if k.size > _PREFILL:
         several = min(1.0, max(0.0, step.requests - 1.0))  # means over steps lie between one and two, too
         milliseconds += k[_REQUEST] * step.requests + k[_SEVERAL] * several
+        milliseconds += k[_BEYOND_CACHE] * max(0.0, kv_tokens / 1000.0 - k[_CACHE])
     return float(milliseconds)
 
 

@@ -74,6 +74,11 @@ _UNBOUNDED: Final = "k3"
 
 _AT_BOUND: Final = 1e-9
 
+BEYOND_CACHE: Final = "ms_per_kv_ktoken_beyond_cache"
+CACHE: Final = "cache_kv_ktokens"
+_CACHE_SHARES: Final = MappingProxyType({"8th": 0.125, "4th": 0.25, "half": 0.5})
+"""Shares of the largest measured number of KV tokens that are tried as the size of the cache."""
+
 
 @dataclass(frozen=True)
 class StepModelCandidate:
@@ -84,6 +89,8 @@ class StepModelCandidate:
     kernel: Kernel
     left_out: tuple[str, ...] = ()
     """Coefficients of the form that stay 0."""
+    cache_kv_ktokens: float | None = None
+    """Size of the cache, which is not fitted; None: none."""
 
     def missing(self, table: MeasuredSteps) -> tuple[str, ...]:
         """Return the required columns that the table does not have."""
@@ -93,7 +100,8 @@ class StepModelCandidate:
 
     def columns(self, table: MeasuredSteps) -> dict[str, NDArray[np.float64]]:
         """Return the regressor of each coefficient, including loads; only for linear forms."""
-        columns = unit_columns(latency_code(self.form.name, self.kernel), self.form.names, table)
+        fixed = {} if self.cache_kv_ktokens is None else {CACHE: self.cache_kv_ktokens}
+        columns = unit_columns(latency_code(self.form.name, self.kernel), self.form.names, table, fixed)
         if table.load_ms is not None:
             columns[SERVING_FACTOR] = table.load_ms
         return {name: values for name, values in columns.items() if name not in self.left_out}
@@ -138,6 +146,9 @@ class StepModelFit:
         fitted = dict(zip(self.names, map(coefficient, self.values, self.std_errors), strict=True))
         form = self.candidate.form
         optional = {name for name in form.optional if name in fitted and fitted[name].value != 0.0}
+        if BEYOND_CACHE in optional:
+            fitted[CACHE] = Coefficient(value=self.candidate.cache_kv_ktokens or 0.0)
+            optional.add(CACHE)
         return {
             name: fitted.get(name, Coefficient(value=0.0))
             for name in form.names
@@ -154,8 +165,9 @@ class StepModelFit:
 
 
 def candidates(table: MeasuredSteps, kernel: Kernel) -> tuple[StepModelCandidate, ...]:
-    """Return the candidates: the additive form, variants without a group of terms, and published forms.
+    """Return the candidates: the additive form, variants of it, and published forms.
 
+    Variants are without a group of terms, or with a cache of a given size, beyond which KV tokens cost more.
     The order is that of preference among candidates of equal error. Rank terms require the ranks that the
     kernel pays for, request terms the number of prefills, and queue terms a row with `_MIN_WAITING`: a few
     steps with a waiting request do not determine the cost of long queues. Variants without the terms per
@@ -163,7 +175,8 @@ def candidates(table: MeasuredSteps, kernel: Kernel) -> tuple[StepModelCandidate
     terms as well: these terms must reduce the error. Variants with another kernel are for comparison only.
     """
     groups = _known_groups(table, kernel)
-    unknown = _unknown_terms(table, groups)
+    not_fitted = _unknown_terms(table, groups)
+    unknown = (*not_fitted, BEYOND_CACHE)
     additive = [StepModelCandidate(ADDITIVE.name, ADDITIVE, kernel, unknown)]
     for group, terms in groups.items():
         label = f"additive-without-{group}"
@@ -178,6 +191,9 @@ def candidates(table: MeasuredSteps, kernel: Kernel) -> tuple[StepModelCandidate
         both = tuple(term for name in spare for term in groups[name])
         label = f"additive-without-{'-and-'.join(spare)}"
         additive.append(StepModelCandidate(label, ADDITIVE, kernel, (*unknown, *both)))
+    for name, share in _CACHE_SHARES.items():
+        ktokens = share * float(table.kv_tokens.max()) / 1e3
+        additive.append(StepModelCandidate(f"additive-cache-{name}", ADDITIVE, kernel, not_fitted, ktokens))
     first = [f"additive-without-{name}" for name in ("-and-".join(spare), *spare)]
     additive.sort(key=lambda each: first.index(each.label) if each.label in first else len(first))
     published = (DIGITAL_TWIN, TOPPINGS_BGMV, TOPPINGS_MBGMV)
@@ -201,6 +217,7 @@ def _unknown_terms(table: MeasuredSteps, groups: Mapping[str, tuple[str, ...]]) 
     rank: the cost of the measured slots would be extrapolated to others.
     """
     unknown = [term for name, terms in TERM_GROUPS.items() if name not in groups for term in terms]
+    unknown.append(CACHE)
     if "queue" not in groups:
         unknown.append("ms_per_adapter_queued")
     if np.unique(table.a_max).size < 2:
@@ -246,12 +263,15 @@ class _Mixture(NamedTuple):
     """Whether tokens divide into those of prompts and those of decodes."""
 
 
-def unit_columns(form: int, names: tuple[str, ...], table: MeasuredSteps) -> dict[str, NDArray[np.float64]]:
+def unit_columns(
+    form: int, names: tuple[str, ...], table: MeasuredSteps, fixed: Mapping[str, float] = MappingProxyType({})
+) -> dict[str, NDArray[np.float64]]:
     """Return the regressor of each coefficient of a linear form, without loads, shape (rows,) each.
 
     The regressor of a coefficient is the time of the step with that coefficient at 1 and the others at 0,
-    computed by the functions that the twin uses. A window mean is first divided into a mixture of steps by
-    Poisson arrivals, so that terms with a threshold apply to steps instead of means. Unknown ranks are 0.
+    computed by the functions that the twin uses; those in `fixed` keep their value. A window mean is first
+    divided into a mixture of steps by Poisson arrivals, so that terms with a threshold apply to steps instead
+    of means. Unknown ranks are 0.
     """
     zeros, known = np.zeros(table.rows), "prefills" in table.ranks
     mixture = _Mixture(
@@ -263,13 +283,13 @@ def unit_columns(form: int, names: tuple[str, ...], table: MeasuredSteps) -> dic
         prefills_known=known,
     )
     columns = np.zeros((table.rows, len(names)))
-    _fill(form, np.zeros(len(names)), mixture, columns)
+    _fill(form, np.array([fixed.get(name, 0.0) for name in names]), mixture, columns)
     return {name: columns[:, at] for at, name in enumerate(names)}
 
 
 @jit
 def _fill(form: int, k: NDArray[np.float64], mixture: _Mixture, columns: NDArray[np.float64]) -> None:
-    """Fill `columns`, shape (rows, coefficients); `k` is a working array of zeros."""
+    """Fill `columns`, shape (rows, coefficients); `k` is a working array, 0 but for fixed coefficients."""
     step, ranks, queued, prefilled = mixture.step, mixture.ranks, mixture.queued, mixture.prefilled
     quantiles = mixture.quantiles.shape[1]
     for row in range(step.shape[0]):
@@ -308,10 +328,11 @@ def _fill(form: int, k: NDArray[np.float64], mixture: _Mixture, columns: NDArray
                 prefill_mpairs=ranks[row, 9] * scale,
             )
             for at in range(k.size):
+                fixed = k[at]
                 k[at] = 1.0
                 milliseconds = step_ms(form, k, features) + rank_ms(form, k, features.s_max, held)
                 columns[row, at] += share * milliseconds
-                k[at] = 0.0
+                k[at] = fixed
 
 
 def _digital_twin_ms(table: MeasuredSteps, k: Mapping[str, float]) -> NDArray[np.float64]:

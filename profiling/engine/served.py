@@ -43,6 +43,8 @@ _IDLE_PROMPTS: Final = (16, 128)
 _IDLE_REPEATS: Final = 15
 _TYPICAL_TOKENS: Final = 64
 """Typical prompt and output of the operating points, for a long context."""
+_LONGEST_OVER_TYPICAL: Final = 8
+"""The longest prompts of a design are four times the typical one and fill half of a short context."""
 
 
 class Window(NamedTuple):
@@ -77,7 +79,7 @@ def serve_and_measure(
     done: Callable[[int, int], None],
 ) -> ServedSteps:
     """Start a server and measure its steps at operating points, as rows of a step table."""
-    typical = min(_TYPICAL_TOKENS, options.max_model_len // 16)
+    typical = min(_TYPICAL_TOKENS, options.max_model_len // _LONGEST_OVER_TYPICAL)
     bounds = ServerBounds(
         adapters=slots.a_max,
         a_max=slots.a_max,

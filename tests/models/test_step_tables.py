@@ -69,6 +69,14 @@ def test_inside_the_grid_a_table_is_linear_interpolation(
     assert table_ms(of, **at) == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
+@given(models(), AMOUNTS, st.floats(0.0, 0.06))
+def test_kv_tokens_beyond_the_cache_cost_more(of: FittedModel, kv_tokens: float, cache: float) -> None:
+    beyond = {"ms_per_kv_ktoken_beyond_cache": 2.0, "cache_kv_ktokens": cache}
+    more = of.replace(coefficients=of.coefficients | part("additive", **beyond).coefficients)
+    expected = table_ms(of, 5.0, 2.0, kv_tokens) + 2.0 * max(0.0, kv_tokens / 1e3 - cache)
+    assert table_ms(more, 5.0, 2.0, kv_tokens) == pytest.approx(expected, rel=1e-12, abs=1e-12)
+
+
 @given(models())
 def test_a_table_is_exact_at_its_points(of: FittedModel) -> None:
     tokens, requests = of.tables["tokens_ms"], of.tables["requests_ms"]

@@ -50,7 +50,7 @@ class CompiledAttention(TorchAttention):
         self._slots = inputs.pages.numpy(), inputs.offsets.numpy()
         self._cos_sin = self.cos.view(-1, config.head_dim).numpy(), self.sin.view(-1, config.head_dim).numpy()
         most = 0 if inputs.decodes is None else inputs.decodes.pages.shape[1] * cache.block_size
-        self._scores = np.empty((self.group, most), np.float32)
+        self._scores = np.empty((config.heads, most), np.float32)
 
     def rotate_and_store(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Rotate queries and keys in place, store keys and values, and return queries."""
@@ -121,58 +121,68 @@ def _attend(
 ) -> None:
     """Fill `out` with the attention of queries, shape (requests, heads, head_dim), over each request's pages.
 
-    `scores` is a buffer for the queries that share a key head, shape (heads, longest context).
+    All heads of a token lie side by side and are read together, so a page is read once from end to end.
+    `scores` is a buffer, shape (heads, longest context).
     """
     requests, heads, dim = q.shape
     group = heads // kv_heads
+    page_elements = block_size * kv_heads * dim
     for request in range(requests):
         length = context[request]
-        for kv_head in range(kv_heads):
-            for t in range(length):
-                page = tables[request, t // block_size] * layers + layer
-                at = ((page * 2 * block_size + t % block_size) * kv_heads + kv_head) * dim
-                key = kv[at : at + dim]
-                for g in range(group):
-                    query = q[request, kv_head * group + g]
+        for t in range(length):
+            page = tables[request, t // block_size] * layers + layer
+            at = page * 2 * page_elements + t % block_size * kv_heads * dim
+            for kv_head in range(kv_heads):
+                key = kv[at + kv_head * dim : at + kv_head * dim + dim]
+                for head in range(kv_head * group, kv_head * group + group):
+                    query = q[request, head]
                     total = np.float32(0.0)
                     for d in range(dim):
                         total += query[d] * key[d]
-                    scores[g, t] = total * scale
-            for g in range(group):
-                row = scores[g, :length]
-                highest = row[0]
-                for t in range(length):
-                    highest = max(highest, row[t])
-                # e^x as 2^i 2^f: a polynomial in f below 1 (relative error 2e-7), i into the exponent's bits.
-                weight = np.float32(0.0)
-                for t in range(length):
-                    x = max((row[t] - highest) * np.float32(1.44269504), np.float32(-126.0))
-                    whole = np.floor(x)
-                    f = x - whole
-                    p = np.float32(1.535336188e-4)
-                    p = p * f + np.float32(1.339887440e-3)
-                    p = p * f + np.float32(9.618437357e-3)
-                    p = p * f + np.float32(5.550332471e-2)
-                    p = p * f + np.float32(2.402264791e-1)
-                    p = p * f + np.float32(6.931472028e-1)
-                    p = p * f + np.float32(1.0)
-                    bits = np.int32((np.int32(whole) + np.int32(127)) << np.int32(23))
-                    row[t] = p * bits.view(np.float32)
-                    weight += row[t]
-                for t in range(length):
-                    row[t] /= weight
-                result = out[request, kv_head * group + g]
-                for d in range(dim):
-                    result[d] = np.float32(0.0)
-            for t in range(length):
-                page = tables[request, t // block_size] * layers + layer
-                at = (((page * 2 + 1) * block_size + t % block_size) * kv_heads + kv_head) * dim
-                value = kv[at : at + dim]
-                for g in range(group):
-                    result = out[request, kv_head * group + g]
-                    share = scores[g, t]
+                    scores[head, t] = total * scale
+        for head in range(heads):
+            _softmax(scores[head, :length])
+            result = out[request, head]
+            for d in range(dim):
+                result[d] = np.float32(0.0)
+        for t in range(length):
+            page = tables[request, t // block_size] * layers + layer
+            at = (page * 2 + 1) * page_elements + t % block_size * kv_heads * dim
+            for kv_head in range(kv_heads):
+                value = kv[at + kv_head * dim : at + kv_head * dim + dim]
+                for head in range(kv_head * group, kv_head * group + group):
+                    result = out[request, head]
+                    share = scores[head, t]
                     for d in range(dim):
                         result[d] += share * value[d]
+
+
+@fast
+def _softmax(row: NDArray[np.float32]) -> None:
+    """Replace scores by their softmax.
+
+    e^x is 2^i 2^f: a polynomial in f below 1 (relative error 2e-7), i into the exponent's bits.
+    """
+    highest = row[0]
+    for t in range(row.size):
+        highest = max(highest, row[t])
+    weight = np.float32(0.0)
+    for t in range(row.size):
+        x = max((row[t] - highest) * np.float32(1.44269504), np.float32(-126.0))
+        whole = np.floor(x)
+        f = x - whole
+        p = np.float32(1.535336188e-4)
+        p = p * f + np.float32(1.339887440e-3)
+        p = p * f + np.float32(9.618437357e-3)
+        p = p * f + np.float32(5.550332471e-2)
+        p = p * f + np.float32(2.402264791e-1)
+        p = p * f + np.float32(6.931472028e-1)
+        p = p * f + np.float32(1.0)
+        bits = np.int32((np.int32(whole) + np.int32(127)) << np.int32(23))
+        row[t] = p * bits.view(np.float32)
+        weight += row[t]
+    for t in range(row.size):
+        row[t] /= weight
 
 
 GEMM_FROM: Final = 24

@@ -21,7 +21,7 @@ from capplan.engine.pool import PagePool
 from capplan.errors import InputError
 
 _RANK_PATTERNS: Final = 8
-"""Placements kept per slot. Most adapters of a deployment have one of a few ranks on the same modules."""
+"""Placements kept, per slot if there are slots. Most adapters have one of a few ranks on the same modules."""
 
 
 class Shrink(NamedTuple):
@@ -200,8 +200,8 @@ class StaticSlots:
 def _slot_placement(
     layout: AdapterLayout, storage: torch.Tensor, slot_rank: int, slot: int, rank_bytes: bytes
 ) -> AdapterPlacement:
-    """Return an adapter in a slot; `rank_bytes` are its ranks, shape (layers, modules), as bytes."""
-    ranks = np.frombuffer(rank_bytes, np.int64).reshape(layout.layers, len(MODULES))
+    """Return an adapter in a slot; `rank_bytes` are its ranks as bytes."""
+    ranks = _ranks_of(layout, rank_bytes)
     slot_elements = layout.elements(layout.ranks(slot_rank))
     offsets = slot * slot_elements + layout.padded_offsets(ranks, slot_rank)
     return AdapterPlacement(layout, storage, ranks, offsets)
@@ -211,7 +211,8 @@ class UnifiedPages:
     """Adapters at their ranks in free pages of the KV pool, as in S-LoRA.
 
     Rows do not cross page boundaries: a kernel needs one address per row, and less than a row is lost per
-    page.
+    page. Where the rows of given ranks lie within their pages is computed once: a load delays the step that
+    starts it.
     """
 
     def __init__(self, layout: AdapterLayout, pool: PagePool) -> None:
@@ -222,6 +223,8 @@ class UnifiedPages:
             rule = f"must make pages of at least {layout.longest_row} numbers, the longest row of an adapter"
             raise InputError(rule, self._page_elements, "block_size")
         self._pages_of: dict[int, NDArray[np.int64]] = {}
+        fill = partial(_filled_pages, layout, self._page_elements)
+        self._fill = lru_cache(maxsize=_RANK_PATTERNS)(fill)
 
     @property
     def storage(self) -> torch.Tensor:
@@ -232,7 +235,7 @@ class UnifiedPages:
         self, adapter: int, ranks: NDArray[np.int64], at: NDArray[np.int64] | None = None
     ) -> AdapterPlacement:
         """Place an adapter in free pages, or in the pages `at`; its rows are not copied yet."""
-        page, within = self._fill(ranks)
+        page, within = self._fill(ranks.tobytes())
         if at is None:
             at = self._pool.allocate(int(page[-1]) + 1 if page.size else 0)
         pages = self._pages_of[adapter] = at
@@ -255,7 +258,7 @@ class UnifiedPages:
 
     def pages(self, ranks: NDArray[np.int64]) -> int:
         """Return the number of pages of an adapter."""
-        page, _ = self._fill(ranks)
+        page, _ = self._fill(ranks.tobytes())
         return int(page[-1]) + 1 if page.size else 0
 
     def holders(self) -> Set[int]:
@@ -270,19 +273,28 @@ class UnifiedPages:
         """Return offsets of rows of zeros, shape (layers * groups, rows): the null page."""
         return np.zeros((self._layout.layers * len(GROUPS), rows), np.int64)
 
-    def _fill(self, ranks: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the page of each row, counted from the adapter's first, and its element there."""
-        ends = np.cumsum(self._layout.row_lengths(ranks))
-        starts = ends - self._layout.row_lengths(ranks)
-        page = np.zeros(ends.size, np.int64)
-        within = np.zeros(ends.size, np.int64)
-        first = number = 0
-        while first < ends.size:
-            end = int(np.searchsorted(ends, starts[first] + self._page_elements, side="right"))
-            page[first:end] = number
-            within[first:end] = starts[first:end] - starts[first]
-            first, number = end, number + 1
-        return page, within
+
+def _filled_pages(
+    layout: AdapterLayout, page_elements: int, rank_bytes: bytes
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the page of each row, counted from the adapter's first, and its element there."""
+    lengths = layout.row_lengths(_ranks_of(layout, rank_bytes))
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    page = np.zeros(ends.size, np.int64)
+    within = np.zeros(ends.size, np.int64)
+    first = number = 0
+    while first < ends.size:
+        end = int(np.searchsorted(ends, starts[first] + page_elements, side="right"))
+        page[first:end] = number
+        within[first:end] = starts[first:end] - starts[first]
+        first, number = end, number + 1
+    return page, within
+
+
+def _ranks_of(layout: AdapterLayout, rank_bytes: bytes) -> NDArray[np.int64]:
+    """Return ranks, shape (layers, modules), from their bytes."""
+    return np.frombuffer(rank_bytes, np.int64).reshape(layout.layers, len(MODULES))
 
 
 AdapterMemory = StaticSlots | UnifiedPages

@@ -33,7 +33,7 @@ _KNOWN = {
     "ms_for_several": 1.5,
     "ms_per_prefill": 0.9,
 }
-ADDITIVE_TRUTH = {name: _KNOWN.get(name, 0.08) for name in ADDITIVE.names}
+ADDITIVE_TRUTH = {name: _KNOWN.get(name, 0.08) for name in ADDITIVE.names if "cache" not in name}
 DIGITAL_TWIN_TRUTH = {
     "k1": 0.004,
     "k2": 0.0006,

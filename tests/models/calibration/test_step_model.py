@@ -102,6 +102,18 @@ def test_the_cost_of_several_requests_needs_steps_of_one() -> None:
     assert fit.coefficients()["base_ms"].value == pytest.approx(truth["base_ms"], rel=2e-3)
 
 
+def test_a_cache_is_found_where_kv_tokens_beyond_it_cost_more() -> None:
+    beyond = {"ms_per_kv_ktoken_beyond_cache": 0.5, "cache_kv_ktokens": 80.0}
+    frame = steps_of("additive", ADDITIVE_TRUTH | beyond, noise=0.02)
+    made = calibrate_steps(table_of(frame))
+    assert made.fit.candidate.label == "additive-cache-4th"  # the largest step has about 320,000 KV tokens
+    found = {name: each.value for name, each in made.model().coefficients.items()}
+    assert found["cache_kv_ktokens"] == pytest.approx(frame["kv_tokens"].max() / 4e3)
+    assert found["ms_per_kv_ktoken_beyond_cache"] == pytest.approx(0.5, rel=0.1)
+    errors = {score.label: score.held_out_error for score in made.scores}
+    assert errors["additive-cache-4th"] < 0.7 * errors["additive"]
+
+
 @pytest.mark.parametrize("constant", [("a_max", "s_max"), ("a_max",)])
 def test_slots_that_do_not_vary_have_no_cost_of_their_own(constant: tuple[str, ...]) -> None:
     """It is in the base, and not extrapolated to other numbers of slots."""
