@@ -70,7 +70,9 @@ DRAWS: Final = 4
 """Random placements per seed, 20 over five seeds."""
 _OF_CAPACITY: Final = 0.6
 """Share of what the operating points sustain, of which `capplan` maximizes the multiple."""
-SEARCH_S: Final = 120.0
+_SEARCHED_S: Final = 900.0
+"""Simulated time of an instance in that search."""
+SEARCH_S: Final = 60.0
 """Time limit of a placement by `capplan`."""
 
 
@@ -141,7 +143,7 @@ class Scene:
 
     def _by_capplan(self) -> Shares:
         problem = self.problem(_OF_CAPACITY * self.sustained_rps(), objective=Objective.MAX_THROUGHPUT)
-        exact = TwinEstimator(problem, 0)
+        exact = TwinEstimator(problem, 0, _SEARCHED_S)
         answer = solve(problem, find_solver("capplan"), exact, time_limit_s=self.search_s)
         return shares_of(answer.assignments, self.servers)
 
