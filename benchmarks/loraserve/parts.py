@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Final
 
 from benchmarks.common import markdown
-from benchmarks.loraserve.hardware import SETTING
+from benchmarks.loraserve.hardware import PROMPT_TOKENS, RANKS, SETTING, hardware, prefill_ms
 from benchmarks.loraserve.lab import PRODUCTION, SERVERS, Lab, mean_and_range
 from benchmarks.loraserve.load import TRACES
 from benchmarks.loraserve.systems import BLIND, CONTIGUOUS, LORASERVE, OURS, RANDOM, Scene
@@ -24,6 +24,7 @@ EXPONENTS: Final = {"third": "1/3", "1": "1", "2": "2", "3": "3"}
 CLUSTERS: Final = (4, 8, 12)
 MODELS: Final = (SETTING, "a100-40g/llama-30b/tp4", "a100-40g/llama-2-70b/tp8")
 DEGREES: Final = ("a100-40g/llama-7b/tp2", SETTING, "a100-40g/llama-7b/tp8")
+ALONE: Final = tuple(f"a100-40g/llama-7b/tp{degree}" for degree in (1, 2, 8))
 _STEADY: Final = "poisson-uniform"
 
 
@@ -143,6 +144,16 @@ def models(lab: Lab, names: Sequence[str] = (*MODELS, *DEGREES)) -> str:
     return markdown(["server", *COMPARED, "order"], rows)
 
 
+def prefill(lab: Lab) -> str:
+    """Return the prefill of 2,000 tokens by rank, alone on a server of the roofline."""
+    rows = []
+    for name in (lab.hardware, *ALONE, *MODELS[1:]):
+        step = hardware(name).step_latency
+        low, high = (prefill_ms(step, PROMPT_TOKENS, rank) for rank in RANKS)
+        rows.append([name, f"{low:.0f}", f"{high:.0f}", f"{high / low:.2f}"])
+    return markdown(["server", *(f"rank {rank}, ms" for rank in RANKS), "ratio"], rows)
+
+
 def _order(found: Mapping[str, Sequence[float]]) -> str:
     mean = {system: fmean(rps) for system, rps in found.items()}
     return " > ".join(sorted(mean, key=lambda system: -mean[system]))
@@ -157,5 +168,6 @@ PARTS: Final[Mapping[str, Callable[[Lab], str]]] = {
     "scaling": scaling,
     "skew": skew,
     "models": models,
+    "prefill": prefill,
 }
 """Tables by name."""

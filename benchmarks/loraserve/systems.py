@@ -26,11 +26,11 @@ from capplan.planner.api import solve
 from capplan.planner.estimate import TwinEstimator
 from capplan.planner.problem import AdapterShare, make_problem
 from capplan.planner.solvers import find_solver
-from capplan.planner.solvers.loraserve import OperatingPoints, arrived_tok_s, extrapolate
-from capplan.planner.solvers.loraserve_placement import AdapterDemand, place
+from capplan.planner.solvers.loraserve import OperatingPoints
 from capplan.planner.solvers.random_placement import contiguous_by_rank
 from capplan.planner.splitting import in_input_order
 from capplan.serving import adapter_bytes
+from capplan.serving.rebalancing import AdapterDemand, arrived_tok_s, extrapolate, place
 from capplan.serving.routers import LeastWorkLeft
 from capplan.spec import Objective
 from capplan.twin import build_scenario
@@ -159,18 +159,20 @@ def stepped(
 
     A placement depends on the arrivals of the steps before; the first one on the declared rates.
     """
-    history = arrived_tok_s(load.requests, len(load.workload.adapters), step_s, load.duration_s)
+    requests, adapters = load.requests, len(load.workload.adapters)
+    tokens = requests.prompt_tokens.astype(np.int64) + requests.output_tokens
+    history = arrived_tok_s(requests.arrival_ns, requests.adapter, tokens, adapters, step_s, load.duration_s)
     declared = declared_tok_s(load)
     placements: list[Shares] = []
     moved = []
     stored = None
     for step in range(len(history)):
         demand = [extrapolate(history[:step, i].tolist(), declared[i]) for i in range(len(declared))]
-        adapters = [
+        demands = [
             AdapterDemand(a.name, a.rank, tok_s, adapter_bytes(load.profile.model, a.rank))
             for a, tok_s in zip(load.workload.adapters, demand, strict=True)
         ]
-        placed = place(adapters, points, servers, stored=stored, literal_leftovers=literal_leftovers)
+        placed = place(demands, points, servers, stored=stored, literal_leftovers=literal_leftovers)
         stored = [frozenset(served) for served in placed.shares]
         placements.append(placed.shares)
         moved.append(placed.bytes_to_copy if step else 0)
