@@ -13,10 +13,11 @@ from benchmarks.loraserve.lab import PRODUCTION, SERVERS, Lab, mean_and_range
 from benchmarks.loraserve.load import TRACES
 from benchmarks.loraserve.systems import BLIND, CONTIGUOUS, LORASERVE, OURS, RANDOM, Scene
 
+POISSON: Final = TRACES[:3]
 COMPARED: Final = (OURS, LORASERVE, "toppings", BLIND, CONTIGUOUS, RANDOM)
 OF_LORASERVE: Final = 0.95
 """Share of LoRAServe's lowest highest rate over the seeds, at which systems are compared."""
-OTHER_LOADS: Final = (0.6, 0.8, OF_LORASERVE)
+LOADS: Final = (0.8, OF_LORASERVE)
 MOST_FACTOR: Final = 3
 """Servers that are tried, over those of LoRAServe."""
 PRODUCTIONS: Final = tuple(f"{PRODUCTION}{adapters}" for adapters in (50, 100, 200))
@@ -63,7 +64,7 @@ def variants(lab: Lab, traces: Sequence[str] = TRACES) -> str:
     return markdown(["trace", *systems, "loraserve, step 300 s"], rows)
 
 
-def equal_load(lab: Lab, traces: Sequence[str] = TRACES, servers: int = SERVERS) -> str:
+def equal_load(lab: Lab, traces: Sequence[str] = POISSON, servers: int = SERVERS) -> str:
     """Return the servers that each system needs for 95 % of LoRAServe's load, and the servers saved."""
     rows = []
     for trace in traces:
@@ -80,12 +81,12 @@ def equal_load(lab: Lab, traces: Sequence[str] = TRACES, servers: int = SERVERS)
     return markdown(["trace", "req/s", *COMPARED], rows)
 
 
-def latency(lab: Lab, traces: Sequence[str] = TRACES) -> str:
+def latency(lab: Lab, traces: Sequence[str] = POISSON) -> str:
     """Return P95 TTFT at shares of LoRAServe's highest load."""
     rows = []
     for trace in traces:
         scene = lab.scene(trace)
-        for share in OTHER_LOADS:
+        for share in LOADS:
             rps = share * lab.loraserve_rps(scene)
             found = {system: lab.p95_s(scene, system, rps) for system in COMPARED}
             own = fmean(found[LORASERVE])
@@ -97,7 +98,7 @@ def latency(lab: Lab, traces: Sequence[str] = TRACES) -> str:
 def storage(lab: Lab) -> str:
     """Return the adapters on each server under LoRAServe, against all of them on all servers."""
     rows = []
-    for name in (*TRACES[:3], *PRODUCTIONS):
+    for name in (*POISSON, *PRODUCTIONS):
         scene = lab.scene(name)
         rps = OF_LORASERVE * lab.loraserve_rps(scene)
         stored = []
