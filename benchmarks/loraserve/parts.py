@@ -64,15 +64,15 @@ def variants(lab: Lab, traces: Sequence[str] = TRACES) -> str:
     return markdown(["trace", *systems, "loraserve, step 300 s"], rows)
 
 
-def equal_load(lab: Lab, traces: Sequence[str] = POISSON, servers: int = SERVERS) -> str:
+def equal_load(lab: Lab, traces: Sequence[str] = POISSON) -> str:
     """Return the servers that each system needs for 95 % of LoRAServe's load, and the servers saved."""
     rows = []
     for trace in traces:
-        scene = lab.scene(trace, servers)
+        scene = lab.scene(trace)
         rps = OF_LORASERVE * lab.loraserve_rps(scene)
-        most = MOST_FACTOR * servers
+        most = MOST_FACTOR * SERVERS
         needed = {s: lab.servers_for(scene, s, rps, most) for s in COMPARED}
-        own = needed[LORASERVE] or servers
+        own = needed[LORASERVE] or SERVERS
         cells = [
             f"> {most} (> {1 - own / most:.0%})" if n is None else f"{n} ({1 - own / n:.0%})"
             for n in needed.values()
