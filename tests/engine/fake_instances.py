@@ -58,7 +58,7 @@ class FakeInstance:
         self.refusal: str | None = None
         """Code of the refusal of all requests and pings."""
         self.busy = 0
-        self.scrapes = 0
+        self.scrapes = self.reports = 0
         self.reported = idle_state()
         self.shares: dict[str, float] = {}
         self.share_posts = 0
@@ -137,6 +137,7 @@ class FakeInstance:
         return web.Response(text='# HELP x An x\n# TYPE x gauge\nx{l="1"} 1.0\n# HELP y A y\ny 2.0\n')
 
     async def _state(self, _: web.Request) -> web.Response:
+        self.reports += 1
         return web.json_response(self.reported)
 
     async def _set_shares(self, request: web.Request) -> web.Response:

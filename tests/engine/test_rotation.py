@@ -126,10 +126,13 @@ def test_a_request_that_an_overloaded_instance_refuses_goes_to_another_holder() 
 
 
 def test_too_many_open_files_of_the_router_are_no_fault_of_an_instance() -> None:
+    error = OSError(errno.EMFILE, "Too many open files")
+
     async def connect(request: Any, *_: Any, **__: Any) -> Any:
-        raise aiohttp.ClientConnectorError(
-            request.connection_key, OSError(errno.EMFILE, "Too many open files")
-        )
+        raise aiohttp.ClientConnectorError(request.connection_key, error)
+
+    async def connection() -> Any:
+        raise error
 
     async def check(r: Routed) -> None:
         supervisor = r.state.fleet.instances[0]
@@ -138,11 +141,13 @@ def test_too_many_open_files_of_the_router_are_no_fault_of_an_instance() -> None
         instance = r.launcher["g0-1"]
         client = supervisor.client = InstanceClient(instance.url, instance.key)
         connector: Any = client._session.connector
+        pool: Any = client.pool
         connector._create_connection = connect
+        pool.connection = connection
         await asyncio.sleep(20 * PINGS.ping_every_s)
         status, body, _ = await r.post("a")
         assert (status, body["error"]["code"]) == (503, "overloaded")
-        del connector._create_connection
+        del connector._create_connection, pool.connection
         assert (await r.post("a"))[0] == 200
         assert r.log == []
 

@@ -1,5 +1,6 @@
 """The running router decides as the cluster twin does, from the states that instances report."""
 
+import asyncio
 import json
 import time
 from collections.abc import Collection
@@ -242,6 +243,19 @@ def test_requests_go_to_the_instance_that_reports_fewer() -> None:
         assert (await r.post("shared"))[1]["instance"] == "g1-1"
 
     run(check, routing=settings_of("least-loaded"))
+
+
+def test_states_are_read_once_per_period() -> None:
+    async def check(r: Any) -> None:
+        instance, router = r.launcher["g0-1"], r.state.fleet.router
+        before, began_s, ages = instance.reports, time.monotonic(), []
+        for _ in range(100):
+            await asyncio.sleep(0.01)
+            ages.append(router.age_s(0))
+        assert 2 <= instance.reports - before <= (time.monotonic() - began_s) / 0.05 + 1
+        assert sorted(ages)[50] < 0.5
+
+    run(check, routing=replace(settings_of("least-loaded"), state_period_s=0.05))
 
 
 def test_states_that_are_none_and_instances_that_end_lose_no_request() -> None:

@@ -14,27 +14,47 @@ from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from capplan.engine.router.instance_client import FileLimitError
 from capplan.engine.router.placement_report import placement_document, rebalancing_metrics
-from capplan.engine.router.proxy import ProxyResponse, RouterState
+from capplan.engine.router.proxy import Proxy, RouterState
 from capplan.engine.router.supervisor import InstanceSupervisor
-from capplan.engine.server.limiter import RequestLimiter
+from capplan.engine.server.limiter import GENERATION_PATHS, RequestLimiter, generates
 from capplan.engine.server.metrics import MetricKind, metric_family
-from capplan.engine.server.protocol import add_error_handlers, model_card, unknown_model, whole_body
+from capplan.engine.server.protocol import add_error_handlers, model_card, unknown_model
 
 _METRICS_TIMEOUT_S: Final = 5.0
 
 router = APIRouter()
 
 
-def make_app(state: RouterState) -> FastAPI:
-    """Return the ASGI application of a router."""
+class RouterApp:
+    """ASGI application of a router.
+
+    Requests for completions go to the proxy directly: what a web framework does with a request takes as long
+    as the proxy itself.
+    """
+
+    def __init__(self, state: RouterState) -> None:
+        proxy = Proxy(state)
+        self._proxy = RequestLimiter(proxy, state, state.refuse_if_full)
+        self._other = _other_routes(state, proxy)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Respond to a request."""
+        app = self._proxy if scope["type"] == "http" and generates(scope) else self._other
+        await app(scope, receive, send)
+
+
+def _other_routes(state: RouterState, proxy: Proxy) -> FastAPI:
     app = FastAPI(title="capplan router", docs_url=None, redoc_url=None)
     app.state.router = state
     app.state.metrics = RouterMetrics(state)
     app.state.cards = _model_cards(state)
     app.include_router(router)
+    app.routes.extend(Route(path, proxy, methods=["POST"]) for path in GENERATION_PATHS)
     app.add_middleware(RequestLimiter, state=state, refuse=state.refuse_if_full)
     add_error_handlers(app)
     return app
@@ -51,26 +71,6 @@ def _model_cards(state: RouterState) -> dict[str, dict[str, Any]]:
             card = cards.setdefault(name, model_card(name, state.created, parent, longest))
             card["max_model_len"] = min(card["max_model_len"], longest)
     return cards
-
-
-@router.post("/v1/completions", response_model=None)
-async def completions(request: Request) -> Response:
-    """Complete a prompt, or each of several."""
-    return await _proxy(request)
-
-
-@router.post("/v1/chat/completions", response_model=None)
-async def chat_completions(request: Request) -> Response:
-    """Complete a conversation."""
-    return await _proxy(request)
-
-
-async def _proxy(request: Request) -> Response:
-    state: RouterState = request.app.state.router
-    body = await whole_body(request)
-    state.refuse_if_full()  # the state may have changed while the body was read
-    content_type = request.headers.get("content-type", "application/json")
-    return ProxyResponse(state, request.url.path, body, content_type)
 
 
 @router.get("/v1/models")

@@ -8,15 +8,24 @@ import errno
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
+from http import HTTPStatus
+from types import TracebackType
 from typing import Final, TypeVar
 
 import aiohttp
 
+from capplan.engine.router.connection import (
+    CONNECT_TIMEOUT_S,
+    ConnectionLostError,
+    ConnectionPool,
+    HttpConnection,
+)
+
 T = TypeVar("T")
 
-_CONNECT_TIMEOUT_S: Final = 10.0
 _TIMEOUT_PARTS: Final = 12
+_FILE_LIMITS: Final = (errno.EMFILE, errno.ENFILE)
 
 
 class InstanceGoneError(Exception):
@@ -43,9 +52,52 @@ def _file_limit() -> Iterator[None]:
     try:
         yield
     except aiohttp.ClientConnectorError as error:
-        if error.os_error.errno in (errno.EMFILE, errno.ENFILE):
+        if error.os_error.errno in _FILE_LIMITS:
             raise FileLimitError from None
         raise
+
+
+class ForwardedResponse:
+    """A request that is sent to an instance, and its response; a context manager.
+
+    Raises
+    ------
+    InstanceGoneError
+        On entry, if the process cannot be reached. The request has not been sent.
+    FileLimitError
+        On entry, if the router has too many open files.
+    ConnectionLostError
+        If the connection fails after that.
+    """
+
+    def __init__(self, client: InstanceClient, path: str, body: bytes, content_type: bytes) -> None:
+        self._client = client
+        self._pool = client.pool
+        self._request = path, body, content_type
+        self._connection: HttpConnection | None = None
+
+    async def __aenter__(self) -> HttpConnection:
+        self._client.running += 1
+        try:
+            self._connection = connection = await self._pool.connection()
+            self._pool.post(connection, *self._request)
+            await connection.wait_for_head()
+        except BaseException as error:
+            self._release()
+            if isinstance(error, OSError):  # also TimeoutError
+                raise (FileLimitError if error.errno in _FILE_LIMITS else InstanceGoneError) from None
+            raise
+        return connection
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        self._client.running -= 1
+        if self._connection is not None:
+            self._pool.release(self._connection)
 
 
 class InstanceClient:
@@ -53,6 +105,8 @@ class InstanceClient:
 
     Attributes
     ----------
+    pool
+        Connections for forwarded requests and for states.
     running
         Number of requests sent and not answered as a whole.
     progress_s
@@ -61,51 +115,20 @@ class InstanceClient:
 
     def __init__(self, url: str, key: str) -> None:
         self.running = 0
-        self._responses: set[aiohttp.ClientResponse] = set()
         self.progress_s = -math.inf
+        self.pool = ConnectionPool(url, key)
         self._session = aiohttp.ClientSession(
             base_url=url,
             headers={"Authorization": f"Bearer {key}"},
             connector=aiohttp.TCPConnector(limit=0),
             # Responses may take any time; the supervisor detects dead processes.
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             auto_decompress=False,
         )
 
-    @contextlib.asynccontextmanager
-    async def post(self, path: str, body: bytes, content_type: str) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request.
-
-        Raises
-        ------
-        InstanceGoneError
-            If the process cannot be reached and the request has not been sent.
-        FileLimitError
-            If the router has too many open files.
-        aiohttp.ClientError
-            If the connection fails after that.
-        """
-        if self._session.closed:
-            raise InstanceGoneError
-        sent = False
-        headers = {"Content-Type": content_type}
-        self.running += 1
-        try:
-            with _file_limit():
-                posted = await self._session.post(path, data=body, headers=headers)
-            async with posted as response:
-                sent = True
-                self._responses.add(response)
-                try:
-                    yield response
-                finally:
-                    self._responses.remove(response)
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
-            if sent:
-                raise
-            raise InstanceGoneError from None
-        finally:
-            self.running -= 1
+    def post(self, path: str, body: bytes, content_type: bytes) -> ForwardedResponse:
+        """Return a request, which is sent on entry of its context; the response may take any time."""
+        return ForwardedResponse(self, path, body, content_type)
 
     def note_progress(self) -> None:
         """Note that a part of a response has come: evidence that the instance works, however slowly."""
@@ -147,6 +170,26 @@ class InstanceClient:
         async with posted as response:
             response.raise_for_status()
 
+    async def state(self, timeout_s: float) -> bytes:
+        """Return the state that the instance reports.
+
+        Raises
+        ------
+        ConnectionLostError, OSError, TimeoutError
+            If there is none, or its status is an error.
+        """
+        async with asyncio.timeout(timeout_s):
+            connection = await self.pool.connection()
+            try:
+                self.pool.get(connection, "/state")
+                await connection.wait_for_head()
+                body = await connection.whole_body()
+            finally:
+                self.pool.release(connection)
+        if connection.status != HTTPStatus.OK:
+            raise ConnectionLostError
+        return body
+
     async def ping(self, timeout_s: float) -> str | None:
         """Return why the instance accepts no requests; None: it does.
 
@@ -176,8 +219,7 @@ class InstanceClient:
 
     async def close(self) -> None:
         """Fail all requests in progress."""
-        for response in list(self._responses):
-            response.close()  # aiohttp does not end the reader of a stream when its session is closed
+        self.pool.close()
         await self._session.close()
 
 

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
-from capplan.engine.router.app import make_app
+from capplan.engine.router.app import RouterApp
 from capplan.engine.router.proxy import RouterState
 from capplan.engine.router.supervisor import InstanceFleet, RouterConfig
 from capplan.engine.server.process import DrainingServer, bind, url_of
@@ -47,7 +47,7 @@ class RouterServer(DrainingServer):
     """Server that starts its instances before it listens, and stops them at its end."""
 
     def __init__(self, state: RouterState, ready: Callable[[], None]) -> None:
-        super().__init__(make_app(state), state, ready, _FILES_PER_CONNECTION)
+        super().__init__(RouterApp(state), state, ready, _FILES_PER_CONNECTION)
         self._fleet = state.fleet
         self._starting: asyncio.Future[None] | None = None
         self._is_stopping = False

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from types import MappingProxyType
-from typing import Annotated, Final
+from typing import Annotated, Final, cast
 
-import aiohttp
-from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
+from capplan.engine.router.connection import ConnectionLostError, HttpConnection
 from capplan.engine.router.demand import CountedRequest
 from capplan.engine.router.instance_client import FileLimitError, InstanceClient, InstanceGoneError
 from capplan.engine.router.supervisor import InstanceFleet, InstanceSupervisor
+from capplan.engine.server.http_protocol import CLIENT, ClientLink
 from capplan.engine.server.limiter import ServerSettings, ServerState
 from capplan.engine.server.protocol import MAX_MODEL_NAME, ApiError, error_code, parsed
 
 QUEUE_FULL_RETRY_S: Final = 5
 
-_FORWARDED_HEADERS: Final = ("content-type", "retry-after", "cache-control", "x-accel-buffering")
+_FORWARDED_HEADERS: Final[tuple[bytes, ...]] = (
+    b"content-type",
+    b"retry-after",
+    b"cache-control",
+    b"x-accel-buffering",
+)
+_EVENTS: Final = b"text/event-stream"
 _END_OF_EVENT: Final = b"\n\n"
 _BYTES_PER_TOKEN: Final = 4
 """Of a request body, to estimate the length of its prompt."""
@@ -117,58 +124,74 @@ class ForwardedRequest(BaseModel):
     model: Annotated[str, Field(max_length=MAX_MODEL_NAME)]
 
 
-class ProxyResponse(Response):
-    """Sends a request to an instance and forwards the response.
+class Proxy:
+    """ASGI application that sends requests to instances and forwards the responses.
 
     A request that was not started, because the instance is gone or overloaded, goes to another one. A request
     that is lost with its instance ends with 503, which clients may retry; after the start of a stream, with
     an error event.
     """
 
-    def __init__(
-        self,
-        state: RouterState,
-        path: str,
-        body: bytes,
-        content_type: str,
-    ) -> None:
-        super().__init__()
+    def __init__(self, state: RouterState) -> None:
         self._state = state
-        self._path = path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Respond; if the client disconnects, close the connection to the instance."""
+        try:
+            body = await _whole_body(receive)
+            if body is None:
+                return
+            self._state.refuse_if_full()  # the state may have changed while the body was read
+            with self._state.running():
+                await _Exchange(self._state, scope, body, send).run()
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+
+
+class _Exchange:
+    """One request of a client, and its response."""
+
+    def __init__(self, state: RouterState, scope: Scope, body: bytes, send: Send) -> None:
+        self._state = state
+        self._path: str = scope["path"]
         self._request = body
-        self._content_type = content_type
+        self._content_type = dict(scope["headers"]).get(b"content-type", b"application/json")
+        self._client: ClientLink = scope["extensions"][CLIENT]
+        self._send = send
         self._started = False
         self._counted: CountedRequest | None = None
         self._body_bytes = contextlib.ExitStack()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Respond; if the client disconnects, close the connection to the instance."""
-        with self._state.running(), self._body_bytes:
+    async def run(self) -> None:
+        """Respond while the client is connected."""
+        task = cast("asyncio.Task[None]", asyncio.current_task())
+        with self._body_bytes:
             self._body_bytes.enter_context(self._state.holding(len(self._request)))
             adapter = self._state.adapter_of(parsed(self._request, ForwardedRequest).model)
             if self._state.demand is not None:
                 self._counted = self._state.demand.arrive(adapter, self._prompt_tokens)
-            await self._forward_while_connected(adapter, receive, send)
+            try:
+                self._client.on_gone(task.cancel)
+                await self._forward(adapter)
+            except asyncio.CancelledError:
+                if not self._client.is_gone or task.uncancel():
+                    raise
+            except ApiError:
+                raise
+            except Exception:
+                logging.getLogger(__name__).exception("a request cannot be forwarded")
+                if self._started:
+                    raise
+                raise ApiError(500, "The server made a mistake") from None
+            finally:
+                self._client.on_gone(None)
 
     @property
     def _prompt_tokens(self) -> int:
         """Estimate of the length of the prompt, which only the instance tokenizes."""
         return len(self._request) // _BYTES_PER_TOKEN
 
-    async def _forward_while_connected(self, adapter: str | None, receive: Receive, send: Send) -> None:
-        work = asyncio.ensure_future(self._forward(adapter, send))
-        watch = asyncio.ensure_future(_disconnected(receive))
-        try:
-            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (work, watch):
-                if not task.done():
-                    task.cancel()
-            await asyncio.wait((work, watch))
-        if not work.cancelled():
-            work.result()
-
-    async def _forward(self, adapter: str | None, send: Send) -> None:
+    async def _forward(self, adapter: str | None) -> None:
         tried: list[InstanceSupervisor] = []
         refusal: str | None = None
         while True:
@@ -176,7 +199,7 @@ class ProxyResponse(Response):
             if instance is None:
                 raise self._no_instance(adapter, refusal)
             try:
-                await self._forward_to(instance, send)
+                await self._forward_to(instance)
                 return
             except InstanceGoneError as gone:
                 if gone.refusal in _REFUSALS:
@@ -197,7 +220,7 @@ class ProxyResponse(Response):
             503, "No instance that serves this model is up", "no_instance", retry_after_s
         )
 
-    async def _forward_to(self, instance: InstanceSupervisor, send: Send) -> None:
+    async def _forward_to(self, instance: InstanceSupervisor) -> None:
         """Forward the request to an instance and its response to the client.
 
         Raises
@@ -213,50 +236,52 @@ class ProxyResponse(Response):
         try:
             self._state.by_instance[instance.spec.name] += 1
             async with client.post(self._path, self._request, self._content_type) as response:
-                await self._send_response(response, client, send)
+                await self._send_response(response, client)
         except FileLimitError:
             error = self._state.refusal(503, "The server is overloaded", "overloaded", 1)
             raise error from None
-        except aiohttp.ClientError:
+        except ConnectionLostError:
             message = "The instance has failed or does not respond; please try again"
             error = self._state.refusal(503, message, "instance_failed", 1)
             if not self._started:
                 raise error from None
-            await _end(send, b"data: " + error.body() + _END_OF_EVENT)
+            await self._end(b"data: " + error.body() + _END_OF_EVENT)
 
-    async def _send_response(
-        self, response: aiohttp.ClientResponse, client: InstanceClient, send: Send
-    ) -> None:
-        headers = [
-            (name.encode(), response.headers[name].encode("latin-1"))
-            for name in _FORWARDED_HEADERS
-            if name in response.headers
-        ]
-        if response.content_type != "text/event-stream":
-            body = await response.read()  # whole, so that a failure still sets the status
-            if response.status == 503 and (code := error_code(body)) in (*_RETRIED_CODES, *_REFUSALS):
-                raise InstanceGoneError(code)
-            if response.ok:  # a refusal says nothing of the engine
-                client.note_progress()
-            self._count_answer(response.status, body)
-            await self._start(send, response.status, [*headers, (b"content-length", str(len(body)).encode())])
-            await _end(send, body)
+    async def _send_response(self, response: HttpConnection, client: InstanceClient) -> None:
+        found = response.headers
+        headers = [(name, found[name]) for name in _FORWARDED_HEADERS if name in found]
+        if found.get(b"content-type", b"").startswith(_EVENTS):
+            await self._send_events(response, client, headers)
             return
+        body = await response.whole_body()  # whole, so that a failure still sets the status
+        if response.status == 503 and (code := error_code(body)) in (*_RETRIED_CODES, *_REFUSALS):
+            raise InstanceGoneError(code)
+        if response.status < 400:  # a refusal says nothing of the engine
+            client.note_progress()
+        self._count_answer(response.status, body)
+        await self._start(response.status, [*headers, (b"content-length", str(len(body)).encode())])
+        await self._end(body)
+
+    async def _send_events(
+        self, response: HttpConnection, client: InstanceClient, headers: list[tuple[bytes, bytes]]
+    ) -> None:
         held = b""
-        async for part in response.content.iter_any():
+        while True:
+            part = await response.next_part()
             client.note_progress()
             if not self._started:
-                await self._start(send, response.status, headers)
+                await self._start(response.status, headers)
+            if response.is_complete:
+                if self._counted is not None:
+                    self._counted.stream(held + part)
+                    self._counted.finish()
+                await self._end(held + part)
+                return
             whole, end, held = (held + part).rpartition(_END_OF_EVENT)  # clients get whole events
             if end:
                 if self._counted is not None:
                     self._counted.stream(whole + end)
-                await send({"type": "http.response.body", "body": whole + end, "more_body": True})
-        if self._counted is not None:
-            self._counted.finish()
-        if not self._started:
-            await self._start(send, response.status, headers)
-        await _end(send, held)
+                await self._send({"type": "http.response.body", "body": whole + end, "more_body": True})
 
     def _count_answer(self, status: int, body: bytes) -> None:
         """Count the tokens of a whole response; invalid requests do not count."""
@@ -268,19 +293,23 @@ class ProxyResponse(Response):
         elif status < 500 and status != 429:
             self._counted.drop()
 
-    async def _start(self, send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._started = True
         self._request = b""  # not sent again
         self._body_bytes.close()
-        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _end(self, body: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": body})
 
 
-async def _disconnected(receive: Receive) -> None:
-    """Wait until the client has disconnected."""
-    with contextlib.suppress(OSError):
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-
-async def _end(send: Send, body: bytes) -> None:
-    await send({"type": "http.response.body", "body": body})
+async def _whole_body(receive: Receive) -> bytes | None:
+    """Return the bytes of a body; None if the client disconnects."""
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message["body"])
+        if not message["more_body"]:
+            return b"".join(parts)

@@ -133,11 +133,12 @@ class InstanceRouter:
             self._rule = settings.rule._replace(credit=self._credit, turn=np.full(1, -1, np.int64))
             self._mean_answer = self._rule.first_answer
             self._fleet = new_fleet(len(held), np.array(self._rank), by_rank, self._credit.size)
-            self._fleet.instances.seen_ns = NEVER_SEEN
-            self._fleet.instances.block_size = self._fleet.instances.blocks = 1
+            self._records = self._fleet.instances.view(np.ndarray)
             self._known_ranks = frozenset(self._rank) if by_rank else frozenset()
             self._sent: list[deque[_Sent]] = [deque(maxlen=_MAX_SENT) for _ in held]
             self._marked: list[set[int]] = [set() for _ in held]
+            for instance in range(len(held)):
+                self.forget(instance)
             self._compile()
 
     def _use(self, table: RoutingTable) -> None:
@@ -281,11 +282,10 @@ class InstanceRouter:
             If the document is no state.
         """
         state = ReportedState.model_validate_json(document)
-        self.forget(instance)
         fleet = self._fleet
         values = {**state.__dict__, "seen_ns": asked_ns}
         values["block_size"], values["blocks"] = max(1, state.block_size), max(1, state.blocks)
-        fleet.instances[instance] = tuple(values[name] for name in fleet.instances.dtype.names)
+        self._set_record(instance, values)
         for rank, counts in state.by_rank.items():
             if rank in self._known_ranks:
                 fleet.by_rank[instance, :, rank] = counts
@@ -310,10 +310,12 @@ class InstanceRouter:
         """Forget the state of an instance, which has ended or reports another one."""
         if self._rule is None:
             return
+        self._set_record(instance, {"seen_ns": NEVER_SEEN, "block_size": 1, "blocks": 1})
+
+    def _set_record(self, instance: int, values: Mapping[str, int]) -> None:
+        """Set the counts of an instance, and clear those by rank and by adapter."""
         fleet, marked = self._fleet, self._marked[instance]
-        fleet.instances[instance] = np.zeros((), fleet.instances.dtype)
-        fleet.instances.seen_ns[instance] = NEVER_SEEN
-        fleet.instances.block_size[instance] = fleet.instances.blocks[instance] = 1
+        self._records[instance] = tuple(values.get(name, 0) for name in self._records.dtype.names or ())
         fleet.by_rank[instance] = 0
         fleet.standing[list(marked)] = 0
         marked.clear()

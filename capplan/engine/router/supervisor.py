@@ -15,6 +15,7 @@ from typing import Final, Literal
 
 import aiohttp
 
+from capplan.engine.router.connection import ConnectionLostError
 from capplan.engine.router.instance_client import FileLimitError, InstanceClient
 from capplan.engine.router.instances import InstanceSpec
 from capplan.engine.router.launcher import InstanceHandle, Launcher, LaunchError
@@ -25,6 +26,8 @@ from capplan.errors import InputError
 
 InstanceState = Literal["starting", "up", "stalled", "down", "failed"]
 
+_READ_AT_ONCE: Final = 8
+"""Instances whose states are read in the same iteration of the event loop."""
 _STATE_TIMEOUT_S: Final = 5.0
 """For the state of an instance, whose engine answers between two steps."""
 
@@ -386,20 +389,28 @@ class InstanceFleet:
             self._tasks.append(asyncio.ensure_future(self._until_failure(self.rebalancing.run())))
 
     async def _watch_state(self, index: int) -> None:
-        """Read the state of an instance from time to time; forget it when the instance has ended."""
+        """Read the state of an instance periodically; forget it when the instance has ended.
+
+        The first few instances are read at the same time, as in the cluster twin, the others in groups that
+        are spread over the period.
+        """
         instance, known = self.instances[index], None
+        period_s, groups = self._state_period_s, math.ceil(len(self.instances) / _READ_AT_ONCE)
+        now_s = asyncio.get_running_loop().time
+        next_s = now_s() + period_s * (index // _READ_AT_ONCE) / groups
         while True:
+            await asyncio.sleep(next_s - now_s())
             client = instance.client
             if client is not known:
                 self.router.forget(index)
                 known = client
             if client is not None:
                 asked_ns = time.monotonic_ns()
-                with contextlib.suppress(aiohttp.ClientError, FileLimitError, TimeoutError, ValueError):
-                    document = await client.get("/state", _STATE_TIMEOUT_S)
+                with contextlib.suppress(ConnectionLostError, OSError, TimeoutError, ValueError):
+                    document = await client.state(_STATE_TIMEOUT_S)
                     if client is instance.client:
                         self.router.report(index, document, asked_ns)
-            await asyncio.sleep(self._state_period_s)
+            next_s += period_s * max(1, math.ceil((now_s() - next_s) / period_s))
 
     async def _wait_for_failure(self, tasks: Sequence[asyncio.Task[None]]) -> None:
         try:

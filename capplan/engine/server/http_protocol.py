@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from capplan.engine.server.byte_budget import ByteBudget
     from capplan.engine.server.limits import ServerLimits
 
+CLIENT: Final = "capplan.client"
+_INTERIM: Final = b"HTTP/1.1 1"
 _MAX_PIPELINED: Final = 16
 """Requests that one connection may send before the response to the first; clients hardly ever do."""
 _MAX_PARTS: Final = 16_384
@@ -88,6 +90,67 @@ class ConnectionCap:
         """Forget a closed connection."""
         self._open -= 1
         self._waiting.pop(connection, None)
+
+
+class ClientLink:
+    """Presence of the client of a request: ``scope["extensions"][CLIENT]``.
+
+    Unlike a wait for ASGI's message ``http.disconnect``, it takes no task.
+    """
+
+    def __init__(self) -> None:
+        self.is_gone = False
+        self._on_gone: Callable[[], object] | None = None
+
+    def on_gone(self, call: Callable[[], object] | None) -> None:
+        """Call a function when the client disconnects, or now if it has; None: no longer."""
+        self._on_gone = call
+        if self.is_gone and call is not None:
+            call()
+
+    def end(self) -> None:
+        """Note that the client has disconnected."""
+        if not self.is_gone:
+            self.is_gone = True
+            if self._on_gone is not None:
+                self._on_gone()
+
+
+class _HeldHead:
+    """Transport of one response; holds its head until its first part: one system call and one packet.
+
+    A head without a part is sent in the next iteration of the event loop.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._held = b""
+        self._has_begun = False
+
+    def write(self, data: bytes) -> None:
+        if self._has_begun:
+            if self._held:
+                data, self._held = self._held + data, b""
+            self._transport.write(data)
+        elif data.startswith(_INTERIM):
+            self._transport.write(data)
+        else:
+            self._has_begun = True
+            self._held = data
+            self._loop.call_soon(self._send_head)
+
+    def close(self) -> None:
+        self._send_head()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def _send_head(self) -> None:
+        if self._held and not self._transport.is_closing():
+            self._transport.write(self._held)
+        self._held = b""
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -161,6 +224,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._parsed()
         self._stop_timer()
         super().on_headers_complete()
+        self.cycle.transport = _HeldHead(self.transport, self.loop)  # type: ignore[assignment]
+        self.scope["extensions"] = {CLIENT: ClientLink()}  # type: ignore[dict-item]
         self._receives_body = True
         self._parts = 0
         if self._running is None:
@@ -239,7 +304,7 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             if not self._running.response_started:
                 self.transport.write(_response(shutting_down() if self._receives_body else aborted()))
-            self._running.disconnected = True  # as if the client had left
+            _leave(self._running)
             self.flow.resume_writing()
             self._close()
 
@@ -284,7 +349,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._cap.complete(self)
         self._cap.budget.release(self)
         if self._running is not None:
-            self._running.disconnected = True
+            _leave(self._running)
             self._running.message_event.set()
 
     def _start_timer(self) -> None:
@@ -311,6 +376,13 @@ class LimitedProtocol(HttpToolsProtocol):
             f" {limits.max_header_count} headers"
         )
         return ApiError(431, message, code="headers_too_large")
+
+
+def _leave(cycle: RequestResponseCycle) -> None:
+    """Process a request as if its client had left."""
+    cycle.disconnected = True
+    link: ClientLink = cycle.scope["extensions"][CLIENT]  # type: ignore[assignment]
+    link.end()
 
 
 def _response(error: ApiError) -> bytes:

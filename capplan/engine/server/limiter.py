@@ -22,7 +22,7 @@ from capplan.engine.server.limits import ServerLimits
 from capplan.engine.server.protocol import ApiError, overloaded, unknown_model
 from capplan.errors import InputError
 
-_GENERATION_PATHS: Final = ("/v1/completions", "/v1/chat/completions")
+GENERATION_PATHS: Final = ("/v1/completions", "/v1/chat/completions")
 _ADMIN_PATHS: Final = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _POOL_PATHS: Final = ("/v1/adapter_files/", "/v1/adapter_shares")
 
@@ -260,7 +260,7 @@ class RequestLimiter:
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length[:20]) > self._state.max_body_bytes:
             raise _too_large(self._state.max_body_bytes)
-        if _generates(scope):
+        if generates(scope):
             self._refuse()
             self._state.refuse_if_late()
 
@@ -330,8 +330,9 @@ class _BodyReader:
         return ApiError(408, f"The body must come within {self._timeout_s:g} s", code="timeout")
 
 
-def _generates(scope: Scope) -> bool:
-    return scope["method"] == "POST" and scope["path"] in _GENERATION_PATHS
+def generates(scope: Scope) -> bool:
+    """Return whether a request is for a completion."""
+    return scope["method"] == "POST" and scope["path"] in GENERATION_PATHS
 
 
 def _too_large(max_bytes: int) -> ApiError:

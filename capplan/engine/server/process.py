@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from capplan.engine.affinity import AUTO, bound_to, core_cpus, other_cpus
 from capplan.engine.core_process import CoreProcess
@@ -118,7 +118,7 @@ class DrainingServer(uvicorn.Server):
     """
 
     def __init__(
-        self, app: FastAPI, state: ServerState, ready: Callable[[], None], files_each: int = 1
+        self, app: ASGIApp, state: ServerState, ready: Callable[[], None], files_each: int = 1
     ) -> None:
         raise_file_limit()
         limits = state.settings.limits
