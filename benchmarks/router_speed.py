@@ -6,7 +6,13 @@ rule from Python, *choice* that of the running router, which also looks for inst
 
 ``http``: the running router between a client and instances that respond at once, all on loopback, open loop
 at 500 requests per second. The overhead is the latency through the router over that of the same instances
-without it, percentile by percentile. Client, router and instances are three processes.
+without it, percentile by percentile. Client, router and instances are three processes; ``--pin`` binds the
+router to one core and the others to the next. CPU time is that of the router's process.
+
+``states``: CPU time of reading the states of instances, without requests: a router that reads them less one
+that does not.
+
+``streams``: delay of the tokens of 200 streams at 10 tokens per second each, from the instance to the client.
 """
 
 from __future__ import annotations
@@ -14,13 +20,16 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from benchmarks.common import command_line, records_table
@@ -28,7 +37,7 @@ from capplan.engine.router.routing import InstanceRouter, RoutingSettings
 from capplan.serving.routers import ROUTERS, Performance, WorkModel
 from capplan.serving.routers.choose import RoutingRule, route
 from capplan.serving.routers.fleet import ArrivingRequest
-from capplan.spec.routing import PLAN_ROUTER
+from capplan.spec.routing import PLAN_ROUTER, STATE_PERIOD_S
 from capplan.twin.cluster.routers import plain_rule
 
 if TYPE_CHECKING:
@@ -42,6 +51,10 @@ CALLS: Final = 300
 RATE_RPS: Final = 500.0
 SECONDS: Final = 20.0
 BACKENDS: Final = 4
+PARTS: Final = ("decisions", "http", "states", "streams")
+FLEETS: Final = (4, 64, 256)
+STREAMS: Final = 200
+TOKEN_PERIOD_S: Final = 0.1
 PERCENTILES: Final = (50, 90, 99)
 
 
@@ -119,20 +132,27 @@ def fastest_us(run: object) -> float:
     return median(times)
 
 
-def serve_backends(pipe: Connection) -> None:
+def serve_backends(pipe: Connection, count: int = BACKENDS) -> None:
     """Serve instances that respond at once."""
-    asyncio.run(_serve_backends(pipe))
+    asyncio.run(_serve_backends(pipe, count))
 
 
-async def _serve_backends(pipe: Connection) -> None:
+async def _serve_backends(pipe: Connection, count: int) -> None:
     from aiohttp import web
 
     body = json.dumps({"choices": [{"text": "x"}]}).encode()
     report = state(np.random.default_rng(0), ["a0"])
 
-    async def complete(request: web.Request) -> web.Response:
-        await request.read()
-        return web.Response(body=body, content_type="application/json")
+    async def complete(request: web.Request) -> web.StreamResponse:
+        asked = json.loads(await request.read())
+        if not asked.get("stream"):
+            return web.Response(body=body, content_type="application/json")
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await stream.prepare(request)
+        for _ in range(asked["max_tokens"]):
+            await stream.write(b"data: %d\n\n" % time.perf_counter_ns())
+            await asyncio.sleep(TOKEN_PERIOD_S)
+        return stream
 
     async def other(request: web.Request) -> web.Response:
         return web.Response(
@@ -140,7 +160,7 @@ async def _serve_backends(pipe: Connection) -> None:
         )
 
     urls = []
-    for _ in range(BACKENDS):
+    for _ in range(count):
         app = web.Application()
         app.router.add_post("/v1/completions", complete)
         app.router.add_get("/{path:.*}", other)
@@ -229,52 +249,147 @@ async def latencies_ms(urls: Sequence[str], seconds: float) -> NDArray[np.float6
     return np.array(found[int(RATE_RPS) :])  # without the first second
 
 
-def http_table(names: Sequence[str], seconds: float) -> str:
-    """Return the latencies without a router, and the overheads of routers."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    backends = context.Process(target=serve_backends, args=(theirs,), daemon=True)
-    backends.start()
-    urls = ours.recv()
-    asyncio.run(latencies_ms(urls, 2.0))
-    direct = np.percentile(asyncio.run(latencies_ms(urls, seconds)), PERCENTILES)
-    rows = [{"router": "none (latency)", **dict(zip(_heads(), _cells(direct), strict=True))}]
-    for name in names:
-        mine, its = context.Pipe()
-        router = context.Process(target=serve_router, args=(its, urls, name), daemon=True)
-        router.start()
+async def token_delays_ms(urls: Sequence[str], seconds: float) -> NDArray[np.float64]:
+    """Return the times from an instance to the client of the tokens of many streams."""
+    import aiohttp
+
+    found: list[float] = []
+    body = {"model": "a0", "prompt": "x" * 800, "max_tokens": int(seconds / TOKEN_PERIOD_S), "stream": True}
+
+    async def follow(session: aiohttp.ClientSession, number: int) -> None:
+        await asyncio.sleep(number * TOKEN_PERIOD_S / STREAMS)
+        async with session.post(urls[number % len(urls)] + "/v1/completions", json=body) as answer:
+            async for part in answer.content.iter_any():
+                now_ns = time.perf_counter_ns()  # of all processes
+                sent_ns = [int(each.removeprefix(b"data: ")) for each in part.split(b"\n\n")[:-1]]
+                found.extend((now_ns - each) * 1e-6 for each in sent_ns)
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        await asyncio.gather(*(follow(session, number) for number in range(STREAMS)))
+    return np.array(found)
+
+
+class Processes:
+    """Instances and routers, each in a process; a context manager."""
+
+    def __init__(self, instances: int = BACKENDS, is_pinned: bool = False) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._is_pinned = is_pinned
+        self._pipe, theirs = self._context.Pipe()
+        self._backends = self._context.Process(target=serve_backends, args=(theirs, instances), daemon=True)
+        self._backends.start()
+        self.urls: list[str] = self._pipe.recv()
+        if is_pinned:
+            for pid in (0, self._backends.pid or 0):
+                os.sched_setaffinity(pid, {1})
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pipe.send(None)
+        self._backends.terminate()
+
+    @contextmanager
+    def router(self, name: str) -> Iterator[tuple[str, Callable[[], float]]]:
+        """Run a router; yield its URL, and a function that returns its CPU time in microseconds."""
+        mine, its = self._context.Pipe()
+        process = self._context.Process(target=serve_router, args=(its, self.urls, name), daemon=True)
+        process.start()
         url = mine.recv()
-        asyncio.run(latencies_ms([url], 2.0))
-        through = np.percentile(asyncio.run(latencies_ms([url], seconds)), PERCENTILES)
-        rows.append(
-            {"router": f"{name} (overhead)", **dict(zip(_heads(), _cells(through - direct), strict=True))}
-        )
-        router.terminate()
-        router.join()
-    ours.send(None)
-    backends.terminate()
+        if self._is_pinned:
+            os.sched_setaffinity(process.pid or 0, {0})
+        yield url, lambda: cpu_us(process.pid or 0)
+        process.terminate()
+        process.join()
+
+
+def cpu_us(pid: int) -> float:
+    """Return the CPU time of a process, in microseconds."""
+    times = psutil.Process(pid).cpu_times()
+    return (times.user + times.system) * 1e6
+
+
+def http_table(names: Sequence[str], seconds: float, is_pinned: bool) -> str:
+    """Return the latencies without a router, and the overheads of routers."""
+    with Processes(is_pinned=is_pinned) as processes:
+        asyncio.run(latencies_ms(processes.urls, 2.0))
+        direct = np.percentile(asyncio.run(latencies_ms(processes.urls, seconds)), PERCENTILES)
+        rows = [{"router": "none (latency)", **_cells(direct), "CPU, us per request": ""}]
+        for name in names:
+            with processes.router(name) as (url, router_cpu_us):
+                asyncio.run(latencies_ms([url], 2.0))
+                begin_us = router_cpu_us()
+                through = np.percentile(asyncio.run(latencies_ms([url], seconds)), PERCENTILES)
+                each_us = (router_cpu_us() - begin_us) / (RATE_RPS * seconds)
+            cells = {**_cells(through - direct), "CPU, us per request": f"{each_us:.0f}"}
+            rows.append({"router": f"{name} (overhead)", **cells})
     return records_table(rows)
 
 
-def _heads() -> list[str]:
-    return [f"p{percent}, ms" for percent in PERCENTILES]
+def states_table(seconds: float) -> str:
+    """Return the CPU time that the states of fleets take."""
+    rows = []
+    for instances in FLEETS:
+        used_us = []
+        with Processes(instances) as processes:
+            for name in ("least-loaded", PLAN_ROUTER):
+                with processes.router(name) as (_, router_cpu_us):
+                    time.sleep(2.0)
+                    begin_us = router_cpu_us()
+                    time.sleep(seconds)
+                    used_us.append((router_cpu_us() - begin_us) / seconds)
+        each_us = (used_us[0] - used_us[1]) * STATE_PERIOD_S / instances
+        rows.append(
+            {
+                "instances": str(instances),
+                "states, % of a core": f"{(used_us[0] - used_us[1]) / 1e4:.1f}",
+                "us per state": f"{each_us:.0f}",
+                "probes, % of a core": f"{used_us[1] / 1e4:.1f}",
+            }
+        )
+    return records_table(rows)
 
 
-def _cells(values: NDArray[np.float64]) -> list[str]:
-    return [f"{value:.2f}" for value in values]
+def streams_table(seconds: float, is_pinned: bool) -> str:
+    """Return the delays of tokens without and with a router."""
+    rows = []
+    with Processes(is_pinned=is_pinned) as processes:
+        asyncio.run(token_delays_ms(processes.urls, 1.0))
+        delays = asyncio.run(token_delays_ms(processes.urls, seconds))
+        rows.append(
+            {"through": "none", **_cells(np.percentile(delays, PERCENTILES)), "CPU, us per token": ""}
+        )
+        with processes.router(PLAN_ROUTER) as (url, router_cpu_us):
+            asyncio.run(token_delays_ms([url], 1.0))
+            begin_us = router_cpu_us()
+            delays = asyncio.run(token_delays_ms([url], seconds))
+            each_us = (router_cpu_us() - begin_us) / delays.size
+        cells = {**_cells(np.percentile(delays, PERCENTILES)), "CPU, us per token": f"{each_us:.0f}"}
+        rows.append({"through": PLAN_ROUTER, **cells})
+    return records_table(rows)
+
+
+def _cells(values: NDArray[np.float64]) -> dict[str, str]:
+    return {f"p{percent}, ms": f"{value:.2f}" for percent, value in zip(PERCENTILES, values, strict=True)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line(__doc__)
-    parser.add_argument("what", nargs="*", choices=["decisions", "http"], default=["decisions", "http"])
+    parser.add_argument("what", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--routers", nargs="+", choices=list(ROUTERS), default=list(ROUTERS))
     parser.add_argument("--seconds", type=float, default=SECONDS)
+    parser.add_argument("--pin", action="store_true", help="one core for the router, one for the others")
     given = parser.parse_args(arguments)
     if "decisions" in given.what:
         print(records_table([decision_row(name) for name in given.routers]))
     if "http" in given.what:
         chosen = [name for name in given.routers if name in ("smooth-shares", "least-work-left", "toppings")]
-        print(http_table(chosen, given.seconds))
+        print(http_table(chosen, given.seconds, given.pin))
+    if "states" in given.what:
+        print(states_table(given.seconds))
+    if "streams" in given.what:
+        print(streams_table(given.seconds, given.pin))
     return 0
 
 

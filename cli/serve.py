@@ -117,8 +117,7 @@ class ServeArgs:
     workload: str | None = typer.Option(
         None,
         metavar="FILE",
-        help="With --rebalance, the plan's workload, for operating points; default: constant lengths, and a "
-        "shipped profile.",
+        help="With --rebalance, the plan's workload, for operating points; default: constant lengths.",
     )
     model: str | None = typer.Option(
         None,

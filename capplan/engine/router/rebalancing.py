@@ -164,9 +164,8 @@ class RebalanceLoop:
         self._registry: AdapterRegistry | None = None
         self._thread = ThreadPoolExecutor(1, "rebalancing")
         self.demand = DemandMeter(router.adapters, config.first_answer)
-        adapters = [name for name in router.adapters if name is not None]
-        self.updates = ShareUpdates(instances, adapters, config.admin_key, config.posts)
-        self.updates.wanted = router.shares()[0]
+        self.updates = ShareUpdates(instances, config.admin_key, config.posts)
+        self.updates.want(router.shares()[0])
         self.last: Round | None = None
         self.done = self.failed = 0
         self.moved_bytes = self.unpermuted_bytes = 0
@@ -263,7 +262,7 @@ class RebalanceLoop:
             names = ", ".join(self._instances[i].spec.name for i in silent)
             raise RoundFailedError(f"{names}: the new shares are not acknowledged")
         self._router.swap(table)
-        self.updates.wanted = shares
+        self.updates.want(shares)
         self._placed_on = up
         facts |= {
             "target": result.target,
