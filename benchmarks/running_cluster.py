@@ -1,6 +1,6 @@
 """Re-balancing of a running cluster on the CPU: correctness, latency, and random schedules.
 
-    python -m benchmarks.running_cluster --out DIR --stage schedules --cases 50    # 12 minutes
+    python -m benchmarks.running_cluster --out DIR --stage schedules --cases 50    # 8 minutes
     python -m benchmarks.pool_loop --out DIR --stage profile                       # once, 5 minutes
     python -m benchmarks.running_cluster --out DIR --stage correctness             # 12 minutes
     python -m benchmarks.running_cluster --out DIR --stage latency --duration-s 120 --rate-rps 3
@@ -32,7 +32,7 @@ from benchmarks.served_drift import ClusterSetting, Drift, serve_drift
 
 SCHEDULED_ADAPTERS: Final = 12
 SCHEDULED_INSTANCES: Final = 3
-SCHEDULE_S: Final = 8.0
+SCHEDULE_S: Final = 5.0
 
 
 def run_schedules(given: argparse.Namespace) -> bool:

@@ -44,13 +44,19 @@ class Drift:
     Attributes
     ----------
     onto_one
-        From the second phase on the popular adapters are those of the first instance.
+        From the second phase on the popular adapters are those of the first instance, and only these phases
+        are measured.
     """
 
     duration_s: float
     phase_s: float
     seed: int = 0
     onto_one: bool = False
+
+    @property
+    def warm_up_s(self) -> float:
+        """Time that is not measured."""
+        return self.phase_s if self.onto_one else 0.0
 
     def shares(self, phase: int, held: Sequence[Sequence[int]]) -> NDArray[np.float64]:
         """Return the share of each adapter; `held`: adapters of each instance at first."""
@@ -136,6 +142,10 @@ class ClusterSetting:
         write_text_atomic(workload, json.dumps(self._document(self.workload(drift)), indent=1))
         words = ("plan", str(workload), "--solver", "loraserve", "--quiet", "-o", str(plan))
         run_capplan(words, 1, (0,))
+        document = json.loads(plan.read_text(encoding="utf-8"))
+        for group in document["groups"]:  # routers and re-balancing load it
+            group["profile"] = str(self.profile.resolve())
+        write_text_atomic(plan, json.dumps(document))
         return plan
 
     def _document(self, workload: Workload) -> dict[str, Any]:
@@ -250,7 +260,7 @@ def serve_drift(
         result = bench(
             traced,
             Target(url, base_model=setting.base_model),
-            LoadSettings(drift.duration_s, drain_s=_DRAIN_S),
+            LoadSettings(drift.duration_s - drift.warm_up_s, drift.warm_up_s, drain_s=_DRAIN_S),
             BenchOptions(seed=drift.seed, max_model_len=MAX_MODEL_LEN),
         )
         busy = psutil.cpu_percent(percpu=True)

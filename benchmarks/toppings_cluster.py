@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.common import H100_LLAMA, command_line, cpu_timed, preset_workload, records_table
-from benchmarks.loraserve_systems import PREFILL_RATIO, with_rank_costs
+from benchmarks.loraserve.hardware import PREFILL_RATIO, with_rank_costs
 from capplan import Adapter, Profile, Workload, load_profile
 from capplan.spec import Kernel, ProvenanceKind, write_text_atomic
 from capplan.twin.cluster import (

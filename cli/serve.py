@@ -117,7 +117,8 @@ class ServeArgs:
     workload: str | None = typer.Option(
         None,
         metavar="FILE",
-        help="With --rebalance, the plan's workload, for operating points; default: constant lengths.",
+        help="With --rebalance, the plan's workload, for operating points; default: constant lengths, and a "
+        "shipped profile.",
     )
     model: str | None = typer.Option(
         None,

@@ -9,7 +9,7 @@ from capplan.errors import InputError
 from capplan.planner.problem import AdapterShare, Problem, make_problem
 from capplan.planner.solvers.loraserve import OperatingPoints
 from capplan.serving.rebalancing import AdapterDemand, Rebalancer, RebalanceSettings, Replan
-from capplan.spec import Adapter, EngineArgs, Group, Lengths, Plan, Workload
+from capplan.spec import Adapter, EngineArgs, Group, Lengths, Plan, Profile, Workload
 from capplan.spec.routing import MEAN_LENGTHS
 
 _DEFAULT_MEANS = (512.0, 128.0)
@@ -52,7 +52,8 @@ def served_rebalancer(
     size_bytes
         Size of adapters; that of others follows from their rank.
     workload
-        Workload of the plan; None: its adapters with constant lengths, the means in its provenance.
+        Workload of the plan, with its profile if it is not shipped; None: the plan's adapters with constant
+        lengths, the means in its provenance.
 
     Raises
     ------
@@ -83,11 +84,21 @@ def _problem(plan: Plan, groups: Sequence[Group], workload: Workload | None) -> 
     """Return the problem of equal instances, with the engine settings of the plan."""
     args = equal_engine_args(groups)
     instances = sum(group.replicas for group in groups)
+    profile = _profile(groups[0].profile, workload)
     workload = workload or _workload(plan, groups)
     fixed = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "gpu_memory_utilization")
     engine = workload.engine.model_copy(update={name: getattr(args, name) for name in fixed})
     alone = {"engine": engine, "pools": (), "profile": None, "slo": plan.slo}
-    return make_problem(workload.model_copy(update=alone), instances, load_profile(groups[0].profile))
+    return make_problem(workload.model_copy(update=alone), instances, profile)
+
+
+def _profile(name: str, workload: Workload | None) -> Profile:
+    """Return the profile of the plan; one that is not shipped is that of the workload."""
+    if workload is not None and workload.profile is not None:
+        own = load_profile(workload.profile)
+        if own.name == name:
+            return own
+    return load_profile(name)
 
 
 def _workload(plan: Plan, groups: Sequence[Group]) -> Workload:

@@ -164,8 +164,9 @@ class RebalanceLoop:
         self._registry: AdapterRegistry | None = None
         self._thread = ThreadPoolExecutor(1, "rebalancing")
         self.demand = DemandMeter(router.adapters, config.first_answer)
-        self.updates = ShareUpdates(instances, config.admin_key, config.posts)
-        self.updates.want(router.shares()[0])
+        adapters = [name for name in router.adapters if name is not None]
+        self.updates = ShareUpdates(instances, adapters, config.admin_key, config.posts)
+        self.updates.wanted = router.shares()[0]
         self.last: Round | None = None
         self.done = self.failed = 0
         self.moved_bytes = self.unpermuted_bytes = 0
@@ -262,7 +263,7 @@ class RebalanceLoop:
             names = ", ".join(self._instances[i].spec.name for i in silent)
             raise RoundFailedError(f"{names}: the new shares are not acknowledged")
         self._router.swap(table)
-        self.updates.want(shares)
+        self.updates.wanted = shares
         self._placed_on = up
         facts |= {
             "target": result.target,

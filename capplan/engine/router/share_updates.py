@@ -45,37 +45,48 @@ class PostParams:
                 raise InputError("must be a finite number > 0", getattr(self, name), name)
 
 
+class _Told:
+    """Shares that a process has acknowledged; those that are not listed are 0, or not known to it yet."""
+
+    def __init__(self, client: InstanceClient | None) -> None:
+        self.client = client
+        self.shares: dict[str, float] = {}
+        self.knows_all = False
+
+
 class ShareUpdates:
     """Posts shares to instances and repeats what fails; an instance that has restarted gets all again.
 
     Parameters
     ----------
+    adapters
+        All that have shares.
     admin_key
         Admin key of the instances.
 
     Attributes
     ----------
     wanted
-        Share of every adapter at every instance, 0 where it gets no requests.
+        Shares of every instance; those of other adapters are 0.
     failures
         Number of posts that failed.
     """
 
     def __init__(
-        self, instances: Sequence[InstanceSupervisor], admin_key: str, params: PostParams = PostParams()
+        self,
+        instances: Sequence[InstanceSupervisor],
+        adapters: Sequence[str],
+        admin_key: str,
+        params: PostParams = PostParams(),
     ) -> None:
-        self.wanted: list[dict[str, float]] = [{} for _ in instances]
+        self.wanted: Sequence[Mapping[str, float]] = [{} for _ in instances]
         self.failures = 0
         self._instances = instances
+        self._adapters = adapters
         self._key = admin_key
         self._params = params
-        self._told: list[tuple[InstanceClient | None, dict[str, float]]] = [(None, {}) for _ in instances]
+        self._told = [_Told(None) for _ in instances]
         self._lock = asyncio.Lock()
-
-    def want(self, shares: Sequence[Mapping[str, float]]) -> None:
-        """Set the shares of every instance; adapters that it does not have get a share of 0 there."""
-        every = dict.fromkeys((name for own in shares for name in own), 0.0)
-        self.wanted = [{**every, **own} for own in shares]
 
     async def announce(self, shares: Sequence[Mapping[str, float]], indexes: Iterable[int]) -> list[int]:
         """Post shares before requests follow them; return the instances that did not acknowledge."""
@@ -88,8 +99,10 @@ class ShareUpdates:
         for attempt in range(self._params.attempts):
             if attempt:
                 await asyncio.sleep(self._params.retry_s)
-            if await self._post(index, shares):
-                return True
+            if (told := self._told_of(index)) is not None:
+                gains = {name: share for name, share in shares.items() if told.shares.get(name) != share}
+                if await self._post(told, gains):
+                    return True
         return False
 
     async def run(self) -> None:
@@ -102,17 +115,31 @@ class ShareUpdates:
         """Post the wanted shares once; return whether all instances that are up have them."""
         async with self._lock:
             up = [i for i, each in enumerate(self._instances) if each.is_up]
-            return all(await asyncio.gather(*(self._post(i, self.wanted[i]) for i in up)))
+            return all(await asyncio.gather(*(self._update(i) for i in up)))
 
-    async def _post(self, index: int, shares: Mapping[str, float]) -> bool:
-        """Post the shares that an instance does not have yet; return whether it has all of them."""
+    async def _update(self, index: int) -> bool:
+        told = self._told_of(index)
+        if told is None:
+            return False
+        wanted = {name: share for name, share in self.wanted[index].items() if share > 0.0}
+        new = {name: share for name, share in wanted.items() if told.shares.get(name) != share}
+        others = told.shares if told.knows_all else self._adapters
+        new |= {name: 0.0 for name in others if name not in wanted}
+        told.knows_all = await self._post(told, new) or told.knows_all
+        return told.shares == wanted
+
+    def _told_of(self, index: int) -> _Told | None:
+        """Return what the process of an instance knows; None if there is none."""
         client = self._instances[index].client
+        if client is not None and self._told[index].client is not client:
+            self._told[index] = _Told(client)  # another process, which has no shares
+        return None if client is None else self._told[index]
+
+    async def _post(self, told: _Told, shares: Mapping[str, float]) -> bool:
+        """Post shares; return whether all of them are acknowledged."""
+        client, new = told.client, list(shares.items())
         if client is None:
             return False
-        if self._told[index][0] is not client:  # another process, which has no shares
-            self._told[index] = client, {}
-        told = self._told[index][1]
-        new = [(name, share) for name, share in shares.items() if told.get(name) != share]
         for first in range(0, len(new), _BATCH):
             part = dict(new[first : first + _BATCH])
             body = json.dumps({"shares": part}).encode()
@@ -121,5 +148,9 @@ class ShareUpdates:
             except (aiohttp.ClientError, FileLimitError, TimeoutError):
                 self.failures += 1
                 return False
-            told |= part
+            for name, share in part.items():
+                if share > 0.0:
+                    told.shares[name] = share
+                else:
+                    told.shares.pop(name, None)
         return True

@@ -1,0 +1,1 @@
+"""LoRAServe's evaluation, simulated."""

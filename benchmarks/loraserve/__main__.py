@@ -1,0 +1,52 @@
+"""LoRAServe's evaluation, simulated: ``python -m benchmarks.loraserve --traces DIR --out DIR``.
+
+Prints a table per part. Rates are the highest with a P95 TTFT within 10 s, bracketed and bisected to 1 %, per
+seed with common random numbers; mean and range over seeds, and 20 placements of S-LoRA Random. DIR of
+``--out`` has a JSON file per cell, and an interrupted run goes on. The part ``authors`` compares with the
+authors' measured rows and needs ``--measured``, the folder of their tables.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from benchmarks.common import command_line, user_errors
+from benchmarks.loraserve.authors import report
+from benchmarks.loraserve.hardware import SETTING
+from benchmarks.loraserve.lab import Lab
+from benchmarks.loraserve.load import LENGTHS
+from benchmarks.loraserve.parts import PARTS
+from benchmarks.loraserve.systems import SEARCH_S
+
+AUTHORS: Final = "authors"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = command_line(__doc__)
+    parser.prog = "python -m benchmarks.loraserve"
+    parser.add_argument("--traces", type=Path, required=True, help=f"folder that holds {LENGTHS}")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--part", nargs="+", choices=(*PARTS, AUTHORS), default=list(PARTS))
+    parser.add_argument("--hardware", default=SETTING, help="h100-stand-in, or GPU/MODEL/tpN")
+    parser.add_argument("--seeds", type=int, default=Lab.seeds)
+    parser.add_argument("--duration-s", type=float, default=Lab.duration_s)
+    parser.add_argument("--search-s", type=float, default=SEARCH_S, help="time of a placement by capplan")
+    parser.add_argument("--measured", type=Path, help="folder of the authors' measured tables")
+    given = parser.parse_args(arguments)
+    if not (given.traces / LENGTHS).is_file():
+        print(f"skipped: {given.traces} does not hold {LENGTHS}")
+        return 0
+    if AUTHORS in given.part and given.measured is None:
+        parser.error("part authors needs --measured")
+    settings = {"duration_s": given.duration_s, "seeds": given.seeds, "search_s": given.search_s}
+    lab = Lab(given.traces, given.out, given.hardware, **settings)
+    with user_errors():
+        for part in given.part:
+            table = report(given.measured) if part == AUTHORS else PARTS[part](lab)
+            print(f"\n### {part}\n\n{table}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
