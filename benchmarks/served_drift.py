@@ -224,7 +224,7 @@ def serve_drift(
     drift: Drift,
     rebalance_s: float | None = None,
     pinned: bool = False,
-    looking: bool = False,
+    router: str = "smooth-shares",
 ) -> ServedDrift:
     """Serve the plan of the first phase under all phases.
 
@@ -234,11 +234,11 @@ def serve_drift(
         Time between re-balancing; None: the plan's shares stay.
     pinned
         Pin each instance to a core.
-    looking
-        Place all adapters on all instances, behind `least-work-left`.
+    router
+        A router that looks at the instances has all adapters on all of them.
     """
     plan = setting.make(drift)
-    if looking:
+    if router != "smooth-shares":
         _place_everywhere(plan)
     flags = {
         "--registry": setting.top / "registry.db",
@@ -250,7 +250,7 @@ def serve_drift(
         "--rebalance": rebalance_s,
         "--forecast": None if rebalance_s is None else "last",
         "--workload": None if rebalance_s is None else setting.top / "workload.json",
-        "--router": "least-work-left" if looking else None,
+        "--router": router,
     }
     command = ServerCommand(setting.model, {}, (*flag_words(flags), str(plan)), 1)
     trace = drift.trace(setting.names, setting.rate_rps, setting.held)
