@@ -6,6 +6,7 @@ import select
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -104,6 +105,26 @@ def test_large_headers_are_refused(server: Live, head: bytes) -> None:
         assert error_code(answer(client, head)) == (431, "headers_too_large")
         with contextlib.suppress(ConnectionResetError):  # bytes were not read
             assert client.recv(1) == b""
+
+
+def test_requests_beyond_limits_of_time_and_size_are_counted(server: Live) -> None:
+    before = server.on_loop(lambda: Counter(server.service.refusals))
+    chunk = b"%x\r\n" % 60_000 + b"x" * 60_000 + b"\r\n"
+    for sent, status in (
+        (b"GET /" + b"x" * 21_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 431),
+        (POST + b"Content-Length: 100001\r\n\r\n", 413),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n" + 2 * chunk, 413),
+        (b"GET /health HTTP/1.1\r\nX: y", 408),
+        (b"nonsense\r\n\r\n", 400),
+    ):
+        with connected(server) as client:
+            assert answer(client, sent)[0] == status
+    after = server.on_loop(lambda: Counter(server.service.refusals))
+    assert after - before == {431: 1, 413: 2, 408: 1}
+    with connected(server) as client:
+        client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        page = b"".join(iter(lambda: client.recv(65536), b""))
+        assert b'capplan:requests_refused_total{status="431"}' in page
 
 
 def test_headers_within_the_limits_are_accepted(server: Live) -> None:

@@ -41,7 +41,7 @@ class ConnectionCap:
     budget
         Bytes of incomplete requests.
     refusals
-        Number of refused requests by status; 503 is counted here.
+        Number of refused requests by status; those with 408, 413, 431 and 503 are counted here.
 
     Attributes
     ----------
@@ -329,7 +329,7 @@ class LimitedProtocol(HttpToolsProtocol):
             can_send = self._receives_body and not self._running.response_started and not self.pipeline
         if can_send:
             self.transport.write(_response(error))
-            if error.status_code == HTTPStatus.SERVICE_UNAVAILABLE:
+            if error.status_code != HTTPStatus.BAD_REQUEST:
                 self._cap.refusals[error.status_code] += 1
         self._close()
 

@@ -259,7 +259,7 @@ class RequestLimiter:
             _require_key(headers, settings.api_key, "API key")
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length[:20]) > self._state.max_body_bytes:
-            raise _too_large(self._state.max_body_bytes)
+            raise _too_large(self._state.max_body_bytes, self._state.refusals)
         if generates(scope):
             self._refuse()
             self._state.refuse_if_late()
@@ -302,7 +302,7 @@ class _BodyReader:
             raise self._error() from None
         self._bytes += len(message.get("body", b""))
         if self._bytes > self._max_bytes:
-            raise _too_large(self._max_bytes)
+            raise _too_large(self._max_bytes, self._refusals)
         if message["type"] == "http.disconnect" or not message.get("more_body", False):
             self.close()
         else:
@@ -327,6 +327,7 @@ class _BodyReader:
     def _error(self) -> ApiError:
         if self._is_refused:
             return overloaded()
+        self._refusals[408] += 1
         return ApiError(408, f"The body must come within {self._timeout_s:g} s", code="timeout")
 
 
@@ -335,5 +336,6 @@ def generates(scope: Scope) -> bool:
     return scope["method"] == "POST" and scope["path"] in GENERATION_PATHS
 
 
-def _too_large(max_bytes: int) -> ApiError:
+def _too_large(max_bytes: int, refusals: Counter[int]) -> ApiError:
+    refusals[413] += 1
     return ApiError(413, f"The body must not be larger than {max_bytes} bytes", code="too_large")
