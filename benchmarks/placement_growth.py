@@ -23,10 +23,10 @@ from benchmarks.placement_grid import RATES_RPS, SIZES
 from benchmarks.placement_records import busy_gpus_of, workload_of
 from capplan import Problem, Workload
 from capplan.errors import CapplanError
-from capplan.planner.api import SolverRun, solve
 from capplan.planner.bound import lower_bound_gpus
 from capplan.planner.estimate import TwinEstimator
 from capplan.planner.problem import make_problem
+from capplan.planner.solve import SolverRun, solve
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers.base import DEFAULT_TIME_LIMIT_S
 from capplan.planner.verify import FRESH_SEEDS, make_verifier
@@ -38,9 +38,11 @@ LOAD = 0.5
 REPEATED = 2000
 
 
-def workload(adapters: int, gpus: int, load: float) -> Workload:
+def workload(adapters: int, gpus: int, load: float, spread: float = 0.0) -> Workload:
+    """Return a workload with the rates of the mixed set, each times 1 - `spread` to 1 + `spread`."""
     random = np.random.default_rng((adapters, gpus))
     rank, weight = random.choice(SIZES["mixed"], adapters), random.choice(RATES_RPS["mixed"], adapters)
+    weight = weight * random.uniform(1.0 - spread, 1.0 + spread, adapters)
     unscaled = workload_of("llama", numbered_adapters(rank, weight))
     rate_rps = weight * load * gpus / busy_gpus_of(unscaled) * (1.0 - unscaled.headroom)
     return workload_of("llama", numbered_adapters(rank, rate_rps))

@@ -149,8 +149,12 @@ def test_the_compiled_twin_beside_the_reference(benchmark: BenchmarkFixture) -> 
     assert reference_s > REFERENCE_OVER_COMPILED * compiled.cpu_s
 
 
-def test_greedy_fast_places_384_adapters_on_4_gpus(benchmark: BenchmarkFixture) -> None:
-    problem = make_problem(placement.workload(384, 4, placement.LOAD), 4, None)
+@pytest.mark.parametrize("spread", [0.0, 0.8], ids=["5 rates", "384 rates"])
+def test_greedy_fast_places_384_adapters_on_4_gpus(benchmark: BenchmarkFixture, spread: float) -> None:
+    """The fluid model adds up over distinct rates: the mixed set of the paper has five."""
+    given = placement.workload(384, 4, placement.LOAD, spread)
+    problem = make_problem(given, 4, None)
+    assert len({adapter.rate_rps for adapter in given.adapters}) == (384 if spread else 5)
     solves_s: list[float] = []
     benchmark(lambda: solves_s.append(placement.solve_once(problem, "greedy-fast")[0].solve_s))
     found_s = float(np.median(solves_s))

@@ -188,6 +188,14 @@ def inner(function: F) -> F:
     return cast("F", _Linked(function, targetoptions=options, pipeline_class=_LinkedCompiler))
 
 
+def inner_sum(function: F) -> F:
+    """Compile a function as `inner` does, with sums in any order: LLVM vectorises loops that add up."""
+    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # made at run time
+        return function
+    options = {"nopython": True, **_INNER_OPTIONS, "fastmath": {"reassoc"}}
+    return cast("F", _Linked(function, targetoptions=options, pipeline_class=_LinkedCompiler))
+
+
 def inner_with(part: type, otherwise: object) -> Callable[[F], F]:
     """Compile a function as `inner` does where its first argument has a field of type `part`.
 

@@ -309,7 +309,13 @@ def curve_table(curve: SettingCurve, chosen: str = " ◀ chosen") -> Table:
         value = f"{point.value}{chosen if point.value == curve.chosen else ''}"
         holds = ("; ".join(point.broken) or "holds") if point.fits else "does not fit in memory"
         rows.append((value, *(cells[column] for column in columns), holds))
-    return Table((f"{name} at {times(curve.scale)}", *columns, "verdict"), rows, text_last=True)
+    return Table((f"{name} at {curve_load(curve)}", *columns, "verdict"), rows, text_last=True)
+
+
+def curve_load(curve: SettingCurve) -> str:
+    """Return the load and the step times of a curve, as text."""
+    slow = "" if curve.robust is None else f", step times at quantile {curve.robust:g}"
+    return f"{times(curve.scale)}{slow}"
 
 
 def room_table(room: Headroom) -> Table:

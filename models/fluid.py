@@ -137,7 +137,7 @@ def _under_load(
     step_s = _step_s(engine, load, 1.0, 1.0, 0.0)
     batch, active, loading_s = 1.0, 1.0, 0.0
     rotation = SlotRotation(0.0, 0.0, 1.0, 0.0)
-    first, guess_s = -1.0, 0.0
+    first, guess_s, change = -1.0, 0.0, 0.0
     for _ in range(_ROUNDS):
         life_s = _request_life_s(engine, load, step_s)
         if crowded:
@@ -147,10 +147,8 @@ def _under_load(
             if wanted > engine.a_max:
                 start_s = guess_s or life_s
                 period_s = rotation_period_s(load, scratch, backlog_s, engine.a_max, horizon_s, start_s)
-                # Each damped round moves about half as far as the one before.
-                guess_s = (
-                    period_s * np.sqrt(period_s / rotation.period_s) if rotation.period_s > 0.0 else period_s
-                )
+                before, change = change, _log_ratio(period_s, rotation.period_s)
+                guess_s = period_s * np.exp(change * _decline(change, before))
             rotation = slot_rotation(load, scratch, backlog_s, period_s, horizon_s)
             if period_s > horizon_s:
                 if first < 0.0:
@@ -166,6 +164,17 @@ def _under_load(
             loading_s = min(_MAX_LOADING_S, load_s)
         step_s = _step_s(engine, load, max(1.0, batch), max(running, min(1.0, batch)), 0.0) + loading_s
     return step_s, batch, rotation, active
+
+
+@jit
+def _log_ratio(period_s: float, before_s: float) -> float:
+    return float(np.log(period_s / before_s)) if before_s > 0.0 else 0.0
+
+
+@jit
+def _decline(change: float, before: float) -> float:
+    """Return the next change over this one, if changes decline geometrically; otherwise 1/2, the damping."""
+    return change / before if 0.0 < change / before < 1.0 else 0.5
 
 
 @jit

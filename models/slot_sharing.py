@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import jit
+from capplan.compile import inner_sum, jit
+from capplan.models.vector_math import exp, log
 
 _LEAST_CV = 0.1
 _TERMS = 200
@@ -68,12 +69,12 @@ class SlotRotation(NamedTuple):
     """Adapter loads into slots per second."""
 
 
-@jit
+@inner_sum
 def running_adapters(load: FluidLoad, life_s: float) -> float:
     """Return the mean number of adapters with a request in any window of `life_s`."""
     total = 0.0
     for i in range(load.rates_rps.size):
-        total += load.counts[i] * (1.0 - np.exp(-load.rates_rps[i] * life_s))
+        total += load.counts[i] * (1.0 - exp(-load.rates_rps[i] * life_s))
     return total
 
 
@@ -91,16 +92,35 @@ def busy_periods(load: FluidLoad, life_s: float, busy_s: NDArray[np.float64]) ->
     float
         Slots in use if no adapter waits.
     """
-    active, wanted = 0.0, 0.0
+    if load.arrivals_cv == 1.0:
+        return _poisson_busy_periods(load, life_s, busy_s)
     for i in range(load.rates_rps.size):
-        gap_s, requests = load.gaps_s[i], load.rates_rps[i] * life_s
-        longer, shorter = gamma_gaps(load.arrivals_cv, requests)
-        stay_s = life_s + gap_s * (shorter / max(longer, _MIN_PROBABILITY))
-        held_s = min(_MAX_BUSY_S, stay_s)
-        active += load.counts[i] * (1.0 - (longer if load.arrivals_cv == 1.0 else np.exp(-requests)))
-        wanted += load.counts[i] * held_s / (gap_s + held_s)
-        busy_s[i] = stay_s
-    return active, wanted
+        longer, shorter = gamma_gaps(load.arrivals_cv, load.rates_rps[i] * life_s)
+        busy_s[i] = life_s + load.gaps_s[i] * (shorter / max(longer, _MIN_PROBABILITY))
+    return running_adapters(load, life_s), _slots_without_wait(load, busy_s)
+
+
+@inner_sum
+def _poisson_busy_periods(load: FluidLoad, life_s: float, busy_s: NDArray[np.float64]) -> tuple[float, float]:
+    """Return and write what `busy_periods` does, for exponential gaps."""
+    active = 0.0
+    for i in range(load.rates_rps.size):
+        requests = load.rates_rps[i] * life_s
+        longer = exp(-requests)
+        shorter = max(0.0, 1.0 - longer * (1.0 + requests))
+        active += load.counts[i] * (1.0 - longer)
+        busy_s[i] = life_s + load.gaps_s[i] * (shorter / max(longer, _MIN_PROBABILITY))
+    return active, _slots_without_wait(load, busy_s)
+
+
+@inner_sum
+def _slots_without_wait(load: FluidLoad, busy_s: NDArray[np.float64]) -> float:
+    """Return the slots in use if no adapter waits."""
+    wanted = 0.0
+    for i in range(load.rates_rps.size):
+        held_s = min(_MAX_BUSY_S, busy_s[i])
+        wanted += load.counts[i] * held_s / (load.gaps_s[i] + held_s)
+    return wanted
 
 
 @jit
@@ -124,19 +144,27 @@ def slot_rotation(
     period_s, horizon_s
         Rotation period and simulated time.
     """
+    lost, waited, loads = _rotation_sums(load, busy_s, backlog_s, period_s, horizon_s)
+    return SlotRotation(period_s, waited / load.total_rps, 1.0 - lost / load.total_rps, loads)
+
+
+@inner_sum
+def _rotation_sums(
+    load: FluidLoad, busy_s: NDArray[np.float64], backlog_s: float, period_s: float, horizon_s: float
+) -> tuple[float, float, float]:
+    """Return lost requests per second, waiting requests, and adapter loads per second."""
     lost, waited, loads = 0.0, 0.0, 0.0
     for i in range(load.rates_rps.size):
-        rate = load.rates_rps[i]
-        stay_s = min(_MAX_BUSY_S, busy_s[i] + backlog_s * np.log(1.0 + rate * period_s))
+        stay_s = min(_MAX_BUSY_S, busy_s[i] + backlog_s * log(1.0 + load.rates_rps[i] * period_s))
         free_s = load.gaps_s[i] + stay_s
         per_s = load.counts[i] / max(period_s, free_s)
+        wait_s = max(0.0, period_s - free_s)
+        half = 0.5 * wait_s / horizon_s
+        waiting = load.rates_rps[i] * wait_s
         loads += per_s
-        if period_s > free_s:
-            wait_s = period_s - free_s
-            x = wait_s / horizon_s
-            waited += load.counts[i] * rate * wait_s
-            lost += per_s * rate * wait_s * (0.5 * x if x <= 1.0 else 1.0 - 0.5 / x)
-    return SlotRotation(period_s, waited / load.total_rps, 1.0 - lost / load.total_rps, loads)
+        waited += load.counts[i] * waiting
+        lost += per_s * waiting * (half if half <= 0.5 else 1.0 - 0.25 / half)
+    return lost, waited, loads
 
 
 @jit
@@ -186,11 +214,7 @@ def first_share(load: FluidLoad, a_max: float) -> float:
             break
         time = _between(low, high, time + step)
     time_s = np.exp(_next_step(-_LOG_TIME_S, _LOG_TIME_S, time))
-    first = 0.0
-    for i in range(load.rates_rps.size):
-        rate = load.rates_rps[i]
-        first += load.counts[i] * rate * (1.0 - np.exp(-rate * time_s))
-    return first / max(load.total_rps, 1e-12)
+    return _requested_rps(load, time_s) / max(load.total_rps, 1e-12)
 
 
 @jit
@@ -221,9 +245,6 @@ def gamma_gaps(cv: float, length: float) -> tuple[float, float]:
     x = shape * length
     if x <= 0.0:
         return 1.0, 0.0
-    if cv == 1.0:  # exponential gaps, as in most workloads
-        longer = np.exp(-x)
-        return longer, max(0.0, 1.0 - longer * (1.0 + x))
     density = np.exp(-x + shape * np.log(x) - math.lgamma(shape))
     if x < shape + 1.0:  # series of the lower incomplete gamma function
         term = total = 1.0 / shape
@@ -251,37 +272,44 @@ def gamma_gaps(cv: float, length: float) -> tuple[float, float]:
     return longer, max(0.0, 1.0 - longer - density / shape)
 
 
-@jit
+@inner_sum
 def _slots_in_use(
     load: FluidLoad, busy_s: NDArray[np.float64], backlog_s: float, period_s: float
 ) -> tuple[float, float]:
     """Return the slots in use at a period, and their derivative by the logarithm of the period."""
     wanted, slope = 0.0, 0.0
     for i in range(load.rates_rps.size):
-        gap_s, waiting = load.gaps_s[i], load.rates_rps[i] * period_s
-        stay_s = busy_s[i] + backlog_s * np.log(1.0 + waiting)
-        longer_s = backlog_s * waiting / (1.0 + waiting)
-        if stay_s > _MAX_BUSY_S:
-            stay_s, longer_s = _MAX_BUSY_S, 0.0
-        share = load.counts[i] / max(period_s, gap_s + stay_s)
+        gap_s, growth = load.gaps_s[i], 1.0 + load.rates_rps[i] * period_s
+        unbounded_s = busy_s[i] + backlog_s * log(growth)
+        stay_s = min(_MAX_BUSY_S, unbounded_s)
+        longer_s = backlog_s - backlog_s / growth if unbounded_s <= _MAX_BUSY_S else 0.0
+        per_s = 1.0 / max(period_s, gap_s + stay_s)
+        share = load.counts[i] * per_s
         wanted += share * stay_s
-        if period_s > gap_s + stay_s:
-            slope += share * (longer_s - stay_s)
-        else:
-            slope += share * longer_s * gap_s / (gap_s + stay_s)
+        slope += share * (longer_s - stay_s if period_s > gap_s + stay_s else longer_s * gap_s * per_s)
     return wanted, slope
 
 
-@jit
+@inner_sum
 def _requested_adapters(load: FluidLoad, time_s: float) -> tuple[float, float]:
     """Return the adapters with a request within `time_s`, and the derivative by the logarithm of time."""
     requested, slope = 0.0, 0.0
     for i in range(load.rates_rps.size):
         x = load.rates_rps[i] * time_s
-        none = np.exp(-x)
+        none = exp(-x)
         requested += load.counts[i] * (1.0 - none)
         slope += load.counts[i] * x * none
     return requested, slope
+
+
+@inner_sum
+def _requested_rps(load: FluidLoad, time_s: float) -> float:
+    """Return the requests per second of the adapters with a request within `time_s`."""
+    total_rps = 0.0
+    for i in range(load.rates_rps.size):
+        rate_rps = load.rates_rps[i]
+        total_rps += load.counts[i] * rate_rps * (1.0 - exp(-rate_rps * time_s))
+    return total_rps
 
 
 @jit

@@ -363,14 +363,15 @@ def detailed_result(
     )
 
 
-def tpt_attainment(scenario: Scenario, trace: t.TwinTrace, overhead_s: float, factor: float) -> Attainment:
+def tpt_attainment(
+    scenario: Scenario, trace: t.TwinTrace, status: NDArray[np.int8], overhead_s: float, factor: float
+) -> Attainment:
     """Return the attainment of ``slo.tpt_over_base``: of `factor` times the mean TPT without adapters.
 
-    It is that of a detailed run without its details.
+    It is that of a detailed run without its details. `status` is that of `request_status`.
     """
     requests = scenario.requests
     limit_ms = factor * mean_base_tpt_ms(scenario, overhead_s, run)
-    status = request_status(trace, scenario.horizon_ns)
     until_ns = np.where(status == FINISHED, trace.finish_ns, scenario.horizon_ns)
     room = np.maximum(scenario.limits.max_model_len - requests.prompt_tokens, 1)
     tpt_ms = 1e3 * ((until_ns - requests.arrival_ns) / NS_PER_S + overhead_s)

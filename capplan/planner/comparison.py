@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from capplan.errors import CapplanError, InputError
 from capplan.planner import SOLVERS
-from capplan.planner.api import SolverRun, solve
 from capplan.planner.bound import lower_bound_gpus
 from capplan.planner.estimate import TwinEstimator
 from capplan.planner.evaluate import known_values
 from capplan.planner.parallel import Progress, no_progress
 from capplan.planner.previous import read_previous
 from capplan.planner.problem import Assignment, Problem, distinct_adapters, make_problem
+from capplan.planner.solve import SolverRun, solve
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers.base import DEFAULT_TIME_LIMIT_S, Solver
 from capplan.planner.verify import FRESH_SEEDS, InstanceVerification, make_verifier, require_seeds

@@ -190,7 +190,7 @@ class SurrogateEstimator:
         if inputs is None:
             return [None] * len(assignments)
         compiled, rates_rps, ranks = inputs
-        engines = [self.problem.engine_args(assignment) for assignment in assignments]
+        engines = [self.problem.engine_limits(assignment) for assignment in assignments]
         predict = compiled.predict_alone if alone else compiled.predict
         predictions = predict(rates_rps, ranks, engines)
         starved = predictions.starvation_probability >= STARVED_PROBABILITY

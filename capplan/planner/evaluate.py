@@ -72,11 +72,12 @@ def evaluate(
     options: dict[str, Any] = {"seed": seed, "duration_s": length_s, "runner": observed_run}
     result = simulate(workload, profile, **options, **settings, **problem.scheduling(assignment))
     scenario, trace = runs[0]
+    status = request_status(trace, scenario.horizon_ns)
     relative: tuple[str, ...] = ()
     if slo.tpt_over_base is not None:
         overhead_s = profile.host.value("request_ms") / 1e3
-        relative = _violated_attainment(slo, tpt_attainment(scenario, trace, overhead_s, slo.tpt_over_base))
-    status = request_status(trace, scenario.horizon_ns)
+        good = tpt_attainment(scenario, trace, status, overhead_s, slo.tpt_over_base)
+        relative = _violated_attainment(slo, good)
     columns = scenario.requests.adapter, scenario.requests.arrival_ns / NS_PER_S, status
     starving = starving_adapters(workload, SimulatedRequests(*columns, length_s))
     return Evaluation.of(slo, result, starving, relative)

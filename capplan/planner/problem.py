@@ -13,6 +13,7 @@ from typing import Final, Protocol, Self, TypedDict
 from capplan.datasets import load_profile
 from capplan.errors import InfeasibleError, InfeasibleReason, InputError
 from capplan.models.memory import KvBudget, kv_budget
+from capplan.models.surrogates.features import EngineLimits
 from capplan.models.uncertainty import pessimistic_profile
 from capplan.planner.constraints import Constraints, read_constraints
 from capplan.planner.knobs import KnobSearch
@@ -220,14 +221,12 @@ class Problem:
 
     def engine_args(self, assignment: Assignment) -> EngineArgs:
         """Return the engine settings of an instance."""
-        a_max, rank = self.slots(assignment)
-        slots = {
-            "max_loras": a_max,
-            "max_lora_rank": rank,
-            "max_num_seqs": self.max_num_seqs(assignment),
-            "max_num_batched_tokens": self.max_num_batched_tokens(assignment),
-        }
-        return self.engine.model_copy(update=slots)
+        return self.engine.model_copy(update=self.engine_limits(assignment)._asdict())
+
+    def engine_limits(self, assignment: Assignment) -> EngineLimits:
+        """Return the engine settings that differ between instances."""
+        knobs = self.max_num_seqs(assignment), self.max_num_batched_tokens(assignment)
+        return EngineLimits(*self.slots(assignment), *knobs)
 
     @property
     def bounds_latency(self) -> bool:

@@ -1,4 +1,7 @@
-"""Rules that every placement keeps: all traffic is placed, on available instances, within the constraints."""
+"""Rules that every placement keeps: all traffic is placed, on available instances, within the constraints.
+
+And that of a problem: all pools serve in one way.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Final
 
 from capplan.errors import InputError
 from capplan.planner.problem import Assignment, Problem
+from capplan.twin.policies import choose_policies
 
 _TOLERANCE: Final = 1e-6
 """Rounding error of the fractions of one adapter."""
@@ -27,6 +31,24 @@ def require_valid(problem: Problem, assignments: Sequence[Assignment], solver: s
     broken = next(broken_rules(problem, assignments), None)
     if broken is not None:
         raise InputError(f"must return a valid placement: {broken}", location=f"solver {solver}")
+
+
+def require_one_kind(problem: Problem) -> None:
+    """Check that all pools have a scheduler and an adapter cache, or none has.
+
+    The cluster twin, which verifies a plan, simulates one kind of memory. Without this rule the search would
+    end in its refusal.
+
+    Raises
+    ------
+    InputError
+        For the first pool that differs.
+    """
+    pooled = [choose_policies(problem.workload, pool.profile).pooled for pool in problem.pools]
+    for pool, own in zip(problem.pools, pooled, strict=True):
+        if own != pooled[0]:
+            rule = "must serve with a scheduler and an adapter cache, or without, like the first pool"
+            raise InputError(rule, pool.profile.engine.rules, f"pools: {pool.name}.profile")
 
 
 def broken_rules(problem: Problem, assignments: Sequence[Assignment]) -> Iterator[str]:

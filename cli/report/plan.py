@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from capplan.cli.console import DASH, Cell, Table, counted, number, percent
 from capplan.cli.explain import (
     MORE,
+    curve_load,
     curve_table,
     gpus_reason,
     provenance,
@@ -241,7 +242,7 @@ def explanation_sections(explanation: Explanation, slo: Slo) -> list[page.Sectio
             "Choice of A_max" if has_slots else "Choice of settings",
             *slots,
             intro=f"{more if has_slots else ''}The twin simulates one seed at "
-            f"{times(groups[0].curve.scale)}, the load without headroom, as in the search. {alike}",
+            f"{curve_load(groups[0].curve)}, the load without headroom, as in the search. {alike}",
         ),
         page.section(
             "Utilization and headroom",

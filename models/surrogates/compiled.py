@@ -18,6 +18,7 @@ from capplan.models.memory import KvBudget, kv_budget
 from capplan.models.surrogates.features import (
     FEATURES,
     CommonInputs,
+    EngineLimits,
     common_inputs,
     feature_vectors,
     gpu_limits,
@@ -122,7 +123,9 @@ class CompiledSurrogate:
     packed: PackedTrees | None
     """Trees for compiled code; None if an output needs two forests."""
 
-    def predict(self, rates_rps: Floats, ranks: Floats, engines: Sequence[EngineArgs]) -> Predictions:
+    def predict(
+        self, rates_rps: Floats, ranks: Floats, engines: Sequence[EngineArgs | EngineLimits]
+    ) -> Predictions:
         """Predict GPUs that serve the same adapters under different engine settings.
 
         Parameters
@@ -140,7 +143,9 @@ class CompiledSurrogate:
         limits = [gpu_limits(self.kv_budget, engine) for engine in engines]
         return self._predict(feature_vectors(self.common, limits, rates_rps, ranks))
 
-    def predict_alone(self, rates_rps: Floats, ranks: Floats, engines: Sequence[EngineArgs]) -> Predictions:
+    def predict_alone(
+        self, rates_rps: Floats, ranks: Floats, engines: Sequence[EngineArgs | EngineLimits]
+    ) -> Predictions:
         """Predict GPUs that serve one adapter each, with its own engine settings; shape (adapters,)."""
         limits = [gpu_limits(self.kv_budget, engine) for engine in engines]
         return self._predict(vectors_alone(self.common, limits, rates_rps, ranks))

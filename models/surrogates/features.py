@@ -77,6 +77,15 @@ class FeatureVector(NamedTuple):
     request_life_s: float
 
 
+class EngineLimits(NamedTuple):
+    """Engine settings that a surrogate reads, by their names in `EngineArgs`."""
+
+    max_loras: int
+    max_lora_rank: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
 class CommonInputs(NamedTuple):
     """Inputs shared by all GPUs of a prediction: requests and profile."""
 
@@ -345,7 +354,7 @@ def feature_vector(workload: Workload, profile: Profile, args: EngineArgs) -> ND
     return vector
 
 
-def gpu_limits(budget: KvBudget, args: EngineArgs) -> tuple[int, int, int, int, int]:
+def gpu_limits(budget: KvBudget, args: EngineArgs | EngineLimits) -> tuple[int, int, int, int, int]:
     """Return slots, their rank, most running requests, KV tokens and most tokens per step of one GPU."""
     limits = (args.max_loras, args.max_lora_rank, args.max_num_seqs)
     tokens = budget.tokens(*limits, args.max_num_batched_tokens)

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from capplan.models.slot_sharing import FluidLoad, busy_periods, first_share, rotation_period_s, slot_rotation
+from capplan.models.slot_sharing import (
+    FluidLoad,
+    busy_periods,
+    first_share,
+    rotation_period_s,
+    running_adapters,
+    slot_rotation,
+)
 from tests.models.test_fluid import load_of
 
 HORIZON_S = 3600.0
@@ -61,6 +68,28 @@ def test_the_period_is_the_step_that_bisections_end_at_wherever_the_search_begin
     )
     step = (np.log(1e5 * HORIZON_S) - np.log(1e-3)) / 2**BISECTIONS
     assert abs(np.log(found / exact)) < 1.5 * step
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 400), LIVES, st.floats(1e-2, 1e6))
+def test_sums_over_many_rates_are_those_of_numpy(
+    seed: int, adapters: int, life_s: float, period_s: float
+) -> None:
+    """Compiled loops over many rates are vectorised, with another exponential and in another order."""
+    random = np.random.default_rng(seed)
+    rates = np.sort(10.0 ** random.uniform(-4.0, 1.0, adapters))
+    load = load_of(dict.fromkeys(rates.tolist(), 2.0))
+    busy_s, wanted = noted(load, life_s)
+    longer = np.exp(-rates * life_s)
+    stay_s = life_s + (1.0 - longer * (1.0 + rates * life_s)) / (rates * np.maximum(longer, 1e-20))
+    held_s = np.minimum(STAY_S, stay_s)
+    assert busy_s == pytest.approx(stay_s, rel=1e-9)
+    assert wanted == pytest.approx((2.0 * held_s / (1.0 / rates + held_s)).sum(), rel=1e-9)
+    assert running_adapters(load, life_s) == pytest.approx((2.0 * (1.0 - longer)).sum(), rel=1e-9)
+    rotation = slot_rotation(load, busy_s, life_s, period_s, HORIZON_S)
+    free_s = 1.0 / rates + stays_s(load, busy_s, life_s, period_s)
+    wait_s = np.maximum(0.0, period_s - free_s)
+    assert rotation.loads_per_s == pytest.approx((2.0 / np.maximum(period_s, free_s)).sum(), rel=1e-9)
+    assert rotation.wait_s == pytest.approx((2.0 * rates * wait_s).sum() / load.total_rps, rel=1e-9)
 
 
 @given(LOADS, SLOTS)

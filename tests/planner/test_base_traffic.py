@@ -50,6 +50,10 @@ def test_a_fleet_of_the_base_model_alone_has_no_slots() -> None:
     assert Plan.model_validate_json(answer.to_json()) == answer
 
 
+def test_a_time_limit_applies_to_the_base_model_alone() -> None:
+    assert planned(workload(), time_limit_s=60.0).groups[0].base is not None
+
+
 def test_hot_base_traffic_is_split_over_the_fewest_gpus() -> None:
     answer = planned(workload(base_rps=3.0))
     assert answer.totals.gpus == 3

@@ -1,14 +1,18 @@
 """Intervals of predictions carry the spread over seeds and that of drawn profiles."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan import Adapter, Lengths, Profile, Workload, load_profile, plan, simulate
+from capplan import Adapter, Lengths, Profile, Workload, explain, load_profile, plan, simulate
 from capplan.models.uncertainty import DRAWS, pessimistic_profile
+from capplan.planner.estimate import TwinEstimator
+from capplan.planner.explain import CurveRuns
+from capplan.planner.explain.rebuild import rebuild
 from capplan.planner.intervals import LEVEL, prediction_interval
 from capplan.spec import Plan, Uncertainty
 
@@ -97,3 +101,26 @@ def test_a_robust_plan_holds_with_slow_steps_and_takes_a_gpu_for_it() -> None:
     assert (usual.totals.gpus, robust.totals.gpus) == (1, 2)
     assert robust.verification.ok
     assert robust.provenance["robust"] == quantile
+    check_explanations(usual, robust, bounded, profile)
+
+
+def check_explanations(usual: Plan, robust: Plan, workload: Workload, profile: Profile) -> None:
+    """Check that curves and other fleets have the step times of the search: one GPU fails with slow ones."""
+    told, slow = (explain(each, workload, profile=profile) for each in (usual, robust))
+    (alone,) = told.groups
+    assert alone.curve.chosen_point.holds
+    assert alone.curve.robust is None
+    fewer = slow.what_if[0]
+    assert fewer.gpus == 1
+    assert not fewer.holds
+    for group in slow.groups:
+        assert group.curve.robust == robust.provenance["robust"]
+        assert group.curve.chosen_point.holds
+        assert "step times at their quantile" not in alone.why_a_max
+    instance = rebuild(robust, workload, profile, "workload").groups[0]
+    runs = CurveRuns(instance.problem, instance.assignment)
+    estimate = TwinEstimator(instance.problem, 0)(instance.assignment)
+    simulated = runs.evaluate("a_max", instance.assignment.a_max).result
+    assert simulated.throughput_tok_s == estimate.throughput_tok_s
+    fitted = CurveRuns(replace(instance.problem, robust=None), instance.assignment)
+    assert simulated.tpot_ms_p99 > fitted.evaluate("a_max", instance.assignment.a_max).result.tpot_ms_p99

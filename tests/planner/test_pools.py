@@ -149,6 +149,32 @@ def test_groups_of_pools_with_different_engines_name_theirs(profile: Profile, tm
     assert sum(group.engine is None for group in made.groups) == 1
 
 
+def test_pools_with_and_without_an_adapter_cache_are_refused_before_the_search(
+    heavy: Workload, profile: Profile, tmp_path: Path
+) -> None:
+    """The cluster twin refuses such instances; the search would take its time first."""
+    other = profile.replace(
+        name="other/cache",
+        engine=profile.engine.replace(name="capplan", version="0.1.0", rules="chameleon"),
+    )
+    (tmp_path / "other.json").write_text(other.model_dump_json())
+    pools = (
+        pool_config("plain", 1, None),
+        {**pool_config("cached", 4, None), "profile": str(tmp_path / "other.json")},
+    )
+
+    def never(problem: Problem, context: SolverContext) -> Sequence[Assignment]:
+        raise AssertionError("searched")
+
+    solver = replace(REGISTRY["capplan"], place=never)
+    rule = "pools: cached.profile: must serve with a scheduler and an adapter cache, or without"
+    with pytest.raises(InputError, match=rule):
+        plan(heavy.replace(pools=pools), solver=solver)
+    cached = heavy.replace(pools=pools, scheduler="chameleon", cache="chameleon")
+    with pytest.raises(AssertionError, match="searched"):
+        plan(cached, solver=solver)
+
+
 def test_max_model_len_never_exceeds_the_positions_of_the_model() -> None:
     shipped = load_profile(PROFILE)
     short = shipped.replace(model=shipped.model.replace(max_positions=4096))

@@ -1,3 +1,5 @@
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capplan import Adapter, InfeasibleError, InputError, Lengths, Plan, Workload, plan
+from capplan.planner.estimate import TwinEstimator
 from capplan.planner.previous import (
     PreviousInstance,
     moved_adapters,
@@ -17,6 +20,12 @@ from capplan.planner.previous import (
     previous_instances,
 )
 from capplan.planner.problem import AdapterShare, Assignment, Problem, make_problem
+from capplan.planner.search.data import SearchData, build_search_data
+from capplan.planner.search.evaluator import Evaluator
+from capplan.planner.search.local_search import LocalSearch
+from capplan.planner.search.moves import MoveSearch
+from capplan.planner.search.placement import PlacementState
+from capplan.planner.search.warm_start import warm_start
 from capplan.planner.solvers.base import Requirement, Solver, SolverContext
 from capplan.spec import Move
 from tests.planner.conftest import MODEL, PROFILE
@@ -95,6 +104,28 @@ def test_a_plan_from_scratch_replaces_a_near_one_that_repairs_made_larger(
     assert made.verification.ok
     assert made.totals.gpus == 2
     assert made.moves == ()
+
+
+def test_no_start_is_built_twice_on_one_size(workload: Make, in_force: Path) -> None:
+    """The second search, which may improve starts, does not repeat the first, which leaves them."""
+    problem = make_problem(workload(*scaled(2.0)), 8, None)
+    old = previous_instances(Plan.from_json(in_force))
+    built: Counter[tuple[int, ...]] = Counter()
+
+    def start(data: SearchData, pools: Sequence[int]) -> PlacementState | None:
+        built[tuple(pools)] += 1
+        return warm_start(old)(data, pools)
+
+    twin = TwinEstimator(problem, 0)
+    data = build_search_data(problem)
+    local = LocalSearch(data, Evaluator(data, twin, twin), time.monotonic() + 60.0, (start,))
+    search = MoveSearch(problem, old, local)
+    first = search.search(None)
+    second = search.search(first)
+    assert first is not None
+    assert second is not None
+    assert search.cost(second) <= search.cost(first)
+    assert set(built.values()) == {1}
 
 
 def test_moves_are_priced(workload: Make, tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from capplan import InfeasibleError, InputError, Plan, Workload, plan
-from capplan.planner.api import solve
 from capplan.planner.deadline import Deadline, OutOfTimeError, TimeBudget
 from capplan.planner.estimate import TwinEstimator
 from capplan.planner.evaluate import evaluate_cluster
 from capplan.planner.parallel import parallel_until
 from capplan.planner.problem import Assignment, Problem, make_problem
+from capplan.planner.solve import solve
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers.base import SolverContext
 from capplan.planner.verify import make_verifier
@@ -51,6 +51,18 @@ def test_calls_that_a_deadline_ends_have_no_result_and_leave_no_thread() -> None
     assert parallel_until(wait, [0.0, 60.0, 0.01] + 20 * [60.0], deadline) == [0.0, None, 0.01] + 20 * [None]
     assert time.monotonic() - started < 5.0
     assert threading.active_count() == threads
+
+
+def test_an_answer_reported_before_the_time_ends_is_used(workload: Make) -> None:
+    """The number of GPUs named for want of time is not above one on which an answer was found."""
+
+    def ends(problem: Problem, context: SolverContext) -> Sequence[Assignment]:
+        context.on_answer([Assignment((share,), 1) for share in problem.shares])
+        context.on_answer([Assignment(problem.shares, len(problem.shares))])
+        raise InfeasibleError("time: no placement found", "time")
+
+    solver = replace(find_solver("greedy"), name="ends", place=ends)
+    assert plan(workload(*FEW), gpus=4, seeds=1, solver=solver).totals.gpus == 1
 
 
 def test_errors_of_a_call_are_raised_and_later_calls_do_not_start() -> None:

@@ -213,15 +213,20 @@ def cluster_result(
     overall = _overall(scenario, trace, parts)
     values: dict[str, Any] = {f.name: getattr(overall, f.name) for f in fields(SimulationResult)}
     values["wall_s"] = wall_s
+    routed = _routed(scenario, trace, parts)
+    attained: tuple[Attainment, ...] = ()
+    if tpt_over_base is not None:
+        attained = tuple(
+            tpt_attainment(p.scenario, p.trace, routed.status[p.rows], p.overhead_s, tpt_over_base)
+            for p in parts
+        )
     return ClusterResult(
         **values,
         instances=tuple(part.summary() for part in parts),
         requests_per_instance=tuple(part.rows.size for part in parts),
         migrations=trace.migrations,
-        requests=_routed(scenario, trace, parts),
-        tpt_over_base=()
-        if tpt_over_base is None
-        else tuple(tpt_attainment(p.scenario, p.trace, p.overhead_s, tpt_over_base) for p in parts),
+        requests=routed,
+        tpt_over_base=attained,
     )
 
 

@@ -79,6 +79,8 @@ class SettingCurve:
     """Simulated multiple of the planned load: 1 / (1 - headroom), as in the search."""
     offered_tok_s: float
     """Offered input and output tokens per second."""
+    robust: float | None = field(default=None, kw_only=True)
+    """Quantile of the simulated step times, as in the search; None: the fitted ones."""
 
     @property
     def chosen_point(self) -> CurvePoint:
@@ -98,7 +100,10 @@ class SlotCurve(SettingCurve):
 
 @dataclass(frozen=True)
 class CurveRuns:
-    """Simulations of an instance with other settings, at the planned load over (1 - headroom)."""
+    """Simulations of an instance with other settings, as the search makes them.
+
+    They are at the planned load over (1 - headroom), with the step times of `Problem.robust`.
+    """
 
     problem: Problem
     assignment: Assignment
@@ -132,7 +137,7 @@ class CurveRuns:
     def evaluate(self, setting: str, value: int, step: int = 0) -> Evaluation:
         """Simulate a value of a setting; `step` is added to the seed."""
         changed = self._with(setting, value)
-        return evaluate(self.problem, changed, self.seed + step, self.duration_s, self.scale)
+        return evaluate(self.problem.pessimistic, changed, self.seed + step, self.duration_s, self.scale)
 
     def _with(self, setting: str, value: int) -> Assignment:
         change: dict[str, Any] = {setting: value}
@@ -159,6 +164,7 @@ def slot_curve(runs: CurveRuns, answered: Callable[[int], None] | None = None) -
         chosen=assignment.a_max,
         scale=runs.scale,
         offered_tok_s=_offered_tok_s(evaluations),
+        robust=runs.problem.robust,
         adapters=distinct_adapters(assignment.shares),
         most_slots=None if most == _MAX_SLOTS else most,
     )
@@ -181,6 +187,7 @@ def knob_curves(runs: CurveRuns, answered: Callable[[int], None] | None = None) 
                 chosen=getattr(runs.problem.engine_args(runs.assignment), knob),
                 scale=runs.scale,
                 offered_tok_s=_offered_tok_s(list(mine.values())),
+                robust=runs.problem.robust,
             )
         )
     return tuple(curves)

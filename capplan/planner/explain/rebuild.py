@@ -74,7 +74,8 @@ def rebuild(plan: Plan, workload: Workload, profile: Profile | None, source: str
     """
     problem = _rebuild_problem(plan, _planned_workload(plan, workload, source), profile)
     knobs = KnobSearch.named(str(plan.provenance.get("knobs", KnobSearch.FITTED)))
-    problem = replace(problem, knobs=knobs, gpus_per_link=_number(plan, "gpus_per_link", 1))
+    links = _number(plan, "gpus_per_link", 1)
+    problem = replace(problem, knobs=knobs, robust=_quantile(plan), gpus_per_link=links)
     numbers: Counter[str] = Counter()
     return RebuiltPlan(
         problem, tuple(_rebuild_group(problem, plan, group, numbers, source) for group in plan.groups)
@@ -90,6 +91,12 @@ def _number(plan: Plan, key: str, least: int) -> int:
     """Return a whole number of the provenance; `least` without one, or for a smaller one."""
     value = plan.provenance.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= least else least
+
+
+def _quantile(plan: Plan) -> float | None:
+    """Return the quantile of the step times that the plan was made for; None for the fitted ones."""
+    value = plan.provenance.get("robust")
+    return value if isinstance(value, float) and 0.5 <= value < 1.0 else None
 
 
 def _planned_workload(plan: Plan, workload: Workload, source: str) -> Workload:

@@ -143,7 +143,8 @@ def _doubt(one: CurvePoint, other: CurvePoint, name: str) -> str:
 
 
 def _load(curve: SlotCurve) -> str:
-    return "at the planned load" if curve.scale == 1.0 else f"at {curve.scale:.2f} x the planned load"
+    load = "at the planned load" if curve.scale == 1.0 else f"at {curve.scale:.2f} x the planned load"
+    return load if curve.robust is None else f"{load} and step times at their quantile {curve.robust:g}"
 
 
 def _percent(share: float) -> str:

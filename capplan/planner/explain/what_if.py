@@ -105,7 +105,8 @@ def _replan(fleet: FleetChange, objective: Objective, seed: int, progress: Progr
     workload = fleet.workload.replace(objective=objective, previous_plan=None, move_cost=None)
     profile = None if workload.pools else fleet.problem.profile
     gpus = None if workload.pools else fleet.gpus
-    problem = replace(make_problem(workload, gpus, profile), knobs=fleet.problem.knobs)
+    made, old = make_problem(workload, gpus, profile), fleet.problem
+    problem = replace(made, knobs=old.knobs, robust=old.robust, gpus_per_link=old.gpus_per_link)
     options = PlanOptions(find_solver("capplan"), seed=seed, seeds=1, finds_shortage=False)
     return plan_problem(problem, options, progress=report)
 

@@ -88,6 +88,15 @@ def _fleet_steps(most: Sequence[int]) -> list[int]:
     return steps
 
 
+class UnchangedSearch(NamedTuple):
+    """Result of trying the initial solutions of a fleet as they are."""
+
+    confirmed: tuple[Assignment, ...] | None
+    """Confirmed placement, if there is one."""
+    refused: tuple[PlacementState, ...]
+    """Otherwise all of them."""
+
+
 @dataclass(frozen=True)
 class LocalSearch:
     """Search for a placement that the twin confirms, until a deadline."""
@@ -153,19 +162,20 @@ class LocalSearch:
         found = next(self._placements(fleet), None)
         return None if found is None else self._reported(found)
 
-    def search_unchanged(self, fleet: FleetSize, improving: bool) -> tuple[Assignment, ...] | None:
-        """Return the first initial solution on a fleet that the twin confirms as it is.
-
-        If none is and `improving`, return the first improved one that is confirmed.
-        """
-        states: list[PlacementState] = []
+    def search_unchanged(self, fleet: FleetSize) -> UnchangedSearch:
+        """Return the first initial solution on a fleet that the twin confirms as it is."""
+        refused: list[PlacementState] = []
         for state in self._initial_placements(fleet):
             confirmed = self.evaluator.confirm_all(state)
             if confirmed is not None:
-                return self._reported(confirmed)
-            states.append(state)
-        rounds = _ROUNDS + 4 * sum(fleet)
-        for state in states if improving else ():
+                return UnchangedSearch(self._reported(confirmed), ())
+            refused.append(state)
+        return UnchangedSearch(None, tuple(refused))
+
+    def search_improved(self, refused: Sequence[PlacementState]) -> tuple[Assignment, ...] | None:
+        """Return the first of these placements of one fleet that is confirmed after improvement."""
+        for state in refused:
+            rounds = _ROUNDS + 4 * len(state)
             if not self.timed_out and improve(state, self.evaluator, rounds):
                 confirmed = self._confirm(state, rounds)
                 if confirmed is not None:

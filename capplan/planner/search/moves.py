@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from capplan.planner.previous import PreviousInstance, count_moves
@@ -13,6 +13,7 @@ from capplan.planner.problem import Assignment, Problem
 from capplan.planner.search.local_search import (
     FleetSize,
     LocalSearch,
+    UnchangedSearch,
     fleet_cost,
     fleet_size_of,
     fleet_sizes,
@@ -46,6 +47,8 @@ class MoveSearch:
     """Problem, and instances of the plan in force."""
     local: LocalSearch
     """Search from initial solutions with more and more moves."""
+    _unchanged: dict[FleetSize, UnchangedSearch] = field(default_factory=dict)
+    """Results of the initial solutions as they are, which a second search does not try again."""
 
     def search(self, known: Placement | None) -> Placement | None:
         """Return a placement near the plan in force if it costs less than the known one, else that.
@@ -57,10 +60,19 @@ class MoveSearch:
         for fleet in self._fleets(known):
             if self.local.timed_out or least[2] == 0 or self._least_cost(fleet) > least[0]:
                 return best
-            found = self.local.search_unchanged(fleet, improving=known is not None)
+            found = self._search_fleet(fleet, improving=known is not None)
             if found is not None and self.cost(found) < least:
                 best, least = found, self.cost(found)
         return best
+
+    def _search_fleet(self, fleet: FleetSize, improving: bool) -> Placement | None:
+        """Return an initial solution on a fleet that holds as it is or, if `improving`, improved."""
+        if fleet not in self._unchanged:
+            self._unchanged[fleet] = self.local.search_unchanged(fleet)
+        unchanged = self._unchanged[fleet]
+        if unchanged.confirmed is not None or not improving:
+            return unchanged.confirmed
+        return self.local.search_improved(unchanged.refused)
 
     def count_moves(self, placement: Sequence[Assignment]) -> int:
         """Return the number of adapters that a placement moves."""
