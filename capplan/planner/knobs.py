@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from capplan.errors import InputError
+from capplan.planner.parallel import estimate_all
 from capplan.spec import Profile
 from capplan.twin.extrapolation import MODELS, SLACK
 
@@ -123,9 +124,9 @@ def tune_knobs(
 ) -> TunedInstance:
     """Return an instance with the knobs of the least utilization, one knob after the other.
 
-    All values of a knob are tried, since the utilization is flat where steps do not reach the token budget.
-    Among equal values the current one stays. With `until_it_holds`, knobs are tuned only while the instance
-    does not hold.
+    All values of a knob are tried, side by side, since the utilization is flat where steps do not reach the
+    token budget. Among equal values the current one stays. With `until_it_holds`, knobs are tuned only while
+    the instance does not hold.
     """
     best = TunedInstance(assignment, estimator(assignment))
     for _ in range(_ROUNDS):
@@ -133,8 +134,8 @@ def tune_knobs(
         for knob in KNOBS:
             if not (until_it_holds and not best.estimate.starved):
                 others = knob_variants(problem, best.assignment, knob)
-                tried = [best, *(TunedInstance(each, estimator(each)) for each in others)]
-                best = min(tried, key=lambda each: each.estimate.utilization)
+                tried = map(TunedInstance, others, estimate_all(estimator, others))
+                best = min((best, *tried), key=lambda each: each.estimate.utilization)
         if best is before:
             break
     return best

@@ -223,12 +223,15 @@ class Evaluator:
         return Confirmation(other, min(_MAX_OVERLOAD, _MIN_OVERLOAD + overload))
 
     def _try_max_num_seqs(self, same: Sequence[InstanceContent], slots: int) -> InstanceSetting | None:
-        """Return a setting with another max_num_seqs that holds, if the workload leaves it open."""
-        for seqs in fallback_running_requests(self.data.problem):
-            setting = InstanceSetting(slots, seqs)
-            if max(self._overloads(same, setting)) < 0.0:
-                return setting
-        return None
+        """Return a setting with another max_num_seqs that holds, if the workload leaves it open.
+
+        The first sample is simulated with all of them side by side: mostly none holds.
+        """
+        problem = self.data.problem
+        settings = [InstanceSetting(slots, seqs) for seqs in fallback_running_requests(problem)]
+        first = (self._assignment(same[0], setting) for setting in settings)
+        estimate_all(self.twin, list(filter(problem.fits_in_memory, first)))
+        return next((each for each in settings if max(self._overloads(same, each)) < 0.0), None)
 
     def _try_other_settings(
         self, same: Sequence[InstanceContent], slots: Sequence[int]
@@ -249,8 +252,9 @@ class Evaluator:
 
         def best_of(settings: Iterable[InstanceSetting]) -> Assignment | None:
             candidates = (self._assignment(same[0], setting) for setting in settings)
-            fitting = filter(problem.fits_in_memory, candidates)
-            return min(fitting, key=lambda each: self.twin(each).utilization, default=None)
+            fitting = list(filter(problem.fits_in_memory, candidates))
+            estimates = dict(zip(fitting, estimate_all(self.twin, fitting), strict=True))
+            return min(estimates, key=lambda each: estimates[each].utilization, default=None)
 
         start = best_of(map(InstanceSetting, slots))
         if start is None:
