@@ -12,7 +12,6 @@ from capplan.models.slot_sharing import (
     busy_periods,
     first_share,
     rotation_period_s,
-    running_adapters,
     slot_rotation,
 )
 from tests.models.test_fluid import load_of
@@ -84,7 +83,9 @@ def test_sums_over_many_rates_are_those_of_numpy(
     held_s = np.minimum(STAY_S, stay_s)
     assert busy_s == pytest.approx(stay_s, rel=1e-9)
     assert wanted == pytest.approx((2.0 * held_s / (1.0 / rates + held_s)).sum(), rel=1e-9)
-    assert running_adapters(load, life_s) == pytest.approx((2.0 * (1.0 - longer)).sum(), rel=1e-9)
+    for each in (load, load._replace(arrivals_cv=0.5)):
+        active, _ = busy_periods(each, life_s, np.empty(adapters))
+        assert active == pytest.approx((2.0 * (1.0 - longer)).sum(), rel=1e-9)
     rotation = slot_rotation(load, busy_s, life_s, period_s, HORIZON_S)
     free_s = 1.0 / rates + stays_s(load, busy_s, life_s, period_s)
     wait_s = np.maximum(0.0, period_s - free_s)
