@@ -22,9 +22,9 @@ from benchmarks.loraserve.load import (
     ttft_s,
 )
 from capplan import Assignment, EngineArgs, Problem, Profile, Workload
-from capplan.planner.api import solve
 from capplan.planner.estimate import TwinEstimator
 from capplan.planner.problem import AdapterShare, make_problem
+from capplan.planner.solve import solve
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers.loraserve import OperatingPoints
 from capplan.planner.solvers.random_placement import contiguous_by_rank
