@@ -106,7 +106,7 @@ class InstanceClient:
     Attributes
     ----------
     pool
-        Connections for forwarded requests and for states.
+        Connections for forwarded requests, states and pings.
     running
         Number of requests sent and not answered as a whole.
     progress_s
@@ -179,16 +179,20 @@ class InstanceClient:
             If there is none, or its status is an error.
         """
         async with asyncio.timeout(timeout_s):
-            connection = await self.pool.connection()
-            try:
-                self.pool.get(connection, "/state")
-                await connection.wait_for_head()
-                body = await connection.whole_body()
-            finally:
-                self.pool.release(connection)
-        if connection.status != HTTPStatus.OK:
+            status, body = await self._fetch("/state")
+        if status != HTTPStatus.OK:
             raise ConnectionLostError
         return body
+
+    async def _fetch(self, path: str) -> tuple[int, bytes]:
+        """Return status and body of a small response, over the connections of forwarded requests."""
+        connection = await self.pool.connection()
+        try:
+            self.pool.get(connection, path)
+            await connection.wait_for_head()
+            return connection.status, await connection.whole_body()
+        finally:
+            self.pool.release(connection)
 
     async def ping(self, timeout_s: float) -> str | None:
         """Return why the instance accepts no requests; None: it does.
@@ -201,21 +205,21 @@ class InstanceClient:
             If the router has too many open files.
         """
         try:
-            return await _within(timeout_s, self._ping())
-        except aiohttp.ClientError:
+            status, body = await _within(timeout_s, self._fetch("/ping"))
+        except TimeoutError:
+            raise
+        except OSError as error:
+            if error.errno in _FILE_LIMITS:
+                raise FileLimitError from None
             return "unreachable"
-
-    async def _ping(self) -> str | None:
-        with _file_limit():
-            got = await self._session.get("/ping")
-        async with got as response:
-            if response.ok:
-                return None
-            body = await response.read()
+        except ConnectionLostError:
+            return "unreachable"
+        if status < HTTPStatus.BAD_REQUEST:
+            return None
         try:
             return str(json.loads(body)["reason"])
         except (ValueError, TypeError, KeyError):
-            return f"status {response.status}"
+            return f"status {status}"
 
     async def close(self) -> None:
         """Fail all requests in progress."""
