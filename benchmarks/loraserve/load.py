@@ -53,7 +53,9 @@ def production_workload(adapters: int, traces: Path) -> Workload:
     """
     popular = preset_workload(f"loraserve-production-{adapters}", traces=str(traces))
     steady = trace_workload("poisson-uniform", traces)
-    return steady.model_copy(update={"adapters": popular.adapters})
+    without = {"prompt_tokens": None, "output_tokens": None}  # lengths of the clients
+    alike = tuple(adapter.model_copy(update=without) for adapter in popular.adapters)
+    return steady.model_copy(update={"adapters": alike})
 
 
 def grown(workload: Workload, factor: int) -> Workload:
