@@ -25,6 +25,7 @@ from capplan.profiling.load.requests import LoadSettings, Target
 from capplan.profiling.server.process import ServerCommand, flag_words, run_capplan, running_server
 from capplan.spec import write_text_atomic
 from capplan.spec.registry import AdapterRegistry
+from capplan.spec.routing import MEAN_LENGTHS
 from capplan.spec.trace import Trace
 from capplan.workload import zipf
 
@@ -145,6 +146,7 @@ class ClusterSetting:
         document = json.loads(plan.read_text(encoding="utf-8"))
         for group in document["groups"]:  # routers and re-balancing load it
             group["profile"] = str(self.profile.resolve())
+        document["provenance"] |= dict(zip(MEAN_LENGTHS, (PROMPT.mean, OUTPUT.mean), strict=True))
         write_text_atomic(plan, json.dumps(document))
         return plan
 
