@@ -32,6 +32,7 @@ from capplan.spec.profile import (
     Uncertainty,
 )
 from capplan.spec.queues import QueueClass, QueueConfig, Queues, Wrs
+from capplan.spec.rebalance import RebalanceSettings
 from capplan.spec.scheduling import Cache, Predictor, Scheduler
 from capplan.spec.slo import STARVED_BELOW, Gpus, Objective, Pool, Slo
 from capplan.spec.step_tables import StepTable, TableAxis
@@ -93,6 +94,7 @@ __all__ = [
     "QueueClass",
     "QueueConfig",
     "Queues",
+    "RebalanceSettings",
     "Renewal",
     "Scheduler",
     "SchedulingPrediction",

@@ -25,6 +25,7 @@ from capplan.spec.limits import beyond, input_limits
 from capplan.spec.lora_modules import TargetModules
 from capplan.spec.predicted import Predicted
 from capplan.spec.queues import Queues
+from capplan.spec.rebalance import REBALANCE, RebalanceSettings
 from capplan.spec.routing import ROUTER, RouterName
 from capplan.spec.scheduling import Cache, CacheSource, Scheduler, SchedulerSource, check_pair, completed
 from capplan.spec.slo import Objective, Slo
@@ -264,6 +265,7 @@ class Plan(Displayed, SpecModel):
     totals: Totals = Field(description="Size and price.")
     moves: Many[Move] = Field(default=(), description="Changes from the plan in force.")
     router: RouterName | None = Field(default=None, description=ROUTER)
+    rebalance: RebalanceSettings | None = Field(default=None, description=REBALANCE)
     provenance: dict[str, JsonValue] = Field(
         default={}, description="Where the numbers and the plan come from."
     )
@@ -271,7 +273,7 @@ class Plan(Displayed, SpecModel):
 
     @model_serializer(mode="wrap")
     def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return without_unset(handler(self), ("router",))
+        return without_unset(handler(self), ("router", "rebalance"))
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

@@ -17,6 +17,7 @@ from capplan.spec.engine_args import EngineConfig
 from capplan.spec.lengths import LengthPairs, Lengths
 from capplan.spec.lora_modules import TargetModules
 from capplan.spec.queues import PROMPT_WEIGHT, QueueConfig
+from capplan.spec.rebalance import REBALANCE, RebalanceSettings
 from capplan.spec.routing import ROUTER, RouterName
 from capplan.spec.scheduling import (
     CACHE,
@@ -137,6 +138,7 @@ class PlanningRequirements(SpecModel):
         default=None, description="Queues by request size of scheduler chameleon, which this key implies."
     )
     router: RouterName | None = Field(default=None, description=ROUTER)
+    rebalance: RebalanceSettings | None = Field(default=None, description=REBALANCE)
     previous_plan: Text | None = Field(
         default=None, description="Plan in force, to keep adapters where they are."
     )
@@ -151,6 +153,8 @@ class PlanningRequirements(SpecModel):
         if self.pools and (self.profile is not None or self.gpus is not None):
             raise rule_error("replaces profile and gpus: give one or the other", key=("pools",))
         check_unique("pools", [pool.name for pool in self.pools])
+        if self.pools and self.rebalance is not None:
+            raise rule_error("needs equal GPUs: does not go with pools", key=("rebalance",))
         if self.move_cost is not None and self.objective not in (Objective.MIN_GPUS, Objective.MIN_COST):
             raise rule_error("goes with objective min_gpus or min_cost", key=("move_cost",))
         if self.objective is Objective.MIN_COST:

@@ -1,24 +1,20 @@
 """Re-balancing: which servers serve which shares of the adapters, as their demand changes."""
 
-from capplan.serving.rebalancing.demand import FORECASTS, DemandHistory, Forecast, arrived_tok_s, extrapolate
+from capplan.serving.rebalancing.demand import DemandHistory, arrived_tok_s, extrapolate
+from capplan.serving.rebalancing.near import place_near
 from capplan.serving.rebalancing.placement import AdapterDemand, LoraservePlacement, place
-from capplan.serving.rebalancing.rebalancer import (
-    SOLVERS,
-    Rebalanced,
-    Rebalancer,
-    RebalanceSettings,
-    Replan,
-    ReplanRequest,
-)
+from capplan.serving.rebalancing.rebalancer import Rebalanced, Rebalancer, Replan, ReplanRequest
+from capplan.spec.rebalance import FORECASTS, REBALANCE_SOLVERS, Forecast, RebalanceSettings, RebalanceSolver
 
 __all__ = [
     "FORECASTS",
-    "SOLVERS",
+    "REBALANCE_SOLVERS",
     "AdapterDemand",
     "DemandHistory",
     "Forecast",
     "LoraservePlacement",
     "RebalanceSettings",
+    "RebalanceSolver",
     "Rebalanced",
     "Rebalancer",
     "Replan",
@@ -26,4 +22,5 @@ __all__ = [
     "arrived_tok_s",
     "extrapolate",
     "place",
+    "place_near",
 ]

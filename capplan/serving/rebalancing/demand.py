@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from capplan.errors import InputError
-
-Forecast: TypeAlias = Literal["holt", "last", "ewma", "linear"]
-FORECASTS: Final[tuple[str, ...]] = get_args(Forecast)
+from capplan.spec.rebalance import FORECASTS, Forecast
 
 _HOLT_LEVEL: Final = 0.5
 """Weight of the newest window in the level, also of `ewma`."""

@@ -5,59 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal, TypeAlias, get_args
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InputError
-from capplan.serving.rebalancing.demand import FORECASTS, DemandHistory, Forecast
+from capplan.serving.rebalancing.demand import DemandHistory
 from capplan.serving.rebalancing.labels import label_servers
+from capplan.serving.rebalancing.near import place_near
 from capplan.serving.rebalancing.placement import AdapterDemand, place, require_points
-
-Solver: TypeAlias = Literal["loraserve", "capplan"]
-SOLVERS: Final[tuple[str, ...]] = get_args(Solver)
+from capplan.spec.rebalance import RebalanceSettings
 
 Shares: TypeAlias = Sequence[Mapping[str, float]]
 """Per server, the share of each adapter that it serves."""
-
-
-@dataclass(frozen=True)
-class RebalanceSettings:
-    """Settings of re-balancing.
-
-    Parameters
-    ----------
-    period_s
-        Time between two re-balancings, and length of a window of demand. The paper leaves it to the
-        administrator.
-    forecast
-        Forecast of the demand, as in `DemandHistory`.
-    permute
-        Whether servers are permuted such that the fewest bytes are copied.
-    solver
-        ``loraserve``: Algorithm 1 of the paper; ``capplan``: a function that the planner supplies.
-    price_per_gb
-        For ``capplan``: reduction of the largest utilization that moving a GB (10^9 bytes) must bring.
-    """
-
-    period_s: float = 300.0
-    forecast: Forecast = "holt"
-    permute: bool = True
-    solver: Solver = "loraserve"
-    price_per_gb: float = 0.01
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.period_s < math.inf:
-            raise InputError("must be a finite number > 0", self.period_s, "rebalance.period_s")
-        for name, value, allowed in (
-            ("forecast", self.forecast, FORECASTS),
-            ("solver", self.solver, SOLVERS),
-        ):
-            if value not in allowed:
-                raise InputError(f"must be one of {', '.join(allowed)}", value, f"rebalance.{name}")
-        if not 0.0 <= self.price_per_gb < math.inf:
-            raise InputError("must be a finite number >= 0", self.price_per_gb, "rebalance.price_per_gb")
 
 
 @dataclass(frozen=True)
@@ -66,6 +27,8 @@ class ReplanRequest:
 
     adapters: Sequence[AdapterDemand]
     """Adapters with their forecast demand."""
+    operating_points: Mapping[int, float]
+    """Highest token rate that one server sustains, by rank."""
     stored: Sequence[Collection[str]]
     """Names of the adapters that each server stores."""
     shares: Shares
@@ -75,6 +38,13 @@ class ReplanRequest:
 
 Replan: TypeAlias = Callable[[ReplanRequest], Shares]
 """A solver that re-plans: returns the shares of every server, in the order of the request."""
+
+
+def replan_near(request: ReplanRequest) -> Shares:
+    """Return the shares by `place_near`."""
+    return place_near(
+        request.adapters, request.operating_points, request.stored, request.shares, request.price_per_gb
+    )
 
 
 @dataclass(frozen=True)
@@ -116,12 +86,12 @@ class Rebalancer:
     settings
         Settings.
     replan
-        The solver of settings with ``solver="capplan"``.
+        Solver for settings with ``solver="capplan"``; None: `place_near`.
 
     Raises
     ------
     InputError
-        For no server, an adapter given twice, a rank without operating point, or a missing `replan`.
+        For no server, an adapter given twice, or a rank without operating point.
     """
 
     def __init__(
@@ -134,8 +104,6 @@ class Rebalancer:
     ) -> None:
         if servers < 1:
             raise InputError("must be >= 1", servers, "servers")
-        if settings.solver == "capplan" and replan is None:
-            raise InputError("needs a planner", settings.solver, "rebalance.solver")
         require_points(operating_points, (adapter.rank for adapter in adapters))
         self.settings = settings
         self.servers = servers
@@ -145,7 +113,7 @@ class Rebalancer:
             raise InputError("must be given once", sorted(a.name for a in adapters), "adapters")
         self._declared = np.array([adapter.tok_s for adapter in self._adapters])
         self._points = operating_points
-        self._replan = replan if settings.solver == "capplan" else None
+        self._replan = None if settings.solver == "loraserve" else replan or replan_near
         self._history = DemandHistory(len(self._adapters), settings.forecast)
 
     def step(
@@ -190,7 +158,7 @@ class Rebalancer:
             new, moved, unpermuted = made.shares, made.bytes_to_copy, made.unpermuted_bytes
         else:
             request = ReplanRequest(
-                adapters, there, [shares[server] for server in up], self.settings.price_per_gb
+                adapters, self._points, there, [shares[server] for server in up], self.settings.price_per_gb
             )
             new, moved, unpermuted = self._labelled(self._replan(request), there)
         everywhere: list[Mapping[str, float]] = [{} for _ in range(self.servers)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,11 +12,14 @@ from hypothesis import strategies as st
 
 from capplan import InputError
 from capplan.serving.rebalancing import (
+    FORECASTS,
+    REBALANCE_SOLVERS,
     AdapterDemand,
     Forecast,
     Rebalanced,
     Rebalancer,
     RebalanceSettings,
+    RebalanceSolver,
     ReplanRequest,
 )
 
@@ -39,11 +41,11 @@ def missing_bytes(shares: Sequence[Mapping[str, float]], stored: Sequence[set[st
     return sum(SIZES[name] for served, there in pairs for name in served if name not in there)
 
 
-@given(WINDOWS, st.sampled_from(get_args(Forecast)), st.booleans())
+@given(WINDOWS, st.sampled_from(FORECASTS), st.booleans(), st.sampled_from(REBALANCE_SOLVERS))
 def test_every_adapter_is_served_in_shares_that_sum_to_one(
-    windows: list[dict[str, float]], forecast: Forecast, permute: bool
+    windows: list[dict[str, float]], forecast: Forecast, permute: bool, solver: RebalanceSolver
 ) -> None:
-    rebalancer = new(RebalanceSettings(forecast=forecast, permute=permute))
+    rebalancer = new(RebalanceSettings(forecast=forecast, permute=permute, solver=solver))
     stored: list[set[str]] = [set(NAMES[i::SERVERS]) for i in range(SERVERS)]
     shares: Sequence[Mapping[str, float]] = [dict.fromkeys(own, 1.0) for own in stored]
     for window in windows:
@@ -67,9 +69,9 @@ def test_the_same_windows_give_the_same_shares(windows: list[dict[str, float]]) 
     assert run(as_array=True) == run(as_array=False)
 
 
-@given(WINDOWS)
-def test_an_unchanged_demand_moves_nothing(windows: list[dict[str, float]]) -> None:
-    rebalancer = new(RebalanceSettings(forecast="last"))
+@given(WINDOWS, st.sampled_from(REBALANCE_SOLVERS))
+def test_an_unchanged_demand_moves_nothing(windows: list[dict[str, float]], solver: RebalanceSolver) -> None:
+    rebalancer = new(RebalanceSettings(forecast="last", solver=solver))
     for window in windows:
         first = rebalancer.step(window, [set[str]()] * SERVERS, [{}] * SERVERS)
     again = rebalancer.step(windows[-1], [set(own) for own in first.shares], first.shares)
@@ -137,10 +139,10 @@ def test_invalid_shares_of_a_solver_are_rejected(shares: list[dict[str, float]],
 @pytest.mark.parametrize(
     ("fields", "rule"),
     [
-        ({"period_s": 0.0}, "rebalance.period_s: must be a finite number > 0"),
-        ({"forecast": "oracle"}, "rebalance.forecast: must be one of holt, last, ewma, linear"),
-        ({"solver": "greedy"}, "rebalance.solver: must be one of loraserve, capplan"),
-        ({"price_per_gb": -1.0}, "rebalance.price_per_gb: must be a finite number >= 0"),
+        ({"period_s": 0.0}, r"period_s: must be"),
+        ({"forecast": "oracle"}, r"forecast: must be .*holt"),
+        ({"solver": "greedy"}, r"solver: must be .*loraserve"),
+        ({"price_per_gb": -1.0}, r"price_per_gb: must be"),
     ],
 )
 def test_invalid_settings_are_rejected(fields: dict[str, object], rule: str) -> None:
@@ -159,8 +161,6 @@ def test_invalid_arguments_are_rejected() -> None:
         rebalancer.step({}, stored, shares, [4])
     with pytest.raises(InputError, match="operating point of rank 8"):
         Rebalancer(ADAPTERS, 2, {32: 1.0, 128: 1.0}, RebalanceSettings())
-    with pytest.raises(InputError, match=r"rebalance.solver: needs a planner"):
-        new(RebalanceSettings(solver="capplan"))
 
 
 def test_ten_thousand_adapters_on_many_servers_are_balanced() -> None:
