@@ -9,6 +9,7 @@ from capplan.serving.routers import (
     Toppings,
     WorkModel,
 )
+from capplan.twin.cluster.rebalancing import FleetMoves, RebalanceRound, Rebalancing
 from capplan.twin.cluster.reference import Candidate, PythonRouter, RoutedRequest
 from capplan.twin.cluster.routers import NamedRouter, served_router
 from capplan.twin.cluster.scenario import Instance
@@ -18,21 +19,29 @@ from capplan.twin.cluster.simulate import (
     simulate_cluster,
     simulate_without_adapters,
 )
+from capplan.twin.cluster.transfers import Crash, Faults, StorageEvent, TransferLink
 
 __all__ = [
     "ROUTERS",
     "Candidate",
     "ClusterResult",
+    "Crash",
     "Dlora",
+    "Faults",
+    "FleetMoves",
     "Gateway",
     "Instance",
     "LeastWorkLeft",
     "NamedRouter",
     "Performance",
     "PythonRouter",
+    "RebalanceRound",
+    "Rebalancing",
     "RoutedRequest",
     "RoutedRequests",
+    "StorageEvent",
     "Toppings",
+    "TransferLink",
     "WorkModel",
     "served_router",
     "simulate_cluster",

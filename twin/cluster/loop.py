@@ -46,6 +46,7 @@ REPORT = 4
 
 PAUSED = -2
 REFRESH_DUE = -3
+FETCH_DUE = -4
 
 
 def new_cursor(period_ns: int, report_period_ns: int = 0) -> np.record:
@@ -93,8 +94,9 @@ def serve(
     Returns
     -------
     int
-        NONE at the end, PAUSED at the time of a pause, REFRESH_DUE at that of a refresh; else an instance
-        that needs more rows before the loop can continue.
+        NONE at the end, PAUSED at the time of a pause, REFRESH_DUE at that of a refresh; FETCH_DUE if the
+        instance of the next request does not store its adapter; else an instance that needs more rows before
+        the loop can continue.
     """
     placement = cluster.placement
     while True:
@@ -122,6 +124,17 @@ def serve(
         member = load_member(cluster.memory, instance)
         mark_running(member.state, member.trace)
     return NONE
+
+
+@jit
+def route_again(
+    cluster: Cluster, rule: RoutingRule, key: np.uint64, answered: np.record, cursor: np.record
+) -> int:
+    """Route the request at the cursor, at the time of its hand-over; return values as of an arrival."""
+    first, last = _concerned(cluster, rule, key, cursor, ARRIVAL)
+    for place in range(first, last):
+        advance_to(cluster, cluster.placement.instance[place], cluster.stream.arrival_ns[cursor.next])
+    return _arrive(cluster, rule, key, answered, cursor)
 
 
 @inner
@@ -161,19 +174,24 @@ def _next_event(cluster: Cluster, rule: RoutingRule, cursor: np.record) -> tuple
 def _arrive(
     cluster: Cluster, rule: RoutingRule, key: np.uint64, answered: np.record, cursor: np.record
 ) -> int:
-    """Hand over the next request; return NONE, or the instance that lacks a row for it."""
+    """Hand over the next request; return NONE, FETCH_DUE, or the instance that lacks a row for it."""
     request = cursor.next
     if cursor.place == NONE:
         cursor.place = _observe_and_choose(cluster, rule, key, answered, cursor)
     place = cursor.place
     instance = int(cluster.placement.instance[place])
+    adapter = cluster.adapter[request]
+    is_stored = cluster.stored.size == 0 or cluster.stored[instance, adapter] > 0
     member = load_member(cluster.memory, instance)
-    if lacks_rows(cluster, instance, member, 1):
+    if is_stored and lacks_rows(cluster, instance, member, 1):
         return instance
-    hand_over(cluster, place, request, cluster.stream.arrival_ns[request], member)
     if cursor.report_period_ns > 0:
-        rank = cluster.rank[cluster.adapter[request]]
+        rank = cluster.rank[adapter]
         note_sent(cluster.seen, cluster.placement, place, rank, cluster.stream.prompt_tokens[request])
+    if not is_stored:
+        return FETCH_DUE
+    local = cluster.placement.local[place]
+    hand_over(cluster, instance, local, request, cluster.stream.arrival_ns[request], member)
     cursor.place = NONE
     cursor.next = request + 1
     return NONE
@@ -250,7 +268,7 @@ def migrate(
             count_present(member.clock, rank, -1)
             count_queued(member.clock, rank, -1, -cluster.stream.prompt_tokens[request])
         place = find_place(cluster.placement, cluster.adapter[request], there)
-        hand_over(cluster, place, request, later_ns, target)
+        hand_over(cluster, there, cluster.placement.local[place], request, later_ns, target)
     observe(cluster, here, member)
     return count, NONE
 

@@ -16,14 +16,13 @@ import numpy as np
 from capplan.compile import jit
 from capplan.errors import InputError
 from capplan.serving import NONE, State
+from capplan.serving.routers import Placement
 from capplan.serving.state import ENDING, LOADING, POOLED
 from capplan.twin import trace as t
-from capplan.twin.cluster.member import load_member
+from capplan.twin.cluster.layout import Laid, grow, lay_out
+from capplan.twin.cluster.rebalancing import FleetChanges, Rebalancing
 from capplan.twin.cluster.run import (
     ClusterTrace,
-    Laid,
-    grow,
-    lay_out,
     next_refresh_ns,
     refresh_members,
     report_period_ns,
@@ -31,7 +30,7 @@ from capplan.twin.cluster.run import (
     trace_of,
 )
 from capplan.twin.cluster.scenario import ClusterScenario
-from capplan.twin.cluster.steps import Cluster, advance_to, hand_over, lacks_rows
+from capplan.twin.cluster.steps import Cluster, advance_to, hand_to, lacks_row
 from capplan.twin.core import mark_running
 from capplan.twin.host_link import NEVER_NS
 from capplan.twin.scenario import NS_PER_S
@@ -119,10 +118,16 @@ class _Reports:
         places = self._laid.cluster.placement.instance.size
         return [observe_candidate(self._laid, place) for place in range(places)]
 
+    def read(self, laid: Laid, now_ns: int) -> None:
+        """Read the state of all instances, which have run up to now."""
+        self._laid = laid
+        if self._period_ns:
+            self._known = self._observed()
+            self._seen_ns = now_ns
+
     def report(self) -> None:
         """Report the state of all instances, which have run up to now."""
-        self._known = self._observed()
-        self._seen_ns = self.next_ns
+        self.read(self._laid, self.next_ns)
         self.next_ns += self._period_ns
         if self.next_ns >= self._laid.cluster.horizon_ns:
             self.next_ns = NEVER_NS
@@ -153,61 +158,123 @@ class _Reports:
 
 
 def run_with(
-    scenario: ClusterScenario, router: PythonRouter, seed: int, state_period_s: float = 0.0
+    scenario: ClusterScenario,
+    router: PythonRouter,
+    seed: int,
+    state_period_s: float = 0.0,
+    rebalancing: Rebalancing | None = None,
 ) -> ClusterTrace:
     """Simulate a cluster to its horizon as `run_cluster` does, with a router written in Python.
+
+    If adapters are re-balanced, a router with a method `forget` gets the set of those with other holders or
+    shares.
 
     Raises
     ------
     InputError
         If the router returns no position of a candidate.
     """
+    if rebalancing is None:
+        scenario = replace(scenario, movable=None)
     laid = lay_out(scenario, by_rank=False, by_adapter=True)
-    reports = _Reports(laid, report_period_ns(state_period_s))
-    key = routing_key(seed)
-    outputs = scenario.requests.output_tokens
-    first_answer = float(outputs.mean()) if outputs.size else 1.0
-    refresh_ns = next_refresh_ns(laid, 0)
+    changes = None if rebalancing is None else FleetChanges(scenario, laid, rebalancing, seed)
+    loop = _Loop(scenario, laid, router, seed, report_period_ns(state_period_s), changes)
     for number, arrival_ns in enumerate(scenario.requests.arrival_ns.tolist()):
+        loop.pass_time(arrival_ns)
+        loop.route(number, arrival_ns)
+    loop.pass_time(scenario.horizon_ns)
+    laid = loop.laid
+    _advance(laid.cluster, 0, scenario.instances, scenario.horizon_ns)
+    for member in laid.members:
+        _mark_running(member.state, member.trace)
+    moves = None if changes is None else changes.moves(scenario.horizon_ns)
+    return replace(trace_of(laid, migrations=0), moves=moves)
+
+
+class _Loop:
+    """The events of a cluster in the order of time."""
+
+    def __init__(
+        self,
+        scenario: ClusterScenario,
+        laid: Laid,
+        router: PythonRouter,
+        seed: int,
+        report_period_ns: int,
+        changes: FleetChanges | None,
+    ) -> None:
+        self._scenario = scenario
+        self._laid = laid
+        self._router = router
+        self._changes = changes
+        self._key = routing_key(seed)
+        self._reports = _Reports(laid, report_period_ns)
+        outputs = scenario.requests.output_tokens
+        self._first_answer = float(outputs.mean()) if outputs.size else 1.0
+        self._refresh_ns = next_refresh_ns(laid, 0)
+        if changes is not None:
+            changes.route = self.route
+            changes.on_swap = self._on_swap
+
+    @property
+    def laid(self) -> Laid:
+        """The cluster in memory."""
+        return self._laid if self._changes is None else self._changes.laid
+
+    def pass_time(self, until_ns: int) -> None:
+        """Do the reports and refreshes up to a time, and the changes before it; the latter come last."""
+        while True:
+            change_ns = NEVER_NS if self._changes is None else self._changes.next_ns
+            now_ns = min(self._refresh_ns, self._reports.next_ns)
+            if now_ns <= min(until_ns, change_ns):
+                _advance(self.laid.cluster, 0, len(self.laid.members), now_ns)
+                if self._reports.next_ns == now_ns:
+                    self._reports.report()
+                else:
+                    refresh_members(self.laid, now_ns)
+                    self._refresh_ns = next_refresh_ns(self.laid, now_ns)
+            elif self._changes is not None and change_ns < until_ns:
+                self._changes.apply(change_ns)
+            else:
+                return
+
+    def route(self, number: int, now_ns: int) -> None:
+        """Hand a request to the instance that the router chooses, or let it wait there for its adapter."""
+        laid, scenario = self.laid, self._scenario
+        placement = laid.cluster.placement
         adapter = int(scenario.requests.adapter[number])
-        start, end = scenario.placement.start[adapter : adapter + 2].tolist()
-        refresh_ns = _refresh_until(laid, refresh_ns, arrival_ns, reports)
-        _advance(laid.cluster, start, end, min(arrival_ns, scenario.horizon_ns))
+        start, end = placement.start[adapter : adapter + 2].tolist()
+        for place in range(start, end):
+            instance = int(placement.instance[place])
+            _advance(laid.cluster, instance, instance + 1, min(now_ns, scenario.horizon_ns))
         request = RoutedRequest(
             number=number,
-            arrival_s=arrival_ns / NS_PER_S,
+            arrival_s=now_ns / NS_PER_S,
             adapter=adapter,
             rank=int(scenario.rank[adapter]),
             prompt_tokens=int(scenario.requests.prompt_tokens[number]),
-            draw=uniform(key, number),
-            mean_answer_tokens=_mean_answer(scenario, laid, first_answer),
+            draw=uniform(self._key, number),
+            mean_answer_tokens=_mean_answer(scenario, laid, self._first_answer),
         )
-        candidates = reports.candidates(start, end, arrival_ns)
-        chosen = router(request, candidates)
+        candidates = self._reports.candidates(start, end, now_ns)
+        chosen = self._router(request, candidates)
         if not isinstance(chosen, int | np.integer) or not 0 <= chosen < len(candidates):
             raise InputError(f"must return a position from 0 to {len(candidates) - 1}", chosen, "router")
-        if _lacks_rows(laid.cluster, candidates[chosen].instance):
-            grow(laid, candidates[chosen].instance)
-        _hand_over(laid.cluster, start + chosen, number, arrival_ns)
-        reports.note_sent(start + chosen, request.rank, request.prompt_tokens)
-    _refresh_until(laid, refresh_ns, scenario.horizon_ns, reports)
-    _advance(laid.cluster, 0, scenario.instances, scenario.horizon_ns)  # the base model is everywhere
-    for member in laid.members:
-        _mark_running(member.state, member.trace)
-    return trace_of(laid, migrations=0)
+        instance = candidates[chosen].instance
+        if self._changes is not None and not laid.cluster.stored[instance, adapter]:
+            self._changes.fetch(number, instance, now_ns)
+        else:
+            if lacks_row(laid.cluster, instance):
+                grow(laid, instance)
+            hand_to(laid.cluster, instance, int(placement.local[start + chosen]), number, now_ns)
+        self._reports.note_sent(start + chosen, request.rank, request.prompt_tokens)
 
-
-def _refresh_until(laid: Laid, refresh_ns: int, until_ns: int, reports: _Reports) -> int:
-    """Do the reports and refreshes up to `until_ns`, and return the time of the next refresh."""
-    while min(refresh_ns, reports.next_ns) <= until_ns:
-        now_ns = min(refresh_ns, reports.next_ns)
-        _advance(laid.cluster, 0, len(laid.members), now_ns)  # the base model is everywhere
-        if reports.next_ns == now_ns:
-            reports.report()
-            continue
-        refresh_members(laid, refresh_ns)
-        refresh_ns = next_refresh_ns(laid, refresh_ns)
-    return refresh_ns
+    def _on_swap(self, changed: set[int], before: Placement, now_ns: int) -> None:
+        """Read the instances at the places of a new routing table."""
+        self._reports.read(self.laid, now_ns)
+        forget = getattr(self._router, "forget", None)
+        if forget is not None:
+            forget(changed)
 
 
 def observe_candidate(laid: Laid, place: int) -> Candidate:
@@ -280,19 +347,8 @@ def _mean_answer(scenario: ClusterScenario, laid: Laid, first_answer: float) -> 
 
 @jit
 def _advance(cluster: Cluster, first: int, last: int, until_ns: int) -> None:
-    for place in range(first, last):
-        advance_to(cluster, cluster.placement.instance[place], until_ns)
-
-
-@jit
-def _lacks_rows(cluster: Cluster, instance: int) -> bool:
-    return lacks_rows(cluster, instance, load_member(cluster.memory, instance), 1)
-
-
-@jit
-def _hand_over(cluster: Cluster, place: int, request: int, at_ns: int) -> None:
-    member = load_member(cluster.memory, cluster.placement.instance[place])
-    hand_over(cluster, place, request, at_ns, member)
+    for instance in range(first, last):
+        advance_to(cluster, instance, until_ns)
 
 
 @jit

@@ -86,6 +86,10 @@ class SmoothShares:
         self.credit[keys[chosen]] -= 1.0
         return chosen
 
+    def forget(self, adapters: set[int]) -> None:
+        """Restart the credits of adapters with other holders or shares."""
+        self.credit = {key: credit for key, credit in self.credit.items() if key[0] not in adapters}
+
 
 @dataclass
 class FirstFit:
@@ -187,6 +191,10 @@ class LeastAddedWork:
             return self.by_shares(request, candidates)
         scores = [self._score(request, candidate) for candidate in candidates]
         return min(range(len(scores)), key=lambda at: (scores[at], -candidates[at].share))
+
+    def forget(self, adapters: set[int]) -> None:
+        """Restart the credits of adapters with other holders or shares."""
+        self.by_shares.forget(adapters)
 
     def _score(self, request: RoutedRequest, candidate: Candidate) -> float:
         model, mean_answer = self.models[candidate.instance], request.mean_answer_tokens

@@ -1,33 +1,31 @@
-"""Simulation of a cluster scenario: memory layout, and calls of the compiled loop."""
+"""Simulation of a cluster scenario: calls of the compiled loop."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InputError
-from capplan.serving import NONE, Limits, State, new_state
+from capplan.serving import NONE
 from capplan.serving.refresh import refresh
+from capplan.serving.routers import Placement
 from capplan.serving.routers.choose import ASK_RANKS, RoutingRule
-from capplan.serving.routers.fleet import NEVER_SEEN, Fleet, new_fleet
-from capplan.serving.state import POOLED
+from capplan.serving.routers.smooth_shares import first_credit
 from capplan.serving.structures import new_heap
 from capplan.twin import trace as t
-from capplan.twin.clock import new_answered, new_clock
-from capplan.twin.cluster.loop import REFRESH_DUE, new_cursor, serve
-from capplan.twin.cluster.member import ClusterMember, new_memory, store_member
-from capplan.twin.cluster.scenario import ClusterScenario, take_requests
-from capplan.twin.cluster.steps import Cluster, new_progress, show_arrivals
+from capplan.twin.cluster.layout import FIRST_ROWS, Laid, grow, lay_out
+from capplan.twin.cluster.loop import FETCH_DUE, REFRESH_DUE, new_cursor, route_again, serve
+from capplan.twin.cluster.rebalancing import FleetChanges, FleetMoves, Rebalancing
+from capplan.twin.cluster.scenario import ClusterScenario
+from capplan.twin.cluster.steps import show_arrivals
 from capplan.twin.core import record_pool
-from capplan.twin.host_link import NEVER_NS, new_link
-from capplan.twin.scenario import NS_PER_S, Scenario, new_engine
+from capplan.twin.host_link import NEVER_NS
+from capplan.twin.scenario import NS_PER_S
 
-FIRST_ROWS = 512
-"""Initial rows of an instance for requests in flight; a full table is doubled."""
 _PAUSE_NS: Final = 60 * 10**9
 """Simulated time between two calls of an interrupt."""
 
@@ -42,15 +40,8 @@ class ClusterTrace:
     """One per instance, with shared arrays over requests, and separate counts, sums and gaps."""
     migrations: int
     """Number of moves of requests between instances."""
-
-
-class Laid(NamedTuple):
-    """A cluster in memory."""
-
-    engines: tuple[Scenario, ...]
-    cluster: Cluster
-    members: list[ClusterMember]
-    answered: np.record
+    moves: FleetMoves | None = None
+    """Re-balancings and transfers; None without re-balancing."""
 
 
 def run_cluster(
@@ -60,6 +51,7 @@ def run_cluster(
     first_rows: int = FIRST_ROWS,
     interrupt: Callable[[], None] | None = None,
     state_period_s: float = 0.0,
+    rebalancing: Rebalancing | None = None,
 ) -> ClusterTrace:
     """Simulate a cluster to its horizon.
 
@@ -75,10 +67,25 @@ def run_cluster(
         Called every simulated minute; an exception that it raises ends the simulation.
     state_period_s
         Time between reports of the instances to the router; 0: it reads their present state.
+    rebalancing
+        Re-balancing of a scenario that was made for it; None: the placement stays as it is.
+
+    Raises
+    ------
+    InputError
+        For re-balancing with a router that moves requests.
     """
     report_ns = report_period_ns(state_period_s) if rule.looks else 0
+    if rebalancing is None:
+        scenario = replace(scenario, movable=None)
     laid = lay_out(scenario, rule.code in ASK_RANKS, first_rows, rule.asks_adapter, report_ns)
-    return trace_of(laid, run_laid(laid, rule, seed, interrupt, report_ns))
+    if rebalancing is None:
+        return trace_of(laid, run_laid(laid, rule, seed, interrupt, report_ns))
+    if 0 < rule.period_ns < scenario.horizon_ns:
+        raise InputError("must not move requests if adapters are re-balanced", "dlora", "router")
+    changes = FleetChanges(scenario, laid, rebalancing, seed)
+    run_laid(laid, rule, seed, interrupt, report_ns, changes)
+    return replace(trace_of(laid, 0), moves=changes.moves(scenario.horizon_ns))
 
 
 def report_period_ns(state_period_s: float) -> int:
@@ -94,25 +101,89 @@ def run_laid(
     seed: int,
     interrupt: Callable[[], None] | None = None,
     report_period_ns: int = 0,
+    changes: FleetChanges | None = None,
 ) -> int:
     """Simulate a cluster in memory, and return the number of moved requests."""
-    cursor = new_cursor(rule.period_ns, report_period_ns)
+    driver = _Driver(laid, rule, routing_key(seed), new_cursor(rule.period_ns, report_period_ns), changes)
+    cursor = driver.cursor
     cursor.refresh_ns = next_refresh_ns(laid, 0)
-    if interrupt is not None:
-        cursor.pause_ns = _PAUSE_NS
     count = laid.cluster.following.size if rule.period_ns else 0
     movable, moved = new_heap(count), np.zeros(count, np.int64)
-    key = routing_key(seed)
-    while (state := serve(laid.cluster, rule, key, laid.answered, cursor, movable, moved)) != NONE:
+    interrupt_ns = NEVER_NS if interrupt is None else _PAUSE_NS
+    while True:
+        cursor.pause_ns = min(interrupt_ns, driver.next_change_ns)
+        state = serve(driver.laid.cluster, driver.rule, driver.key, laid.answered, cursor, movable, moved)
+        if state == NONE:
+            return int(cursor.migrations)
         if state >= 0:
             grow(laid, state)
         elif state == REFRESH_DUE:
             refresh_members(laid, int(cursor.refresh_ns))
             cursor.refresh_ns = next_refresh_ns(laid, int(cursor.refresh_ns))
+        elif state == FETCH_DUE:
+            driver.fetch(cursor)
+            cursor.place, cursor.next = NONE, cursor.next + 1
+        elif changes is not None and driver.next_change_ns == cursor.pause_ns:
+            changes.apply(int(cursor.pause_ns))
         elif interrupt is not None:
-            cursor.pause_ns += _PAUSE_NS
+            interrupt_ns += _PAUSE_NS
             interrupt()
-    return int(cursor.migrations)
+
+
+class _Driver:
+    """The compiled loop's arguments, which changes of the fleet replace."""
+
+    def __init__(
+        self, laid: Laid, rule: RoutingRule, key: np.uint64, cursor: np.record, changes: FleetChanges | None
+    ) -> None:
+        self.rule = rule
+        self.key = key
+        self.cursor = cursor
+        self._laid = laid
+        self._changes = changes
+        if changes is not None:
+            changes.route = self._route
+            changes.on_swap = self._restart_credits
+
+    @property
+    def laid(self) -> Laid:
+        return self._laid if self._changes is None else self._changes.laid
+
+    @property
+    def next_change_ns(self) -> int:
+        return NEVER_NS if self._changes is None else self._changes.next_ns
+
+    def fetch(self, cursor: np.record) -> None:
+        """Let the request at a cursor wait for its adapter."""
+        cluster = self.laid.cluster
+        if self._changes is not None:
+            now_ns = int(cluster.stream.arrival_ns[cursor.next])
+            instance = int(cluster.placement.instance[cursor.place])
+            self._changes.fetch(int(cursor.next), instance, now_ns)
+
+    def _route(self, request: int, now_ns: int) -> None:
+        """Route a request again."""
+        laid = self.laid
+        laid.cluster.stream.arrival_ns[request] = now_ns
+        cursor = new_cursor(0, int(self.cursor.report_period_ns))
+        cursor.next = request
+        while (state := route_again(laid.cluster, self.rule, self.key, laid.answered, cursor)) >= 0:
+            grow(laid, state)
+        if state == FETCH_DUE:
+            self.fetch(cursor)
+
+    def _restart_credits(self, changed: set[int], before: Placement, now_ns: int) -> None:
+        """Restart the credits of adapters with other holders or shares."""
+        if self.rule.credit.size == 0:
+            return
+        placement = self.laid.cluster.placement
+        credit = first_credit(placement)
+        for adapter in set(range(placement.start.size - 1)) - changed:
+            here, there = (
+                slice(each.start[adapter], each.start[adapter + 1]) for each in (before, placement)
+            )
+            credit[there] = self.rule.credit[here]
+        self.rule = self.rule._replace(credit=credit)
 
 
 def next_refresh_ns(laid: Laid, now_ns: int) -> int:
@@ -140,127 +211,3 @@ def trace_of(laid: Laid, migrations: int) -> ClusterTrace:
 def routing_key(seed: int) -> np.uint64:
     """Return the key of the routers' random numbers, independent of those of the requests."""
     return np.uint64(np.random.SeedSequence(seed, spawn_key=(1,)).generate_state(1, np.uint64)[0])
-
-
-def lay_out(
-    scenario: ClusterScenario,
-    by_rank: bool,
-    first_rows: int = FIRST_ROWS,
-    by_adapter: bool = False,
-    report_period_ns: int = 0,
-) -> Laid:
-    """Return the cluster in memory.
-
-    Parameters
-    ----------
-    by_rank, by_adapter
-        Whether the router reads requests by rank, and the state of adapters.
-    first_rows, report_period_ns
-        As in `run_cluster`.
-    """
-    requests = scenario.requests
-    count = requests.arrival_ns.size
-    places = scenario.placement.instance.size if by_adapter else 0
-    fleet = new_fleet(scenario.instances, scenario.rank, by_rank, places)
-    answered, following = new_answered(), np.zeros(count, np.int64)
-    shared = t.new_trace(count, waits=any(engine.pool is not None for engine in scenario.engines))
-    memory = new_memory(scenario.instances, scenario.engines[0].limits.policy == POOLED)
-    neighbours = _neighbours(scenario.link)
-    links = {int(first): new_link(int(end - first)) for first, end in neighbours}
-    members = []
-    for i, engine in enumerate(scenario.engines):
-        rows = max(1, min(count, engine.max_in_flight, max(first_rows, engine.limits.max_num_seqs)))
-        state = new_engine(engine, rows)
-        clock = new_clock(engine.adapters)
-        clock.at.place = i - neighbours[i, 0]
-        clock.at.idle = 1
-        own = t.new_trace(0)
-        own.counts.next_request = count
-        member = ClusterMember(
-            state=state,
-            limits=engine.limits,
-            costs=engine.costs,
-            clock=clock._replace(
-                link=links[int(neighbours[i, 0])],
-                following=following,
-                rank_stats=fleet.by_rank[i],
-                answered=answered,
-            ),
-            trace=shared._replace(gaps=own.gaps, counts=own.counts, sums=own.sums, pool=own.pool),
-            max_in_flight=engine.max_in_flight,
-        )
-        store_member(memory, i, member)
-        _describe(fleet, i, member)
-        members.append(member)
-    cluster = Cluster(
-        memory=memory,
-        progress=new_progress(scenario.instances),
-        fleet=fleet,
-        seen=fleet if report_period_ns == 0 else _never_seen(fleet),
-        placement=scenario.placement,
-        adapter=requests.adapter.copy(),
-        rank=scenario.rank,
-        stream=take_requests(requests, slice(None)),
-        following=following,
-        instance=np.full(count, NONE, np.int32),
-        neighbours=neighbours,
-        shared_prefix_tokens=scenario.shared_prefix_tokens,
-        horizon_ns=scenario.horizon_ns,
-    )
-    return Laid(scenario.engines, cluster, members, answered)
-
-
-def _never_seen(fleet: Fleet) -> Fleet:
-    """Return the state of instances that have not reported yet: their limits, and no request."""
-    instances = fleet.instances.copy()
-    instances.seen_ns = NEVER_SEEN
-    return Fleet(instances, fleet.by_rank.copy(), fleet.ranks, fleet.standing.copy())
-
-
-def _neighbours(link: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the first instance, and the one after the last, on the link of each; links are in order."""
-    return np.stack([np.searchsorted(link, link, side) for side in ("left", "right")], axis=1)
-
-
-def _describe(fleet: Fleet, instance: int, member: ClusterMember) -> None:
-    record = fleet.instances[instance]
-    record.free_blocks = record.blocks = member.state.counters.free_blocks
-    record.max_num_seqs = member.limits.max_num_seqs
-    record.max_loras = member.limits.max_loras
-    record.block_size = member.limits.block_size
-
-
-def grow(laid: Laid, instance: int) -> None:
-    """Double the table of requests in flight of an instance."""
-    member = laid.members[instance]
-    rows = min(2 * member.state.rows.size, member.max_in_flight)
-    laid.members[instance] = member._replace(state=with_rows(member.state, member.limits, rows))
-    store_member(laid.cluster.memory, instance, laid.members[instance])
-
-
-def with_rows(state: State, limits: Limits, rows: int) -> State:
-    """Return the state with more rows, in the shape of an empty one; arrays of other sizes are shared.
-
-    The state has rows for `max_num_seqs` requests, or for all.
-    """
-    before = state.rows.size
-    state.counters.n_free_rows += rows - before
-    empty = new_state(rows, state.adapters.size - 1, int(state.counters.capacity), limits)
-    in_phase = state.in_phase
-    if limits.prefix_caching:  # sentinels come behind the rows
-        moved = np.where(in_phase >= before, in_phase + (rows - before), in_phase)
-        in_phase = empty.in_phase
-        in_phase[:, :before] = moved[:, :before]
-        in_phase[:, rows:] = moved[:, before:]
-    longer: State = _longer(state._replace(in_phase=in_phase), empty)
-    return longer
-
-
-def _longer(part: Any, empty: Any) -> Any:
-    """Return a part of a state, with rows as in that of a larger state, which is overwritten."""
-    if isinstance(part, tuple):
-        return type(part)(*map(_longer, part, empty))
-    if isinstance(part, np.ndarray) and part.shape != empty.shape:
-        empty[: len(part)] = part
-        return empty
-    return part

@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InputError
+from capplan.serving import adapter_bytes
+from capplan.serving.rebalancing import AdapterDemand
 from capplan.serving.routers import Placement
-from capplan.spec import Cache, EngineArgs, Predictor, Profile, Queues, Scheduler, Workload
+from capplan.spec import Adapter, Cache, EngineArgs, Predictor, Profile, Queues, Scheduler, Workload
 from capplan.spec.engine_args import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
@@ -112,6 +114,22 @@ class Instance:
 
 
 @dataclass(frozen=True, eq=False)
+class MovableAdapters:
+    """Adapters that any instance may serve, and number alike."""
+
+    demands: tuple[AdapterDemand, ...]
+    """Adapters 1, 2, ... with their declared demand, then the base model if it has traffic."""
+    stored: NDArray[np.int8]
+    """Whether an instance stores an adapter at first, shape (instances, adapters + 1); column 0 is 1."""
+
+    @property
+    def names(self) -> dict[int, str]:
+        """Names by number; 0 is the base model, if it has traffic."""
+        adapters = self.stored.shape[1] - 1
+        return {(i + 1) % (adapters + 1): demand.name for i, demand in enumerate(self.demands)}
+
+
+@dataclass(frozen=True, eq=False)
 class ClusterScenario:
     """A cluster under one stream of requests."""
 
@@ -126,11 +144,23 @@ class ClusterScenario:
     link: NDArray[np.int64]
     """Number of the link to host memory of each instance, ascending, shape (instances,)."""
     shared_prefix_tokens: int = 0
+    movable: MovableAdapters | None = None
+    """None: adapters stay on the instances that hold them."""
 
     @property
     def instances(self) -> int:
         """Number of instances."""
         return len(self.engines)
+
+    def local_numbers(self, instance: int) -> NDArray[np.int32]:
+        """Return the number of each adapter at an instance, shape (adapters + 1,); 0 if it has none."""
+        if self.movable is not None:
+            return np.arange(self.rank.size, dtype=np.int32)
+        here = self.placement.instance == instance
+        adapters = np.repeat(np.arange(self.rank.size), np.diff(self.placement.start))
+        local = np.zeros(self.rank.size, np.int32)
+        local[adapters[here]] = self.placement.local[here]
+        return local
 
 
 def build_cluster(
@@ -185,6 +215,74 @@ def build_cluster(
         horizon_ns=round(duration_s * NS_PER_S),
         link=_links([instance.profile.tp for instance in instances], gpus_per_link),
         shared_prefix_tokens=workload.shared_prefix_tokens,
+    )
+
+
+def build_movable_cluster(
+    workload: Workload,
+    instances: Sequence[Instance],
+    duration_s: float,
+    seed: int,
+    gpus_per_link: int = 1,
+) -> ClusterScenario:
+    """Return a cluster whose adapters may move: all instances know all of them, and store those they hold.
+
+    Parameters, requests and placement are those of `build_cluster`; holders without a share get no requests.
+    The terms of a step that depend on the number of served adapters keep that of the initial placement.
+
+    Raises
+    ------
+    InputError
+        As `build_cluster`, and if the slots of an instance are too small for an adapter.
+    """
+    planned = build_cluster(workload, instances, duration_s, seed, gpus_per_link=gpus_per_link)
+    wide = [
+        replace(each, adapters=each.adapters and {n: each.adapters.get(n, 0.0) for n in workload.traffic})
+        for each in instances
+    ]
+    known = build_cluster(workload, wide, duration_s, seed, planned.requests, gpus_per_link)
+    engines = tuple(
+        each._replace(
+            costs=each.costs._replace(
+                slots_per_adapter=own.costs.slots_per_adapter, adapters_served=own.costs.adapters_served
+            )
+        )
+        for own, each in zip(planned.engines, known.engines, strict=True)
+    )
+    adapters = len(workload.adapters)
+    stored = np.zeros((len(instances), adapters + 1), np.int8)
+    stored[:, 0] = 1
+    for row, numbers in zip(stored, _held(workload, instances), strict=True):
+        row[numbers] = 1
+    movable = MovableAdapters(_demands(workload, instances[0].profile), stored)
+    placement = _with_shares(planned.placement)
+    return replace(planned, engines=engines, placement=placement, movable=movable)
+
+
+def _demands(workload: Workload, profile: Profile) -> tuple[AdapterDemand, ...]:
+    """Return the declared demand of the adapters, and of the base model if it has traffic."""
+    demands = []
+    for name, traffic in workload.traffic.items():
+        tok_s = traffic.rate_rps * sum(lengths.mean_tokens for lengths in workload.lengths_of(traffic))
+        if isinstance(traffic, Adapter):
+            modules = traffic.target_modules or profile.engine.target_modules
+            size = adapter_bytes(profile.model, traffic.rank, modules)
+            demands.append(AdapterDemand(name, traffic.rank, tok_s, size, traffic.max_replicas))
+        else:
+            demands.append(AdapterDemand(name, 0, tok_s))
+    return tuple(demands)
+
+
+def _with_shares(placement: Placement) -> Placement:
+    """Return the places with a share, and those of the base model, with the numbers of the workload."""
+    adapter = np.repeat(np.arange(placement.start.size - 1), np.diff(placement.start))
+    kept = (placement.share > 0.0) | (adapter == 0)
+    holders = np.bincount(adapter[kept], minlength=placement.start.size - 1)
+    return Placement(
+        start=np.concatenate([[0], np.cumsum(holders)]).astype(np.int64),
+        instance=placement.instance[kept],
+        local=adapter[kept].astype(np.int32),
+        share=placement.share[kept],
     )
 
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from capplan.serving.pool_setup import PoolSetup
 from capplan.spec import Profile, Workload
 from capplan.twin import trace as t
+from capplan.twin.cluster.rebalancing import FleetMoves, Rebalancing
 from capplan.twin.cluster.reference import PythonRouter, run_with
 from capplan.twin.cluster.routers import NamedRouter, build_rule
 from capplan.twin.cluster.run import ClusterTrace, run_cluster
@@ -20,6 +21,7 @@ from capplan.twin.cluster.scenario import (
     ClusterScenario,
     Instance,
     build_cluster,
+    build_movable_cluster,
     take_requests,
     without_adapters,
 )
@@ -42,6 +44,7 @@ def simulate_cluster(
     gpus_per_link: int = 1,
     interrupt: Callable[[], None] | None = None,
     state_period_s: float = 0.0,
+    rebalance: Rebalancing | None = None,
 ) -> ClusterResult:
     """Simulate several instances that serve one workload.
 
@@ -69,6 +72,9 @@ def simulate_cluster(
         Time between reports of the instances to the router, all at multiples of it. Meanwhile the router
         knows their last report and the requests that it has sent since; before the first one it knows that
         they are idle. 0: it reads their present state. Migrations are decided by the present state.
+    rebalance
+        Periodic re-balancing of the adapters, which instances fetch from each other; None: they stay. Every
+        instance needs slots for the largest rank. A router with a new routing table reads all instances.
 
     Returns
     -------
@@ -83,8 +89,9 @@ def simulate_cluster(
         For an invalid setting, or an adapter without a holder.
     """
     started = time.perf_counter()
-    scenario = build_cluster(workload, instances, duration_s, seed, gpus_per_link=gpus_per_link)
-    trace = _trace(scenario, router, seed, interrupt, state_period_s)
+    build = build_cluster if rebalance is None else build_movable_cluster
+    scenario = build(workload, instances, duration_s, seed, gpus_per_link=gpus_per_link)
+    trace = _trace(scenario, router, seed, interrupt, state_period_s, rebalance)
     return _result(scenario, trace, instances, started, workload.slo.tpt_over_base)
 
 
@@ -112,11 +119,19 @@ def _trace(
     seed: int,
     interrupt: Callable[[], None] | None = None,
     state_period_s: float = 0.0,
+    rebalance: Rebalancing | None = None,
 ) -> ClusterTrace:
     if callable(router):
-        return run_with(scenario, router, seed, state_period_s)
+        return run_with(scenario, router, seed, state_period_s, rebalance)
     rule = build_rule(router, scenario)
-    return run_cluster(scenario, rule, seed, interrupt=interrupt, state_period_s=state_period_s)
+    return run_cluster(
+        scenario,
+        rule,
+        seed,
+        interrupt=interrupt,
+        state_period_s=state_period_s,
+        rebalancing=rebalance,
+    )
 
 
 def _result(
@@ -165,6 +180,8 @@ class ClusterResult(SimulationResult):
     requests: RoutedRequests = field(compare=False)
     tpt_over_base: tuple[Attainment, ...] = ()
     """Attainment of ``slo.tpt_over_base`` on every instance; empty without the bound."""
+    moves: FleetMoves | None = None
+    """Re-balancings and transfers; None without re-balancing."""
 
     def attainment(self, bound_tpt_ms: float) -> float:
         """Return the share of all requests with a TPT of at most so many milliseconds.
@@ -227,6 +244,7 @@ def cluster_result(
         migrations=trace.migrations,
         requests=routed,
         tpt_over_base=attained,
+        moves=trace.moves,
     )
 
 
@@ -235,10 +253,7 @@ def _part(scenario: ClusterScenario, trace: ClusterTrace, instance: int, profile
     rows = np.flatnonzero(trace.instance == instance)
     engine, own = scenario.engines[instance], trace.traces[instance]
     columns = take_requests(scenario.requests, rows)
-    local = np.zeros(scenario.rank.size, np.int32)
-    here = scenario.placement.instance == instance
-    adapters = np.repeat(np.arange(scenario.rank.size), np.diff(scenario.placement.start))
-    local[adapters[here]] = scenario.placement.local[here]
+    local = scenario.local_numbers(instance)
     engine = engine._replace(
         requests=columns._replace(adapter=local[columns.adapter]), horizon_ns=scenario.horizon_ns
     )
@@ -288,13 +303,12 @@ def _whole_pool(scenario: ClusterScenario) -> PoolSetup | None:
     """Return the sizes of all adapters; None if no instance has scheduler and cache."""
     sizes = np.ones((2, scenario.rank.size), np.int64)
     found = None
-    adapters = np.repeat(np.arange(scenario.rank.size), np.diff(scenario.placement.start))
     for instance, engine in enumerate(scenario.engines):
         if engine.pool is not None:
             found = engine.pool
-            here = scenario.placement.instance == instance
-            local = scenario.placement.local[here]
-            sizes[:, adapters[here]] = engine.pool.adapter_bytes[local], engine.pool.adapter_tokens[local]
+            local = scenario.local_numbers(instance)
+            here = local > 0
+            sizes[:, here] = engine.pool.adapter_bytes[local[here]], engine.pool.adapter_tokens[local[here]]
     return None if found is None else replace(found, adapter_bytes=sizes[0], adapter_tokens=sizes[1])
 
 

@@ -57,6 +57,8 @@ class Cluster(NamedTuple):
     """Instance of each request; NONE before it arrives."""
     neighbours: NDArray[np.int64]
     """Shape (instances, 2): the first instance on the link of each, and the one after the last."""
+    stored: NDArray[np.int8]
+    """Whether an instance stores an adapter, shape (instances, adapters + 1); empty without transfers."""
     shared_prefix_tokens: int
     horizon_ns: int
 
@@ -135,6 +137,25 @@ def _advance_member(cluster: Cluster, instance: int, until_ns: int) -> None:
     if progress.resting:
         progress.wake_ns = next_event_ns(cluster.stream, member.clock, member.trace)
     observe(cluster, instance, member)
+
+
+@jit
+def advance_all(cluster: Cluster, until_ns: int) -> None:
+    """Advance all instances to a time."""
+    for instance in range(cluster.progress.size):
+        advance_to(cluster, instance, until_ns)
+
+
+@jit
+def lacks_row(cluster: Cluster, instance: int) -> bool:
+    """Return whether an instance needs a larger table for another request."""
+    return lacks_rows(cluster, instance, load_member(cluster.memory, instance), 1)
+
+
+@jit
+def hand_to(cluster: Cluster, instance: int, local: int, request: int, at_ns: int) -> None:
+    """Hand a request to an instance."""
+    hand_over(cluster, instance, local, request, at_ns, load_member(cluster.memory, instance))
 
 
 @jit
@@ -249,12 +270,13 @@ def lacks_rows(cluster: Cluster, instance: int, member: ClusterMember, requests:
 
 
 @inner
-def hand_over(cluster: Cluster, place: int, request: int, at_ns: int, member: ClusterMember) -> None:
-    """Hand a request to the member at a place; its scheduler sees it from `at_ns` on."""
-    instance = cluster.placement.instance[place]
+def hand_over(
+    cluster: Cluster, instance: int, local: int, request: int, at_ns: int, member: ClusterMember
+) -> None:
+    """Hand a request to a member, where its adapter has number `local`; its scheduler sees it at `at_ns`."""
     stream = cluster.stream
     stream.arrival_ns[request] = at_ns
-    stream.adapter[request] = cluster.placement.local[place]
+    stream.adapter[request] = local
     cluster.instance[request] = instance
     _queue(cluster, instance, request, member.trace.counts)
     progress = cluster.progress[instance]

@@ -35,7 +35,7 @@ def make_cluster(choose: Choose, most: int = 4, apart: bool = False, shared: boo
             held.append(np.array(chosen or [1]))
     for numbers in held:
         engine = base if not engines else make_engine(choose)
-        engines.append(_holding(engine, numbers, ranks)._replace(horizon_ns=base.horizon_ns))
+        engines.append(holding(engine, numbers, ranks)._replace(horizon_ns=base.horizon_ns))
     shares = [np.array([float(choose(0, 3)) for _ in numbers]) for numbers in held]
     return ClusterScenario(
         engines=tuple(engines),
@@ -48,7 +48,7 @@ def make_cluster(choose: Choose, most: int = 4, apart: bool = False, shared: boo
     )
 
 
-def _holding(engine: Scenario, numbers: np.ndarray, ranks: np.ndarray) -> Scenario:
+def holding(engine: Scenario, numbers: np.ndarray, ranks: np.ndarray) -> Scenario:
     """Return the engine with these adapters, whose costs are taken from its own in turn."""
     taken = np.array([0, *(1 + np.arange(numbers.size) % engine.adapters)])
     costs = engine.costs

@@ -16,9 +16,10 @@ from capplan.testing.integrity import running_rows, waiting_rows
 from capplan.twin import trace as t
 from capplan.twin.clock import PRESENT, QUEUED
 from capplan.twin.cluster import Dlora, Instance, simulate_cluster
+from capplan.twin.cluster.layout import lay_out
 from capplan.twin.cluster.reference import unseen_requests
 from capplan.twin.cluster.routers import build_rule
-from capplan.twin.cluster.run import lay_out, run_laid
+from capplan.twin.cluster.run import run_laid
 from capplan.twin.cluster.scenario import ClusterScenario
 from tests.serving.worlds import World, play, worlds
 from tests.twin.cluster.scenarios import clusters
