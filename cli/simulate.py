@@ -31,6 +31,7 @@ from capplan.cli.options import (
 )
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
+from capplan.cli.rebalancing import ForecastName, RebalanceOptions, RebalancePeriod, RebalanceSolverName
 from capplan.cli.scheduling import pool_rows
 from capplan.cli.slot_order import (
     LEGEND,
@@ -75,6 +76,9 @@ class SimulateArgs:
         None, metavar="PLAN", help="Simulate the instances of this plan for the workload, behind its router."
     )
     router: RouterOption = None
+    rebalance_s: RebalancePeriod = None
+    forecast: ForecastName = None
+    solver: RebalanceSolverName = None
     profile: ProfileName = None
     duration_s: float = typer.Option(3600.0, "--duration", metavar="SECONDS", help="Simulated time.")
     seed: Seed = 0
@@ -132,6 +136,7 @@ def simulate(args: SimulateArgs) -> None:
         return
     if args.router is not None:
         raise InputError("goes with --plan", args.router, "--router")
+    RebalanceOptions(args.rebalance_s, args.forecast, args.solver).require_plan()
     workload = load_workload(args.workload)
     pair = _scheduling(args, workload)
     slots = _slots(args, workload, pair)
@@ -204,6 +209,7 @@ def _simulate_plan(args: SimulateArgs, plan: str) -> None:
         plan,
         profile=args.profile,
         router=args.router,
+        rebalance=RebalanceOptions(args.rebalance_s, args.forecast, args.solver),
         duration_s=args.duration_s,
         seed=args.seed,
         as_json=args.as_json,

@@ -11,6 +11,7 @@ import typer
 from capplan.cli.console import Table, counted, number, percent, print_json, print_table
 from capplan.cli.options import chosen_profile, read_plan
 from capplan.cli.progress import announce_compilation
+from capplan.cli.rebalancing import RebalanceOptions
 
 if TYPE_CHECKING:
     from capplan.planner.served import RankMetrics, SimulatedFleet, StoredAdapters
@@ -42,6 +43,7 @@ def simulate_plan(
     *,
     profile: str | None,
     router: str | None,
+    rebalance: RebalanceOptions,
     duration_s: float,
     seed: int,
     as_json: bool,
@@ -53,8 +55,9 @@ def simulate_plan(
     workload = load_workload(workload_file)
     plan = read_plan(plan_file, unverified=True)
     chosen = None if profile is None else chosen_profile(workload, profile)
-    fleet = fleet_of_plan(plan, workload, chosen, workload_file, router)
+    settings = rebalance.settings(plan.rebalance)
     announce_compilation(quiet=as_json)
+    fleet = fleet_of_plan(plan, workload, chosen, workload_file, router, settings)
     result = fleet.simulate(seed, duration_s)
     ranks, held = by_rank(fleet, result), stored_adapters(fleet)
     if as_json:
@@ -64,6 +67,8 @@ def simulate_plan(
     print_table(instances_table(fleet, result, held))
     print_table(ranks_table(ranks))
     typer.echo(storage_line(fleet, held))
+    for line in moves_lines(fleet, result):
+        typer.echo(line)
 
 
 def document(
@@ -91,7 +96,49 @@ def document(
         "cluster": _metrics(result),
         "instances": instances,
         "ranks": [asdict(each) for each in ranks],
+        **_moves(fleet, result),
     }
+
+
+def _moves(fleet: SimulatedFleet, result: ClusterResult) -> dict[str, Any]:
+    """Return the re-balancings and transfers as JSON data; empty without re-balancing."""
+    moves = result.moves
+    if moves is None or fleet.rebalance is None:
+        return {}
+    found = {name: value for name, value in vars(moves).items() if name not in ("rounds", "events")}
+    return {
+        "rebalance": {
+            "settings": fleet.rebalance.settings.model_dump(mode="json"),
+            "operating_points_tok_s": {str(r): p for r, p in fleet.rebalance.operating_points.items()},
+            "rounds": [asdict(each) for each in moves.rounds],
+            **found,
+        }
+    }
+
+
+def moves_lines(fleet: SimulatedFleet, result: ClusterResult) -> list[str]:
+    """Return lines on re-balancings and transfers; none without re-balancing."""
+    moves = result.moves
+    if moves is None or fleet.rebalance is None:
+        return []
+    planned = sum(each.moved_bytes for each in moves.rounds)
+    unpermuted = sum(each.unpermuted_bytes for each in moves.rounds)
+    lines = [
+        f"re-balancing every {fleet.rebalance.settings.period_s:g} s: "
+        f"{counted(len(moves.rounds), 'round')}; new placements lack {planned / _GIB:.2f} GiB "
+        f"({unpermuted / _GIB:.2f} GiB without permutation)",
+        f"{counted(moves.transfers, 'transfer')} of {moves.transferred_bytes / _GIB:.2f} GiB in "
+        f"{moves.transfer_s:.2f} s; {counted(moves.waited, 'request')} waited for one; adapters stored per "
+        f"instance: {moves.stored_mean:.1f} on average",
+    ]
+    overloaded = [each for each in moves.rounds if each.target > 1.0]
+    if overloaded:
+        worst = max(each.target for each in overloaded)
+        lines.append(
+            f"alert: {counted(len(overloaded), 'round')} with more demand than the instances sustain, up to "
+            f"{100.0 * worst:.0f} %"
+        )
+    return lines
 
 
 def _metrics(result: Any) -> dict[str, Any]:

@@ -92,6 +92,7 @@ def build_plan(
         totals=_totals(problem, assignments),
         moves=moves,
         router=workload.router,
+        rebalance=workload.rebalance,
         provenance={
             **_profiles(problem),
             "lower_bound": f"tokens, KV reads and full batches alone keep {bound.gpus:.3f} GPUs busy{price}",

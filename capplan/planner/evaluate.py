@@ -18,7 +18,7 @@ from capplan.spec import Binds, Slo, Workload
 from capplan.spec.routing import PLAN_ROUTER, STATE_PERIOD_S
 from capplan.spec.slo import describe_latency
 from capplan.twin import SimulationResult, simulate
-from capplan.twin.cluster import Instance, served_router, simulate_cluster
+from capplan.twin.cluster import Instance, Rebalancing, served_router, simulate_cluster
 from capplan.twin.core import run
 from capplan.twin.group_metrics import Attainment
 from capplan.twin.metrics import bound_value
@@ -201,6 +201,7 @@ def evaluate_cluster(
     seed: int,
     duration_s: float,
     deadline: Deadline = NEVER,
+    rebalance: Rebalancing | None = None,
 ) -> list[Evaluation]:
     """Simulate all instances under one clock, with requests routed as `capplan serve PLAN` does.
 
@@ -226,7 +227,7 @@ def evaluate_cluster(
     options: dict[str, Any] = {"seed": seed, "duration_s": length_s, "interrupt": deadline.check}
     router = served_router(problem.workload.router or PLAN_ROUTER)
     options |= {"router": router, "state_period_s": STATE_PERIOD_S, "gpus_per_link": problem.gpus_per_link}
-    cluster = simulate_cluster(workload, instances, **options)
+    cluster = simulate_cluster(workload, instances, rebalance=rebalance, **options)
     evaluations = []
     for number, result in enumerate(cluster.instances):
         routed, own = cluster.requests, cluster.requests.instance == number
@@ -244,6 +245,7 @@ def simulate_instances(
     seed: int,
     duration_s: float,
     deadline: Deadline = NEVER,
+    rebalance: Rebalancing | None = None,
 ) -> list[SimulationResult]:
     """Simulate the instances of a plan as its verification does, without a judgement of bounds.
 
@@ -255,7 +257,8 @@ def simulate_instances(
     unbounded = replace(problem, workload=problem.workload.model_copy(update={"slo": Slo()}))
     if len(assignments) == 1:
         return [evaluate(unbounded, assignments[0], seed, duration_s).result]
-    return [each.result for each in evaluate_cluster(unbounded, assignments, seed, duration_s, deadline)]
+    evaluations = evaluate_cluster(unbounded, assignments, seed, duration_s, deadline, rebalance)
+    return [each.result for each in evaluations]
 
 
 def known_value(value: float) -> float | None:

@@ -240,8 +240,12 @@ class Problem:
         return self.workload.engine.max_loras
 
     def s_max(self, shares: Sequence[AdapterShare]) -> int:
-        """Return the rank of the slots for these shares; 0 without adapters, unless the slots are fixed."""
-        largest: int = max(map(_RANK, shares))
+        """Return the rank of the slots for these shares; 0 without adapters, unless the slots are fixed.
+
+        With re-balancing any adapter may come.
+        """
+        comes = self.workload.adapters if self.workload.rebalance is not None else ()
+        largest: int = max(map(_RANK, (*shares, *comes)))
         if largest == 0 and self.fixed_a_max is None:
             return 0
         return self.workload.engine.max_lora_rank or allowed_lora_rank(max(1, largest))
@@ -288,6 +292,11 @@ class Problem:
     def traffic(self) -> tuple[Adapter, ...]:
         """Adapters, and the base model as one of rank 0 if it has traffic."""
         return traffic_of(self.workload)
+
+    @cached_property
+    def known_points(self) -> dict[int, float]:
+        """Operating points measured so far, by rank."""
+        return {}
 
     @cached_property
     def known_queues(self) -> dict[Assignment, Queues | None]:

@@ -13,14 +13,16 @@ from scipy.stats import t as student_t
 from capplan.errors import InfeasibleError, InputError
 from capplan.planner.evaluate import violated_bounds
 from capplan.planner.explain.rebuild import rebuild
+from capplan.planner.operating_points import rebalancing_of
 from capplan.planner.parallel import parallel_map
 from capplan.serving import adapter_bytes
-from capplan.spec import Plan, Profile, Slo, Workload
+from capplan.spec import Plan, Profile, RebalanceSettings, Slo, Workload
 from capplan.spec.latency_stats import LatencyStats, latency_stats
 from capplan.spec.routing import PLAN_ROUTER, STATE_PERIOD_S
 from capplan.twin.cluster import (
     ClusterResult,
     Instance,
+    Rebalancing,
     served_router,
     simulate_cluster,
     simulate_without_adapters,
@@ -52,6 +54,7 @@ class SimulatedFleet:
     names: tuple[str, ...]
     router: str = PLAN_ROUTER
     state_period_s: float = STATE_PERIOD_S
+    rebalance: Rebalancing | None = None
 
     def simulate(self, seed: int, duration_s: float, load: float = 1.0) -> ClusterResult:
         """Simulate the fleet with every rate times `load`.
@@ -68,6 +71,7 @@ class SimulatedFleet:
             duration_s=duration_s,
             seed=seed,
             state_period_s=self.state_period_s,
+            rebalance=self.rebalance,
         )
 
     def reference(self, run: ReferenceRun, seed: int, duration_s: float) -> ClusterResult:
@@ -94,7 +98,12 @@ def at_load(workload: Workload, load: float) -> Workload:
 
 
 def fleet_of_plan(
-    plan: Plan, workload: Workload, profile: Profile | None, source: str, router: str | None = None
+    plan: Plan,
+    workload: Workload,
+    profile: Profile | None,
+    source: str,
+    router: str | None = None,
+    rebalance: RebalanceSettings | None = None,
 ) -> SimulatedFleet:
     """Return the instances of a plan.
 
@@ -102,13 +111,14 @@ def fleet_of_plan(
     ----------
     plan, workload, profile, source
         As for `capplan.planner.explain.rebuild.rebuild`.
-    router
-        Router instead of the plan's.
+    router, rebalance
+        Router and re-balancing instead of the plan's.
 
     Raises
     ------
     InputError
-        If the workload or the profile is not the plan's.
+        If the workload or the profile is not the plan's, or its instances cannot serve all adapters that
+        re-balancing brings.
     """
     rebuilt = rebuild(plan, workload, profile, source)
     instances, names = [], []
@@ -124,7 +134,21 @@ def fleet_of_plan(
         instances += [own] * group.replicas
         names += [f"{group.id}-{replica}" for replica in range(1, group.replicas + 1)]
     chosen = router or plan.router or PLAN_ROUTER
-    return SimulatedFleet(rebuilt.problem.workload, tuple(instances), tuple(names), chosen)
+    settings = rebalance or plan.rebalance
+    moves = None if settings is None else rebalancing_of(rebuilt.problem, settings)
+    if moves is not None:
+        _require_large_slots(plan, workload)
+    return SimulatedFleet(rebuilt.problem.workload, tuple(instances), tuple(names), chosen, rebalance=moves)
+
+
+def _require_large_slots(plan: Plan, workload: Workload) -> None:
+    """Check that every group can serve every adapter."""
+    largest = max((adapter.rank for adapter in workload.adapters), default=0)
+    for group in plan.groups:
+        rank = group.engine_args.max_lora_rank
+        if rank < largest:
+            rule = f"must be at least the largest rank, {largest}: plan with the key rebalance"
+            raise InputError(rule, rank, f"group {group.id}: max_lora_rank")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from capplan.planner.evaluate import (
     simulate_instances,
 )
 from capplan.planner.knobs import KNOBS, knob_grid, tune_knobs
+from capplan.planner.operating_points import rebalancing_of
 from capplan.planner.parallel import no_progress, parallel_map, parallel_until
 from capplan.planner.problem import (
     SIMULATED_S,
@@ -35,6 +36,7 @@ from capplan.spec import Profile
 from capplan.spec.limits import require_seed_count
 from capplan.spec.plan import OUT_OF_TIME
 from capplan.twin import SimulationResult
+from capplan.twin.cluster import Rebalancing
 
 FRESH_SEEDS = 5
 _FIRST_FRESH_SEED = 1_000_003
@@ -112,7 +114,7 @@ class Verifier:
     def whole(
         self, assignments: Sequence[Assignment], progress: Callable[[int, int], None] = no_progress
     ) -> list[InstanceVerification]:
-        """Verify a complete plan: all instances under one clock, requests routed by its shares.
+        """Verify a complete plan: all instances under one clock, with its router and re-balancing.
 
         A single instance is simulated alone. Seeds that the deadline ends are left out, which the violations
         say.
@@ -123,11 +125,13 @@ class Verifier:
             If it ends all of them.
         """
         assignments = self.with_queues(assignments)
+        rebalance = self._rebalancing(assignments)
 
         def simulate(seed: int) -> list[Evaluation]:
             if len(assignments) == 1:
                 return [evaluate(self.problem, assignments[0], seed, self.duration_s)]
-            return evaluate_cluster(self.problem, assignments, seed, self.duration_s, self.deadline)
+            duration_s, deadline = self.duration_s, self.deadline
+            return evaluate_cluster(self.problem, assignments, seed, duration_s, deadline, rebalance)
 
         by_seed = parallel_until(
             simulate, self.seeds, self.deadline, lambda done: progress(done, len(self.seeds))
@@ -154,10 +158,12 @@ class Verifier:
         seed = verifications[0].seeds[0]
         assignments = self.with_queues(assignments)
         by_pool = [drawn_profiles(pool.profile) for pool in self.problem.pools]
+        rebalance = self._rebalancing(assignments)
 
         def simulate(profiles: Sequence[Profile]) -> list[SimulationResult]:
             problem = self.problem.with_profiles(profiles)
-            return simulate_instances(problem, assignments, seed, self.duration_s, self.deadline)
+            duration_s, deadline = self.duration_s, self.deadline
+            return simulate_instances(problem, assignments, seed, duration_s, deadline, rebalance)
 
         draws = list(zip(*by_pool, strict=True))
         answers = parallel_until(simulate, draws, self.deadline, lambda done: progress(done, DRAWS))
@@ -166,6 +172,11 @@ class Verifier:
             return tuple(verifications)
         by_instance = zip(verifications, zip(*drawn, strict=True), strict=True)
         return tuple(replace(each, drawn=results) for each, results in by_instance)
+
+    def _rebalancing(self, assignments: Sequence[Assignment]) -> Rebalancing | None:
+        """Return the re-balancing of the plan; None for a single instance."""
+        settings = self.problem.workload.rebalance
+        return None if settings is None or len(assignments) == 1 else rebalancing_of(self.problem, settings)
 
     def _collect(
         self,

@@ -8,6 +8,7 @@ import pytest
 
 from capplan import load_profile, load_workload, plan
 from capplan.planner.served import fleet_of_plan
+from capplan.spec import RebalanceSettings
 from tests.cli.conftest import Run, error_line
 from tests.cli.examples import write_inputs
 
@@ -63,6 +64,23 @@ def test_a_plan_is_simulated_as_a_cluster(run: Run, workload_yaml: Path, plan_js
     assert fleet.names[0] in text
 
 
+def test_rebalancing_of_a_plan_is_simulated(run: Run, workload_yaml: Path, tmp_path: Path) -> None:
+    workload = load_workload(workload_yaml).model_copy(update={"rebalance": RebalanceSettings()})
+    workload_yaml.write_text(workload_yaml.read_text() + "rebalance: {}\n")
+    plan(workload, gpus=2, solver="loraserve", seeds=1).to_json(tmp_path / "moving.json")
+    words = ("simulate", workload_yaml, "--plan", tmp_path / "moving.json", "--duration", 70)
+    options = ("--rebalance", 20, "--forecast", "ewma", "--solver", "capplan")
+    found = told(run, *words, *options)["rebalance"]
+    assert found["settings"]["period_s"] == 20.0
+    assert (found["settings"]["forecast"], found["settings"]["solver"]) == ("ewma", "capplan")
+    assert [each["at_s"] for each in found["rounds"]] == [20.0, 40.0, 60.0]
+    assert found["operating_points_tok_s"].keys() == {"8", "16"}
+    text = run(*words, *options).stdout
+    assert "re-balancing every 20 s: 3 rounds" in text
+    message = error_line(run(*words, "--rebalance", 0))
+    assert message.startswith("error: --rebalance: must be")
+
+
 def test_capacity_is_reported_with_its_interval(run: Run, workload_yaml: Path) -> None:
     words = ("capacity", workload_yaml, "--a-max", 4, *BOUND, *SHORT, "--seeds", 2, "--precision", 0.1)
     found = told(run, *words)
@@ -87,6 +105,8 @@ def test_capacity_is_reported_with_its_interval(run: Run, workload_yaml: Path) -
         (("simulate", "--router", "toppings"), "--router: goes with --plan"),
         (("simulate", "--plan", "PLAN", "--a-max", 4), "--a-max: does not go with --plan"),
         (("simulate", "--plan", "absent.json"), "absent.json: "),
+        (("simulate", "--rebalance", 30), "--rebalance: goes with --plan"),
+        (("simulate", "--solver", "capplan"), "--solver: goes with --plan"),
     ],
 )
 def test_what_does_not_go_is_named(

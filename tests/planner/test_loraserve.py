@@ -21,10 +21,11 @@ from capplan import (
 )
 from capplan.planner import SolverContext
 from capplan.planner.estimate import TwinEstimator
+from capplan.planner.operating_points import OperatingPoints
 from capplan.planner.problem import AdapterShare, distinct_adapters, make_problem
 from capplan.planner.slots import most_slots
 from capplan.planner.solvers import REGISTRY
-from capplan.planner.solvers.loraserve import OperatingPoints, solve_loraserve
+from capplan.planner.solvers.loraserve import solve_loraserve
 from capplan.spec import Gpus, Trace
 from capplan.testing import Capacity, example_problem
 

@@ -307,7 +307,7 @@ def _whole_pool(scenario: ClusterScenario) -> PoolSetup | None:
         if engine.pool is not None:
             found = engine.pool
             local = scenario.local_numbers(instance)
-            here = local > 0
+            here = (local > 0) | (np.arange(local.size) == 0)
             sizes[:, here] = engine.pool.adapter_bytes[local[here]], engine.pool.adapter_tokens[local[here]]
     return None if found is None else replace(found, adapter_bytes=sizes[0], adapter_tokens=sizes[1])
 

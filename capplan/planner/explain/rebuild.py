@@ -108,7 +108,8 @@ def _planned_workload(plan: Plan, workload: Workload, source: str) -> Workload:
         {"queues": None, "scheduler": group.scheduler},
     ]
     for scheduler, cache in product(schedulers, ({}, {"cache": group.cache})):
-        candidate = workload.model_copy(update={**scheduler, **cache, "router": plan.router})
+        named = {"router": plan.router, "rebalance": plan.rebalance}
+        candidate = workload.model_copy(update={**scheduler, **cache, **named})
         if candidate.digest() == plan.workload_digest:
             return candidate
     rule = f"must be the workload that the plan was made for, with digest {plan.workload_digest[:12]}..."

@@ -1,0 +1,186 @@
+"""Re-balancing under drift: ``python -m benchmarks.rebalance_drift --traces DIR --out DIR``.
+
+Four instances of LoRAServe's stand-in setting in the cluster twin, behind `smooth-shares`. Two workloads of
+an hour, with the lengths of the Azure conversations of 2023: LoRAServe's Shifting Skew trace (25 adapters of
+ranks 8 to 128, whose popularity moves from the largest rank to the smallest), and a drift of 60 adapters,
+whose Zipf popularity moves on by one adapter a minute.
+
+The frozen placement is LoRAServe's by the declared rates. All others begin with it: re-balanced by Algorithm
+1 with and without permutation and extrapolation, with windows of 60, 300 and 900 s, and by capplan's moves
+from the placement in force. Instances fetch adapters with the first request, over links of 12.5 GB/s.
+
+P95 TTFT is over all requests but those of the last 10 s, an unanswered one with its wait so far. Bytes are
+those of copied adapters, and those that the new placements lack, both over the hour. Results are means over
+seeds; all systems have the same requests. DIR of ``--out`` keeps the operating points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Final
+
+import numpy as np
+
+from benchmarks.common import H100_LLAMA, command_line, markdown, preset_workload
+from benchmarks.loraserve.hardware import standin
+from benchmarks.loraserve.load import at_rate
+from benchmarks.loraserve.systems import LIMITS, Scene
+from capplan import Workload, load_profile
+from capplan.serving import adapter_bytes
+from capplan.serving.rebalancing import AdapterDemand, RebalanceSettings, place
+from capplan.spec import Adapter, Trace
+from capplan.twin.cluster import ClusterResult, Instance, Rebalancing, simulate_cluster
+from capplan.twin.per_request import REJECTED
+
+SERVERS: Final = 4
+HOUR_S: Final = 3600.0
+BOUND_S: Final = 10.0
+RANKS: Final = (8, 16, 32, 64, 128)
+DRIFTING: Final = 60
+SHIFT_S: Final = 60.0
+"""Time after which the popularity of the drifting adapters moves on by one of them."""
+_GB: Final = 1e9
+
+SYSTEMS: Final[Mapping[str, RebalanceSettings | None]] = {
+    "frozen": None,
+    "300 s": RebalanceSettings(),
+    "300 s, not permuted": RebalanceSettings(permute=False),
+    "300 s, no extrapolation": RebalanceSettings(forecast="last"),
+    "60 s": RebalanceSettings(period_s=60.0),
+    "60 s, no extrapolation": RebalanceSettings(period_s=60.0, forecast="last"),
+    "900 s": RebalanceSettings(period_s=900.0),
+    "900 s, no extrapolation": RebalanceSettings(period_s=900.0, forecast="last"),
+    "capplan, 300 s": RebalanceSettings(solver="capplan"),
+    "capplan, 60 s, smoothed": RebalanceSettings(period_s=60.0, forecast="ewma", solver="capplan"),
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    """Result of a system on one seed."""
+
+    p95_ttft_s: float
+    copied_gb: float
+    lacking_gb: float
+    waited: int
+    stored: float
+
+
+def shifting(traces: Path, rps: float, _seed: int) -> Workload:
+    """Return LoRAServe's Shifting Skew trace, whose arrivals differ by the seed of the simulation."""
+    return at_rate(preset_workload("loraserve-poisson-shifting", traces=str(traces)), rps)
+
+
+def drifting(traces: Path, rps: float, seed: int) -> Workload:
+    """Return a trace of Poisson arrivals with a popularity that moves on."""
+    base = preset_workload("loraserve-poisson-uniform", traces=str(traces))
+    pairs = base.length_pairs
+    assert pairs is not None
+    rng = np.random.default_rng([seed, 7])
+    count = rng.poisson(rps * HOUR_S)
+    arrival_s = np.sort(rng.uniform(0.0, HOUR_S, count))
+    weights = 1.0 / np.arange(1, DRIFTING + 1)
+    position = rng.choice(DRIFTING, count, p=weights / weights.sum())
+    adapter = (position + (arrival_s // SHIFT_S).astype(np.int64)) % DRIFTING
+    row = rng.integers(pairs.prompt_tokens.size, size=count)
+    names = [f"r{RANKS[i % len(RANKS)]}-{i}" for i in range(DRIFTING)]
+    trace = Trace.from_arrays(
+        arrival_s, [names[i] for i in adapter], pairs.prompt_tokens[row], pairs.output_tokens[row], HOUR_S
+    )
+    rates_rps = np.bincount(adapter, minlength=DRIFTING) / HOUR_S
+    adapters = tuple(
+        Adapter(name=name, rank=RANKS[i % len(RANKS)], rate_rps=float(rates_rps[i]))
+        for i, name in enumerate(names)
+    )
+    return base.model_copy(update={"adapters": adapters, "trace": trace})
+
+
+WORKLOADS: Final = {"Shifting Skew": shifting, "drift of 60 adapters": drifting}
+
+
+def run(
+    workload: Workload, points: Mapping[int, float], settings: RebalanceSettings | None, seed: int
+) -> Found:
+    """Simulate a system."""
+    profile = standin(load_profile(H100_LLAMA))
+    tokens = sum(lengths.mean_tokens for lengths in workload.lengths_of(workload.adapters[0]))
+    demands = [
+        AdapterDemand(a.name, a.rank, a.rate_rps * tokens, adapter_bytes(profile.model, a.rank))
+        for a in workload.adapters
+    ]
+    shares = place(demands, points, SERVERS).shares
+    limits: dict[str, Any] = dict(LIMITS)
+    instances = [Instance(profile, len(demands), max(RANKS), adapters=dict(own), **limits) for own in shares]
+    result = simulate_cluster(
+        workload,
+        instances,
+        router="smooth-shares",
+        duration_s=HOUR_S,
+        seed=seed,
+        rebalance=None if settings is None else Rebalancing(settings, points),
+    )
+    moves = result.moves
+    if moves is None:
+        return Found(p95_ttft_s(result), 0.0, 0.0, 0, fmean(len(own) for own in shares))
+    lacking = sum(each.moved_bytes for each in moves.rounds)
+    return Found(
+        p95_ttft_s(result), moves.transferred_bytes / _GB, lacking / _GB, moves.waited, moves.stored_mean
+    )
+
+
+def p95_ttft_s(result: ClusterResult) -> float:
+    requests = result.requests
+    waited_s = np.where(np.isnan(requests.ttft_s), HOUR_S - requests.arrival_s, requests.ttft_s)
+    waited_s = np.where(requests.status == REJECTED, np.inf, waited_s)
+    return float(np.percentile(waited_s[requests.arrival_s < HOUR_S - BOUND_S], 95, method="higher"))
+
+
+def table(name: str, traces: Path, out: Path, rates_rps: Sequence[float], seeds: int) -> str:
+    """Return the table of a workload: P95 TTFT at each rate, bytes at the largest one."""
+    profile = standin(load_profile(H100_LLAMA))
+    make = WORKLOADS[name]
+    scene = Scene(name.replace(" ", "-"), make(traces, rates_rps[-1], 0), profile, SERVERS, out)
+    points = scene.points()
+    rows = []
+    for system, settings in SYSTEMS.items():
+        found = [
+            [run(make(traces, rps, seed), points, settings, seed) for seed in range(seeds)]
+            for rps in rates_rps
+        ]
+        last = found[-1]
+        rows.append(
+            [
+                system,
+                *(f"{fmean(each.p95_ttft_s for each in own):.2f}" for own in found),
+                f"{fmean(each.copied_gb for each in last):.1f}",
+                f"{fmean(each.lacking_gb for each in last):.1f}",
+                f"{fmean(each.waited for each in last):.0f}",
+                f"{fmean(each.stored for each in last):.1f}",
+            ]
+        )
+        print(name, rows[-1], flush=True)
+    rates = [f"P95 TTFT at {rps:g} req/s, s" for rps in rates_rps]
+    return markdown(
+        ["system", *rates, "copied, GB", "lacking, GB", "requests that waited", "stored per server"], rows
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_line(__doc__)
+    parser.add_argument("--traces", type=Path, required=True, help="folder of the Azure traces")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the operating points")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rps", type=float, nargs="+", default=[14.0, 17.0])
+    parser.add_argument("--only", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    given = parser.parse_args(arguments)
+    given.out.mkdir(parents=True, exist_ok=True)
+    for name in given.only:
+        print(f"\n{name}:\n\n{table(name, given.traces, given.out, given.rps, given.seeds)}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,71 @@
+"""Plans that name their re-balancing: slots, verification, and simulation by other settings."""
+
+import pytest
+
+from capplan import Adapter, InputError, Plan, Workload, plan
+from capplan.planner.served import fleet_of_plan
+from capplan.spec import Lengths, Pool, RebalanceSettings
+from tests.twin.cluster.workloads import PROFILE
+
+SETTINGS = RebalanceSettings(period_s=600.0, forecast="last")
+
+
+def make(**fields: object) -> Workload:
+    return Workload(
+        **{
+            "base_model": "meta-llama/Llama-3.1-8B-Instruct",
+            "profile": PROFILE.name,
+            "adapters": [Adapter(name=f"a{i}", rank=8 << (i % 2), rate_rps=1.0) for i in range(12)],
+            "prompt_tokens": Lengths(mean=200),
+            "output_tokens": Lengths(mean=200),
+            **fields,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def planned() -> tuple[Plan, Workload]:
+    workload = make(rebalance=SETTINGS)
+    return plan(workload, gpus=2, solver="loraserve", seeds=1), workload
+
+
+def test_a_plan_is_verified_with_its_rebalancing(planned) -> None:
+    made, workload = planned
+    assert made.rebalance == SETTINGS
+    assert Plan.model_validate_json(made.to_json()) == made
+    assert all(group.engine_args.max_lora_rank == 16 for group in made.groups), "any adapter may come"
+    fleet = fleet_of_plan(made, workload, None, "workload")
+    assert fleet.rebalance is not None
+    result = fleet.simulate(made.verification.seeds[0], made.verification.duration_s)
+    assert result.moves is not None
+    assert len(result.moves.rounds) == 5
+    served = min(each.served_fraction for each in result.instances)
+    assert made.verification.min_served_fraction == pytest.approx(served, abs=1e-9)
+
+
+def test_other_settings_replace_those_of_the_plan(planned) -> None:
+    made, workload = planned
+    fleet = fleet_of_plan(made, workload, None, "workload", None, RebalanceSettings(period_s=20.0))
+    moves = fleet.simulate(1, 61.0).moves
+    assert moves is not None
+    assert [each.at_s for each in moves.rounds] == [20.0, 40.0, 60.0]
+
+
+def test_slots_too_small_for_an_adapter_are_refused(planned) -> None:
+    made, workload = planned
+    first = made.groups[0]
+    lower = [a for group in made.groups for a in group.adapters if a.rank == 8]
+    upper = [a for group in made.groups for a in group.adapters if a.rank == 16]
+    small = first.replace(
+        id="small", adapters=lower, engine_args=first.engine_args.model_copy(update={"max_lora_rank": 8})
+    )
+    groups = [small, first.replace(id="large", adapters=upper)]
+    verification = made.verification.replace(groups=())
+    with pytest.raises(InputError, match="group small: max_lora_rank: must be at least the largest rank, 16"):
+        fleet_of_plan(made.replace(groups=groups, verification=verification), workload, None, "workload")
+
+
+def test_rebalancing_needs_equal_gpus() -> None:
+    pool = Pool(name="h100", profile=PROFILE.name, count=2)
+    with pytest.raises(InputError, match="rebalance: needs equal GPUs"):
+        make(profile=None, pools=[pool], rebalance=SETTINGS)
