@@ -15,6 +15,7 @@ from capplan.planner.evaluate import violated_bounds
 from capplan.planner.explain.rebuild import rebuild
 from capplan.planner.operating_points import rebalancing_of
 from capplan.planner.parallel import parallel_map
+from capplan.planner.served_rebalancing import equal_engine_args
 from capplan.serving import adapter_bytes
 from capplan.spec import Plan, Profile, RebalanceSettings, Slo, Workload
 from capplan.spec.latency_stats import LatencyStats, latency_stats
@@ -112,21 +113,23 @@ def fleet_of_plan(
     plan, workload, profile, source
         As for `capplan.planner.explain.rebuild.rebuild`.
     router, rebalance
-        Router and re-balancing instead of the plan's.
+        Router and re-balancing instead of the plan's. Instances to re-balance have the engine settings of the
+        group with the largest slots, as `capplan serve PLAN` starts them.
 
     Raises
     ------
     InputError
-        If the workload or the profile is not the plan's, or its instances cannot serve all adapters that
-        re-balancing brings.
+        If the workload or the profile is not the plan's, or instances to re-balance are not equal.
     """
     rebuilt = rebuild(plan, workload, profile, source)
+    settings = rebalance or plan.rebalance
+    args = None if settings is None else equal_engine_args(plan.groups)
     instances, names = [], []
     for each in rebuilt.groups:
         group = each.group
         own = Instance.of(
             rebuilt.problem.pools[each.assignment.pool].profile,
-            group.engine_args,
+            args or group.engine_args,
             each.assignment.fractions,
             group.scheduling,
             group.queues,
@@ -134,21 +137,8 @@ def fleet_of_plan(
         instances += [own] * group.replicas
         names += [f"{group.id}-{replica}" for replica in range(1, group.replicas + 1)]
     chosen = router or plan.router or PLAN_ROUTER
-    settings = rebalance or plan.rebalance
     moves = None if settings is None else rebalancing_of(rebuilt.problem, settings)
-    if moves is not None:
-        _require_large_slots(plan, workload)
     return SimulatedFleet(rebuilt.problem.workload, tuple(instances), tuple(names), chosen, rebalance=moves)
-
-
-def _require_large_slots(plan: Plan, workload: Workload) -> None:
-    """Check that every group can serve every adapter."""
-    largest = max((adapter.rank for adapter in workload.adapters), default=0)
-    for group in plan.groups:
-        rank = group.engine_args.max_lora_rank
-        if rank < largest:
-            rule = f"must be at least the largest rank, {largest}: plan with the key rebalance"
-            raise InputError(rule, rank, f"group {group.id}: max_lora_rank")
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from capplan.datasets import load_profile
 from capplan.errors import InputError
+from capplan.planner.operating_points import OperatingPoints
 from capplan.planner.problem import AdapterShare, Problem, make_problem
-from capplan.planner.solvers.loraserve import OperatingPoints
 from capplan.serving.rebalancing import AdapterDemand, Rebalancer, RebalanceSettings, Replan
 from capplan.spec import Adapter, EngineArgs, Group, Lengths, Plan, Profile, Workload
 from capplan.spec.routing import MEAN_LENGTHS

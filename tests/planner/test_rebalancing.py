@@ -51,18 +51,24 @@ def test_other_settings_replace_those_of_the_plan(planned) -> None:
     assert [each.at_s for each in moves.rounds] == [20.0, 40.0, 60.0]
 
 
-def test_slots_too_small_for_an_adapter_are_refused(planned) -> None:
+def test_instances_have_the_slots_of_the_largest_group(planned) -> None:
     made, workload = planned
     first = made.groups[0]
     lower = [a for group in made.groups for a in group.adapters if a.rank == 8]
     upper = [a for group in made.groups for a in group.adapters if a.rank == 16]
-    small = first.replace(
-        id="small", adapters=lower, engine_args=first.engine_args.model_copy(update={"max_lora_rank": 8})
-    )
-    groups = [small, first.replace(id="large", adapters=upper)]
-    verification = made.verification.replace(groups=())
-    with pytest.raises(InputError, match="group small: max_lora_rank: must be at least the largest rank, 16"):
-        fleet_of_plan(made.replace(groups=groups, verification=verification), workload, None, "workload")
+    whole = [
+        [a.model_copy(update={"share": 1.0}) for a in {a.name: a for a in own}.values()]
+        for own in (lower, upper)
+    ]
+    small = first.engine_args.model_copy(update={"max_lora_rank": 8})
+    groups = [
+        first.replace(id="small", adapters=whole[0], engine_args=small),
+        first.replace(id="large", adapters=whole[1]),
+    ]
+    apart = made.replace(groups=groups, verification=made.verification.replace(groups=()))
+    fleet = fleet_of_plan(apart, workload, None, "workload")
+    assert [each.s_max for each in fleet.instances] == [16, 16]
+    assert fleet.simulate(1, 60.0).moves is not None
 
 
 def test_rebalancing_needs_equal_gpus() -> None:
