@@ -361,8 +361,8 @@ def _serve_plan(args: ServeArgs) -> int:
     from capplan.spec.registry import AdapterRegistry, with_locations
 
     given = {name for name in args.ctx.params if _is_given(args.ctx, name)}
-    options = rebalance_options(vars(args), given)
     file, plan = _plan_of(args, given)
+    options = rebalance_options(vars(args), plan.rebalance)
     if args.registry is not None and args.lora_root is None:
         with AdapterRegistry(args.registry) as registry:
             plan = with_locations(plan, registry)
@@ -424,7 +424,7 @@ def _instances(
     from capplan.engine.router.instances import ServingOptions, instances_of, spread_over_gpus
 
     engine = {name: getattr(args, name) for name in _ENGINE_FLAGS if name in given} | _documents(args)
-    if args.rebalance is not None:
+    if args.rebalance is not None or plan.rebalance is not None:
         engine = equal_settings(plan, args.groups or ()) | engine
     serving = ServingOptions(
         model=model_of(plan, args.model),

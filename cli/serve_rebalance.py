@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from capplan.cli.rebalancing import RebalanceOptions
 from capplan.errors import InputError
-from capplan.spec import Group, Plan
+from capplan.spec import Group, Plan, RebalanceSettings
 
 if TYPE_CHECKING:
     from capplan.engine.router.rebalancing import RebalancingConfig
@@ -19,36 +20,33 @@ FLAGS = ("forecast", "solver", "workload")
 
 @dataclass(frozen=True)
 class ServedRebalance:
-    """Options of ``capplan serve PLAN --rebalance S``."""
+    """Re-balancing of ``capplan serve PLAN``."""
 
-    period_s: float
+    settings: RebalanceSettings
     registry: str
     admin_key: str
-    forecast: str | None = None
-    solver: str | None = None
     workload: str | None = None
 
 
-def rebalance_options(values: dict[str, Any], given: Collection[str]) -> ServedRebalance | None:
-    """Return the options of re-balancing from those of the command; None without ``--rebalance``.
+def rebalance_options(values: dict[str, Any], planned: RebalanceSettings | None) -> ServedRebalance | None:
+    """Return the re-balancing that the options of the command or the plan name; None without any.
 
     Raises
     ------
     InputError
-        If an option lacks another one.
+        If an option is invalid or lacks another one.
     """
-    if values["rebalance"] is None:
-        for name in FLAGS:
-            if name in given:
-                raise InputError("goes with --rebalance", values[name], f"--{name}")
+    options = RebalanceOptions(values["rebalance"], values["forecast"], values["solver"])
+    settings = options.settings(planned)
+    if settings is None:
+        if values["workload"] is not None:
+            raise InputError("goes with --rebalance", values["workload"], "--workload")
         return None
     for flag, name in (("--registry", "registry"), ("--lora-root", "lora_root")):
         if values[name] is None:
-            rule = f"requires {flag}: instances share adapters"
-            raise InputError(rule, values["rebalance"], "--rebalance")
-    return ServedRebalance(
-        values["rebalance"], values["registry"], values["admin_api_key"], *(values[name] for name in FLAGS)
-    )
+            where = "plan: rebalance" if values["rebalance"] is None else "--rebalance"
+            raise InputError(f"requires {flag}: instances share adapters", settings.period_s, where)
+    return ServedRebalance(settings, values["registry"], values["admin_api_key"], values["workload"])
 
 
 def equal_settings(plan: Plan, groups: Sequence[str]) -> dict[str, Any]:
@@ -79,26 +77,14 @@ def rebalancing(
     """
     from capplan.engine.router.rebalancing import RebalancingConfig
     from capplan.planner.served_rebalancing import served_rebalancer
-    from capplan.serving.rebalancing import RebalanceSettings
     from capplan.spec import load_workload
     from capplan.spec.registry import AdapterRegistry
 
-    fields: dict[str, Any] = {
-        "period_s": options.period_s,
-        "forecast": options.forecast,
-        "solver": options.solver,
-    }
-    try:
-        settings = RebalanceSettings(**{name: value for name, value in fields.items() if value is not None})
-    except InputError as error:
-        name = error.location.rpartition(".")[2]
-        flag = "--rebalance" if name == "period_s" else f"--{name}"
-        raise InputError(error.rule, error.value, flag) from None
     with AdapterRegistry(options.registry) as registry:
         size_bytes = _sizes(registry, plan, groups)
     workload = None if options.workload is None else load_workload(options.workload)
     log("measuring operating points in the twin")
-    rebalancer = served_rebalancer(plan, groups, settings, size_bytes, workload)
+    rebalancer = served_rebalancer(plan, groups, options.settings, size_bytes, workload)
     return RebalancingConfig(
         rebalancer,
         options.registry,

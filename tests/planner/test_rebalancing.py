@@ -54,12 +54,8 @@ def test_other_settings_replace_those_of_the_plan(planned) -> None:
 def test_instances_have_the_slots_of_the_largest_group(planned) -> None:
     made, workload = planned
     first = made.groups[0]
-    lower = [a for group in made.groups for a in group.adapters if a.rank == 8]
-    upper = [a for group in made.groups for a in group.adapters if a.rank == 16]
-    whole = [
-        [a.model_copy(update={"share": 1.0}) for a in {a.name: a for a in own}.values()]
-        for own in (lower, upper)
-    ]
+    every = {a.name: a.model_copy(update={"share": 1.0}) for group in made.groups for a in group.adapters}
+    whole = [[a for a in every.values() if a.rank == rank] for rank in (8, 16)]
     small = first.engine_args.model_copy(update={"max_lora_rank": 8})
     groups = [
         first.replace(id="small", adapters=whole[0], engine_args=small),
