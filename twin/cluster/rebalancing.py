@@ -104,7 +104,7 @@ class FleetChanges:
     Parameters
     ----------
     scenario
-        The cluster, made with `build_cluster(..., movable=True)`.
+        The cluster, made by `build_movable_cluster`.
     laid
         The same in memory.
     rebalancing, seed
