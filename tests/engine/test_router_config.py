@@ -357,8 +357,8 @@ def test_a_plan_to_rebalance_has_equal_instances_and_operating_points_of_its_pro
     ("change", "flags", "message"),
     [
         ("none", ["--rebalance", 0], "--rebalance: must be a finite number > 0"),
-        ("none", ["--rebalance", 60, "--forecast", "tarot"], "--forecast: must be one of holt"),
-        ("none", ["--rebalance", 60, "--solver", "tarot"], "--solver: must be one of loraserve"),
+        ("none", ["--rebalance", 60, "--forecast", "tarot"], "--forecast: must be 'holt', 'last'"),
+        ("none", ["--rebalance", 60, "--solver", "tarot"], "--solver: must be 'loraserve' or 'capplan'"),
         ("rank", ["--rebalance", 60], "adapter b: rank: must be that of the plan, 4"),
         ("digest", ["--rebalance", 60], "adapter b: digest: is required"),
         ("missing", ["--rebalance", 60], "must be the name of an adapter in the registry"),
