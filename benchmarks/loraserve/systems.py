@@ -25,10 +25,10 @@ from benchmarks.loraserve.load import (
 from capplan import Assignment, EngineArgs, Problem, Profile, Workload
 from capplan.errors import InfeasibleError
 from capplan.planner.estimate import TwinEstimator
+from capplan.planner.operating_points import OperatingPoints
 from capplan.planner.problem import AdapterShare, make_problem
 from capplan.planner.solve import solve
 from capplan.planner.solvers import find_solver
-from capplan.planner.operating_points import OperatingPoints
 from capplan.planner.solvers.random_placement import contiguous_by_rank
 from capplan.planner.splitting import in_input_order
 from capplan.serving import adapter_bytes
