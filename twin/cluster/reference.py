@@ -180,7 +180,7 @@ def run_with(
     changes = None if rebalancing is None else FleetChanges(scenario, laid, rebalancing, seed)
     loop = _Loop(scenario, laid, router, seed, report_period_ns(state_period_s), changes)
     for number, arrival_ns in enumerate(scenario.requests.arrival_ns.tolist()):
-        loop.pass_time(arrival_ns)
+        loop.pass_time(min(arrival_ns, scenario.horizon_ns))
         loop.route(number, arrival_ns)
     loop.pass_time(scenario.horizon_ns)
     laid = loop.laid
