@@ -9,11 +9,8 @@ from capplan.errors import InputError
 from capplan.planner.operating_points import OperatingPoints
 from capplan.planner.problem import AdapterShare, Problem, make_problem
 from capplan.serving.rebalancing import AdapterDemand, Rebalancer, RebalanceSettings, Replan
-from capplan.spec import Adapter, EngineArgs, Group, Lengths, Plan, Profile, Workload
-from capplan.spec.routing import MEAN_LENGTHS
-
-_DEFAULT_MEANS = (512.0, 128.0)
-"""Mean prompt and output tokens of a plan that does not have them."""
+from capplan.spec import EngineArgs, Group, Plan, Profile, Workload
+from capplan.twin.cluster.plans import workload_of
 
 
 def equal_engine_args(groups: Sequence[Group]) -> EngineArgs:
@@ -85,7 +82,7 @@ def _problem(plan: Plan, groups: Sequence[Group], workload: Workload | None) -> 
     args = equal_engine_args(groups)
     instances = sum(group.replicas for group in groups)
     profile = _profile(groups[0].profile, workload)
-    workload = workload or _workload(plan, groups)
+    workload = workload or workload_of(plan, groups)
     fixed = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "gpu_memory_utilization")
     engine = workload.engine.model_copy(update={name: getattr(args, name) for name in fixed})
     alone = {"engine": engine, "pools": (), "profile": None, "slo": plan.slo}
@@ -99,21 +96,3 @@ def _profile(name: str, workload: Workload | None) -> Profile:
         if own.name == name:
             return own
     return load_profile(name)
-
-
-def _workload(plan: Plan, groups: Sequence[Group]) -> Workload:
-    """Return a workload with the adapters of a plan and constant lengths, within its max_model_len."""
-    known = {adapter.name: adapter for group in groups for adapter in group.adapters}
-    found = [plan.provenance.get(name) for name in MEAN_LENGTHS]
-    prompt, output = (
-        float(value) if isinstance(value, int | float) and value >= 1 else default
-        for value, default in zip(found, _DEFAULT_MEANS, strict=True)
-    )
-    fit = min(1.0, equal_engine_args(groups).max_model_len / (prompt + output))
-    return Workload(
-        base_model=plan.base_model,
-        adapters=[Adapter(name=a.name, rank=a.rank, rate_rps=a.rate_rps) for a in known.values()],
-        base_rate_rps=next((group.base.rate_rps for group in groups if group.base is not None), None),
-        prompt_tokens=Lengths(mean=max(1.0, fit * prompt)),
-        output_tokens=Lengths(mean=max(1.0, fit * output)),
-    )

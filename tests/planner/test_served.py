@@ -17,7 +17,7 @@ from capplan.planner.served import (
 )
 from capplan.spec import Lengths, Slo
 from capplan.twin.cluster import Instance, served_router, simulate_cluster
-from capplan.twin.cluster.plans import served_rule
+from capplan.twin.cluster.plans import served_rule, workload_of
 from capplan.twin.cluster.routers import MODELLED
 from tests.twin.cluster.workloads import PROFILE, even, same
 
@@ -144,3 +144,19 @@ def test_a_running_router_has_a_model_of_every_instance(planned) -> None:
     plain = served_rule(made, made.groups, "dlora", {})
     assert plain.period_ns > 10**18 - 1
     assert plain.first_answer == made.provenance["mean_output_tokens"] == 200.0
+
+
+def test_a_running_router_assumes_lengths_that_the_engines_take(planned) -> None:
+    """A plan without mean lengths, of engines that take short requests only."""
+    made, _ = planned
+    lengths = {"mean_prompt_tokens", "mean_output_tokens"}
+    provenance = {name: value for name, value in made.provenance.items() if name not in lengths}
+    short = [
+        group.replace(engine_args=group.engine_args.replace(max_model_len=100, max_num_batched_tokens=256))
+        for group in made.groups
+    ]
+    plan = made.replace(provenance=provenance, groups=tuple(short))
+    workload = workload_of(plan, plan.groups)
+    assert (workload.prompt_tokens.mean, workload.output_tokens.mean) == (80.0, 20.0)
+    rule = served_rule(plan, plan.groups, "least-work-left", {PROFILE.name: PROFILE})
+    assert np.isfinite(rule.models).all()

@@ -1,4 +1,4 @@
-"""Routers of served plans."""
+"""Routers and workloads of served plans."""
 
 from __future__ import annotations
 
@@ -38,17 +38,10 @@ def served_rule(
     InputError
         For an unknown name.
     """
-    prompt, output = _mean_lengths(plan)
+    workload = workload_of(plan, groups)
+    prompt, output = workload.prompt_tokens.mean_tokens, workload.output_tokens.mean_tokens
     if router not in MODELLED:
         return plain_rule(served_router(router), output)
-    known = {adapter.name: adapter for group in groups for adapter in group.adapters}
-    workload = Workload(
-        base_model=plan.base_model,
-        adapters=[Adapter(name=a.name, rank=a.rank, rate_rps=a.rate_rps) for a in known.values()],
-        base_rate_rps=next((group.base.rate_rps for group in groups if group.base is not None), None),
-        prompt_tokens=Lengths(mean=prompt),
-        output_tokens=Lengths(mean=output),
-    )
     instances = [
         Instance.of(
             profiles[group.profile],
@@ -64,6 +57,24 @@ def served_rule(
     requests = Requests(np.zeros(1, np.int64), np.zeros(1, np.int32), *lengths)
     scenario = build_cluster(workload, instances, 1.0, 0, requests=requests)
     return build_rule(router, scenario)
+
+
+def workload_of(plan: Plan, groups: Sequence[Group]) -> Workload:
+    """Return the adapters of groups of a plan with their rates, and constant lengths.
+
+    The lengths are the means in the plan's provenance, or assumed, and within the least `max_model_len`.
+    """
+    prompt, output = _mean_lengths(plan)
+    longest = min(group.engine_args.max_model_len for group in groups)
+    fit = min(1.0, longest / (prompt + output))
+    known = {adapter.name: adapter for group in groups for adapter in group.adapters}
+    return Workload(
+        base_model=plan.base_model,
+        adapters=[Adapter(name=a.name, rank=a.rank, rate_rps=a.rate_rps) for a in known.values()],
+        base_rate_rps=next((group.base.rate_rps for group in groups if group.base is not None), None),
+        prompt_tokens=Lengths(mean=max(1.0, fit * prompt)),
+        output_tokens=Lengths(mean=max(1.0, fit * output)),
+    )
 
 
 def _mean_lengths(plan: Plan) -> tuple[float, float]:
