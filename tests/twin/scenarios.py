@@ -14,13 +14,16 @@ from capplan.twin.scenario import NS_PER_MS, Costs
 from capplan.workload import Requests
 from tests.serving.worlds import Choose, make_world, seeded
 
+_CACHE = {"ms_per_kv_ktoken_beyond_cache": 2.0, "cache_kv_ktokens": 0.02}
+"""A cache that small batches exceed."""
+
 
 def make_scenario(choose: Choose, max_requests: int = 40) -> Scenario:
     """Return a scenario. Times are small multiples of 1 ms, so arrivals often meet the end of a step."""
     world = make_world(choose, max_requests)
     form = FORMS[choose(0, len(FORMS) - 1)]
     names = form.names if choose(0, 1) or form is TABLE else form.coefficients
-    coefficients = np.array([choose(0, 3) / choose(1, 3) for _ in names])
+    coefficients = np.array([_CACHE[n] if n in _CACHE else choose(0, 3) / choose(1, 3) for n in names])
     for always in ("base_ms", "k7", "k7_base", "decode_beta", "prefill_beta"):  # no step takes no time
         if always in names:
             coefficients[names.index(always)] = choose(1, 4)

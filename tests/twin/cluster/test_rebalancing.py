@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capplan import InputError, Workload
@@ -25,7 +25,11 @@ from tests.twin.cluster.scenarios import make_performance, make_work_model
 from tests.twin.cluster.workloads import even, same
 from tests.twin.comparison import assert_same
 
+few = settings(max_examples=25)
+"""`python -m benchmarks.rebalance_invariants` runs more."""
 
+
+@few
 @given(movable_clusters(), st.sampled_from(list(ROUTERS)), st.sampled_from([0.0, 0.003, 0.02]))
 def test_nothing_is_lost_on_the_way(world: World, router: str, state_period_s: float) -> None:
     scenario, rebalancing = world
@@ -34,6 +38,7 @@ def test_nothing_is_lost_on_the_way(world: World, router: str, state_period_s: f
     assert_integrity(scenario, rebalancing, trace)
 
 
+@few
 @given(
     movable_clusters(),
     st.sampled_from(list(ROUTERS)),
@@ -69,6 +74,7 @@ def test_the_compiled_loop_does_as_the_reference(
         assert_same(ours, theirs)
 
 
+@few
 @given(movable_clusters(), st.sampled_from(["smooth-shares", "least-work-left"]))
 def test_the_same_seed_gives_the_same_moves(world: World, router: str) -> None:
     scenario, rebalancing = world
@@ -80,6 +86,7 @@ def test_the_same_seed_gives_the_same_moves(world: World, router: str) -> None:
     np.testing.assert_array_equal(one.instance, other.instance)
 
 
+@few
 @given(movable_clusters(), st.sampled_from(list(ROUTERS)))
 def test_without_a_round_the_placement_stays(world: World, router: str) -> None:
     scenario, rebalancing = world
