@@ -1,7 +1,7 @@
 """Schedulers and adapter caches on the reference engine, measured and predicted side by side.
 
     python -m benchmarks.pool_loop --out DIR --stage profile    # once, 5 minutes
-    python -m benchmarks.pool_loop --out DIR --stage systems    # four systems in five rounds, 17 minutes
+    python -m benchmarks.pool_loop --out DIR --stage systems    # four systems in four rounds, 14 minutes
     python -m benchmarks.pool_loop --out DIR --stage queues     # a plan with queues
 
 A Llama of 4 layers on the CPU serves 32 adapters of rank 8, popular by Zipf's law (exponent 1), with memory
@@ -70,7 +70,7 @@ LOAD: Final = 0.85
 PLANNED_LOAD: Final = 0.6
 PROMPT: Final = Lengths(mean=100.0, std=60.0)
 OUTPUT: Final = Lengths(mean=100.0, std=120.0)
-ROUNDS: Final = 5
+ROUNDS: Final = 4
 THROUGHPUT_BAR: Final = 5.0
 """Largest SMAPE of throughput in percent."""
 _DRAIN_S: Final = 1.0
