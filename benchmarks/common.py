@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,8 @@ from capplan.workload.presets import preset
 H100_LLAMA = "h100-64g/llama-3.1-8b/vllm-0.8.5"
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 Answer = TypeVar("Answer")
+_PROGRESS_EVERY = 100
+"""Cases between two lines of progress."""
 
 
 def command_line(doc: str | None) -> argparse.ArgumentParser:
@@ -34,6 +37,46 @@ def command_line(doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         prog=name, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def play_cases(doc: str | None, play: Callable[[int], Counter[str]], cases: int) -> int:
+    """Check random cases as the command line says, print how often each event occurred and failing seeds.
+
+    Parameters
+    ----------
+    doc
+        Docstring of the benchmark.
+    play
+        Checks the case of a seed and returns its events; raises AssertionError if it fails.
+    cases
+        Default number of cases.
+
+    Returns
+    -------
+    int
+        The exit code: 1 if a case failed.
+    """
+    parser = command_line(doc)
+    parser.add_argument("--cases", type=int, default=cases, metavar="N")
+    parser.add_argument("--first-seed", type=int, default=0, metavar="N")
+    given = parser.parse_args()
+    events: Counter[str] = Counter()
+    failures = 0
+    began_s = time.perf_counter()
+    for case in range(given.cases):
+        seed = given.first_seed + case
+        try:
+            events += play(seed)
+        except AssertionError as error:
+            failures += 1
+            print(f"seed {seed}: {' '.join(str(error).split())[:300]}", flush=True)
+        if (case + 1) % _PROGRESS_EVERY == 0:
+            elapsed_s = time.perf_counter() - began_s
+            print(f"{case + 1} cases, {failures} failed, {elapsed_s:.0f} s", file=sys.stderr, flush=True)
+    for name, count in events.most_common():
+        print(f"{count:9}  {name.replace('_', ' ')}")
+    print(f"{given.cases} cases, {failures} failed, {time.perf_counter() - began_s:.0f} s")
+    return 1 if failures else 0
 
 
 @contextmanager

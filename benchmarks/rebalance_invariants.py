@@ -11,19 +11,17 @@ record. Failing seeds are printed.
 from __future__ import annotations
 
 import sys
-import time
 from collections import Counter
 
 import numpy as np
 
-from benchmarks.common import command_line
+from benchmarks.common import play_cases
 from capplan.serving.routers import ROUTERS
 from capplan.twin.cluster.reference import run_with
 from capplan.twin.cluster.reference_routers import reference_router
 from capplan.twin.cluster.routers import MODELLED, build_rule, served_router
 from capplan.twin.cluster.run import run_cluster
 
-_PROGRESS_EVERY = 100
 _REFERENCE_EVERY = 10
 _STATE_PERIODS_S = (0.0, 0.003, 0.02)
 
@@ -48,27 +46,7 @@ def play(seed: int) -> Counter[str]:
 
 
 def main() -> int:
-    parser = command_line(__doc__)
-    parser.add_argument("--cases", type=int, default=1000, metavar="N")
-    parser.add_argument("--first-seed", type=int, default=0, metavar="N")
-    given = parser.parse_args()
-    events: Counter[str] = Counter()
-    failures = 0
-    began_s = time.perf_counter()
-    for case in range(given.cases):
-        seed = given.first_seed + case
-        try:
-            events += play(seed)
-        except AssertionError as error:
-            failures += 1
-            print(f"seed {seed}: {' '.join(str(error).split())[:300]}", flush=True)
-        if (case + 1) % _PROGRESS_EVERY == 0:
-            elapsed_s = time.perf_counter() - began_s
-            print(f"{case + 1} cases, {failures} failed, {elapsed_s:.0f} s", file=sys.stderr, flush=True)
-    for name, count in events.most_common():
-        print(f"{count:9}  {name}")
-    print(f"{given.cases} cases, {failures} failed, {time.perf_counter() - began_s:.0f} s")
-    return 1 if failures else 0
+    return play_cases(__doc__, play, 1000)
 
 
 if __name__ == "__main__":

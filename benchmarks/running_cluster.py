@@ -24,13 +24,19 @@ import json
 import shutil
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from benchmarks.common import command_line, records_table
 from benchmarks.moving_cluster import MovingCluster, RandomSchedule, make_adapters, placed_at_first, plan_of
-from benchmarks.served_drift import ClusterSetting, Drift, serve_drift
-from benchmarks.served_drift_twin import predicted_ttft_ms
+from benchmarks.served_drift import MAX_MODEL_LEN, RANKS, ClusterSetting, Drift, serve_drift
+from capplan import EngineArgs, load_profile
+from capplan.spec.engine_args import DEFAULT_GPU_MEMORY_UTILIZATION
+from capplan.spec.routing import STATE_PERIOD_S
+from capplan.twin.cluster import Instance, served_router, simulate_cluster
 
 SCHEDULED_ADAPTERS: Final = 12
 SCHEDULED_INSTANCES: Final = 3
@@ -107,6 +113,40 @@ def compare_latency(given: argparse.Namespace) -> bool:
         print(time.strftime("%H:%M:%S"), json.dumps(rows[-1]), flush=True)
     print(records_table(rows))
     return all(row["failed"] == 0 for row in rows) and max(busy) < BUSY_BAR
+
+
+def predicted_ttft_ms(
+    setting: ClusterSetting, drift: Drift, placement: Mapping[str, Any], router: str
+) -> tuple[float, float]:
+    """Return the twin's median and P95 of TTFT of the requests after the warm-up.
+
+    Parameters
+    ----------
+    placement
+        Shares by instance, as ``GET /v1/placement`` returns them; they hold from the start.
+    """
+    profile = load_profile(str(setting.profile))
+    args = EngineArgs(
+        max_loras=len(setting.names),
+        max_lora_rank=max(RANKS),
+        max_num_seqs=16,
+        max_num_batched_tokens=512,
+        max_model_len=MAX_MODEL_LEN,
+        gpu_memory_utilization=DEFAULT_GPU_MEMORY_UTILIZATION,
+    )
+    trace = drift.trace(setting.names, setting.rate_rps, setting.held)
+    result = simulate_cluster(
+        setting.workload(drift).model_copy(update={"trace": trace}),
+        [Instance.of(profile, args, own["adapters"]) for own in placement.values()],
+        router=served_router(router),
+        duration_s=drift.duration_s,
+        seed=drift.seed,
+        state_period_s=STATE_PERIOD_S,
+    )
+    requests = result.requests
+    measured = (requests.arrival_s >= drift.warm_up_s) & ~np.isnan(requests.ttft_s)
+    p50_s, p95_s = np.percentile(requests.ttft_s[measured], (50, 95)).tolist()
+    return 1e3 * p50_s, 1e3 * p95_s
 
 
 STAGES: Final = {"schedules": run_schedules, "correctness": check_correctness, "latency": compare_latency}

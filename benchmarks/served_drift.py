@@ -135,7 +135,7 @@ class ClusterSetting:
         )
 
     def make(self, drift: Drift) -> Path:
-        """Write adapters, registry, workload and plan, all anew; return the plan."""
+        """Write adapters, registry, workload and plan again; return the plan."""
         shutil.rmtree(self.top, ignore_errors=True)
         (self.top / "servers").mkdir(parents=True)
         make_adapters(self.top, self.names, self.base_model, self.model, RANKS)

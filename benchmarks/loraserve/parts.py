@@ -17,7 +17,7 @@ POISSON: Final = TRACES[:3]
 PAPER: Final = (LORASERVE, "toppings", BLIND, CONTIGUOUS, RANDOM)
 COMPARED: Final = (OURS, *PAPER)
 WITHOUT_SEARCH: Final = ("least-work-left", *PAPER)
-"""Ours by its router alone, where every case would be placed anew."""
+"""Ours by its router alone, where every case would need a placement of its own."""
 OF_LORASERVE: Final = 0.95
 """Share of LoRAServe's lowest highest rate over the seeds, at which systems are compared."""
 LOADS: Final = (0.8, OF_LORASERVE)

@@ -71,8 +71,8 @@ SYSTEMS: Final = (*STEPPED, OURS, *PLACED, *ROUTED)
 DRAWS: Final = 4
 """Random placements per seed, 20 over five seeds."""
 _OF_CAPACITY: Final = (0.6, 0.3, 0.02)
-"""Shares of what the operating points sustain, of which `capplan` maximizes the multiple; the first it can
-place within its time."""
+"""Loads relative to what the operating points sustain, tried in turn; `capplan` places the first it can
+within its time, and maximizes its multiple."""
 _SEARCHED_S: Final = 900.0
 """Simulated time of an instance in that search."""
 SEARCH_S: Final = 60.0

@@ -33,6 +33,8 @@ Reason = Literal["period", "crash", "restart"]
 _PERIOD: Final = 3  # kinds of events in their order at one time, after transfers
 _RESTART: Final = 1
 _CRASH: Final = 2
+CHANGES: Final = ("stored", "removed")
+"""Kinds of events that change the stored adapters."""
 
 
 @dataclass(frozen=True)
@@ -116,15 +118,16 @@ class FleetChanges:
         For invalid settings, operating points or crashes.
     """
 
+    route: Callable[[int, int], None]
+    """Routes a request again at a time; set by the loop."""
+    on_swap: Callable[[set[int], Placement, int], None]
+    """Gets the adapters with other holders or shares, the placement before, and the time; set by the loop."""
+
     def __init__(self, scenario: ClusterScenario, laid: Laid, rebalancing: Rebalancing, seed: int) -> None:
         if scenario.movable is None:
             raise InputError("must be built for re-balancing", None, "scenario")
         self.laid = laid
         """The cluster, whose arrays of places a new routing table replaces."""
-        self.route: Callable[[int, int], None] = _no_route
-        """Routes a request again at a time."""
-        self.on_swap: Callable[[set[int], Placement, int], None] = _no_swap
-        """Gets the adapters with other holders or shares, the placement before, and the time."""
         self._movable: MovableAdapters = scenario.movable
         self._requests = scenario.requests
         self._faults = rebalancing.faults
@@ -307,22 +310,10 @@ class FleetChanges:
         self._storage.remove_unused(used, now_ns, adapters)
 
 
-CHANGES: Final = ("stored", "removed")
-"""Kinds of events that change the stored adapters."""
-
-
 @jit
 def read_all(cluster: Cluster, now_ns: int, by_adapter: bool) -> None:
     """Let the router read the state of all instances, which have run up to now."""
     report_state(cluster, now_ns, by_adapter)
-
-
-def _no_route(request: int, now_ns: int) -> None:
-    raise NotImplementedError
-
-
-def _no_swap(changed: set[int], before: Placement, now_ns: int) -> None:
-    """Without a router that stores anything by adapter."""
 
 
 def _require_survivors(crashes: Sequence[Crash], instances: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final, NamedTuple
 
@@ -18,6 +18,9 @@ from capplan.serving.routers import smooth_shares as shares_rule
 from capplan.serving.routers.choose import ASK_RANKS, RoutingRule, note, route
 from capplan.serving.routers.fleet import NEVER_SEEN, ArrivingRequest, Fleet, new_fleet
 from capplan.spec.routing import STATE_PERIOD_S
+
+# The plain Python function: nothing is compiled before the first request.
+_by_credit: Final[Callable[..., int]] = getattr(shares_rule.by_credit, "py_func", shares_rule.by_credit)
 
 _MAX_ADAPTERS: Final = 100_000
 _MAX_SENT: Final = 10_000
@@ -362,14 +365,9 @@ class InstanceRouter:
         """Return the place by smooth shares, without compiled code."""
         if among is None:
             first, last = self._placement.start[number : number + 2].tolist()
-            credit = self._credit[first:last]
-            credit += self._placement.share[first:last]
-            chosen = int(credit.argmax())
-            credit[chosen] -= 1.0
-            return int(first) + chosen
-        credit = self._credit[among.places] + among.placement.share
-        chosen = int(credit.argmax())
-        credit[chosen] -= 1.0
+            return _by_credit(self._placement, first, last, self._credit)
+        credit = self._credit[among.places]
+        chosen = _by_credit(among.placement, 0, credit.size, credit)
         self._credit[among.places] = credit
         return int(among.places[chosen])
 

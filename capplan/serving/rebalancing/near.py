@@ -3,7 +3,8 @@
 A server's utilization is its demand over the operating point of its largest rank, as in LoRAServe's
 placement. The best move of an adapter, or of a part of its demand, from the most utilized server is made as
 long as it pays: it reduces the sum of squared utilizations, relative to twice the server's, by more than the
-price of the bytes to copy. Shares stay where no move pays, so few bytes move; LoRAServe packs anew each time.
+price of the bytes to copy. Shares stay where no move pays, so few bytes move; LoRAServe
+packs all of them each time.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class _Search:
             self._update(server)
 
     def place_unserved(self) -> None:
-        """Complete the shares of adapters: those served in part where they are, others on a server anew."""
+        """Complete the shares of adapters: those served in part where they are, others on a new server."""
         total = np.zeros(len(self.adapters))
         for own in self.shares:
             for adapter, share in own.items():

@@ -25,11 +25,12 @@ def first_credit(placement: Placement) -> NDArray[np.float64]:
 
 @inner
 def by_credit(placement: Placement, first: int, last: int, credit: NDArray[np.float64]) -> int:
-    """Return the holder with most credit, the first one of several, and update the credits."""
-    chosen = first
-    for place in range(first, last):
-        credit[place] += placement.share[place]
-        if credit[place] > credit[chosen]:
-            chosen = place
-    credit[chosen] -= 1.0
-    return chosen
+    """Return the holder with most credit, the first one of several, and update the credits.
+
+    Fast without compilation, too.
+    """
+    own = credit[first:last]
+    own += placement.share[first:last]
+    chosen = int(own.argmax())
+    own[chosen] -= 1.0
+    return first + chosen
