@@ -174,7 +174,7 @@ class MovingCluster:
             str(self.top / "registry.db"),
             ADMIN_KEY,
             self.plan.base_model,
-            first_answer=TOKENS,
+            prior_output_tokens=TOKENS,
             posts=PostParams(timeout_s=2.0, attempts=2, retry_s=0.2),
             registry_timeout_s=0.5,
         )

@@ -184,7 +184,9 @@ def remove(args: RemoveArgs) -> None:
     """
     from capplan.spec.registry import AdapterRegistry
 
-    if bool(args.names) == (args.server is not None):
+    if args.names and args.server is not None:
+        raise InputError("does not go with NAME", args.server, "--server")
+    if not args.names and args.server is None:
         raise InputError("is required, or --server", location="NAME")
     with AdapterRegistry(args.registry) as registry:
         registry.remove(*args.names or ())

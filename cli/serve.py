@@ -79,7 +79,7 @@ class ServeArgs:
         help="Plan whose instances to serve; or further adapters, as after --lora-modules.",
     )
     groups: list[str] | None = typer.Option(
-        None, "--group", metavar="ID", help="Of the plan, serve this group only. Repeatable."
+        None, "--group", metavar="ID", help="Group of the plan to serve; default: all. Repeatable."
     )
     ray_address: str | None = typer.Option(
         None, metavar="ADDRESS", help="Start the plan's instances on this Ray cluster."
@@ -93,14 +93,14 @@ class ServeArgs:
     server_name: str | None = typer.Option(
         None,
         metavar="NAME",
-        help="Name in the registry, of a plan's instances the prefix; default: HOST:PORT.",
+        help="Name in the registry; prefix of the names of a plan's instances; default: HOST:PORT.",
     )
     server_url: str | None = typer.Option(
         None, metavar="URL", help="Where other servers reach this one; default: where it listens."
     )
     router: RouterOption = None
     state_period_s: float = typer.Option(
-        STATE_PERIOD_S, metavar="S", help="Of the plan, between reports of an instance to the router."
+        STATE_PERIOD_S, metavar="S", help="Time between reports of an instance to the router of a plan."
     )
     rebalance: float | None = typer.Option(
         None,
@@ -109,16 +109,18 @@ class ServeArgs:
         "--lora-root.",
     )
     forecast: str | None = typer.Option(
-        None, metavar="NAME", help="With --rebalance, of demand: holt (default), last, ewma or linear."
+        None,
+        metavar="NAME",
+        help="Forecast of the demand, with --rebalance: holt (default), last, ewma or linear.",
     )
     solver: str | None = typer.Option(
-        None, metavar="NAME", help="With --rebalance: loraserve (default) or capplan."
+        None, metavar="NAME", help="Placement by --rebalance: loraserve (default) or capplan."
     )
     workload: str | None = typer.Option(
         None,
         metavar="FILE",
-        help="With --rebalance, the plan's workload, for operating points; default: constant lengths, and a "
-        "shipped profile.",
+        help="Workload of the plan, for the operating points of --rebalance; default: constant lengths, and "
+        "a shipped profile.",
     )
     model: str | None = typer.Option(
         None,
@@ -133,7 +135,7 @@ class ServeArgs:
     served_model_name: str | None = typer.Option(
         None, metavar="NAME", help="Name of the base model; default: as --model."
     )
-    host: str = typer.Option("127.0.0.1", metavar="HOST", help="Where to listen.")
+    host: str = typer.Option("127.0.0.1", metavar="HOST", help="Address to listen on.")
     port: int = typer.Option(8000, metavar="P", help="Port; 0: any free one.")
     api_key: str | None = typer.Option(
         None,
@@ -167,40 +169,51 @@ class ServeArgs:
     max_queue: int = typer.Option(
         512,
         metavar="N",
-        help="Prompts taken beyond --max-num-seqs, then 429; of a plan at least twice its longest queue.",
+        help="Largest number of prompts beyond --max-num-seqs; more are answered with 429. Least default of "
+        "a plan: twice its longest queue.",
     )
-    drain_timeout_s: float = typer.Option(30.0, metavar="S", help="For running requests, after SIGTERM.")
+    drain_timeout_s: float = typer.Option(30.0, metavar="S", help="Time for running requests after SIGTERM.")
     max_body_bytes: int | None = typer.Option(
-        None, metavar="N", help="Of a request; default: max(1 MiB, 16 bytes per token of --max-model-len)."
+        None,
+        metavar="N",
+        help="Largest body of a request; default: max(1 MiB, 16 bytes per token of --max-model-len).",
     )
-    body_timeout_s: float = typer.Option(60.0, metavar="S", help="For a whole body.")
+    body_timeout_s: float = typer.Option(60.0, metavar="S", help="Time for a whole body.")
     max_buffered_bytes: int | None = typer.Option(
-        None, metavar="N", help="Of all requests not submitted yet; default: 64 bodies, at least 64 MiB."
+        None,
+        metavar="N",
+        help="Largest size of all requests not submitted yet; default: 64 bodies, at least 64 MiB.",
     )
     max_header_bytes: int = typer.Option(
         64 * 1024,
         "--max-header-bytes",
         "--h11-max-incomplete-event-size",
         metavar="N",
-        help="Of request line and headers.",
+        help="Largest size of request line and headers.",
     )
     max_header_count: int = typer.Option(
-        100, "--max-header-count", "--h11-max-header-count", metavar="N", help="Headers of a request."
+        100,
+        "--max-header-count",
+        "--h11-max-header-count",
+        metavar="N",
+        help="Largest number of headers of a request.",
     )
-    header_timeout_s: float = typer.Option(15.0, metavar="S", help="For complete headers.")
+    header_timeout_s: float = typer.Option(15.0, metavar="S", help="Time for complete headers.")
     client_buffer_bytes: int = typer.Option(
-        512 * 1024, metavar="N", help="Of a response that its client has not read yet."
+        512 * 1024, metavar="N", help="Largest part of a response that its client has not read yet."
     )
     send_timeout_s: float = typer.Option(
-        30.0, metavar="S", help="For a client that does not read; then it is disconnected."
+        30.0, metavar="S", help="Time until a client that does not read is disconnected."
     )
     max_connections: int | None = typer.Option(
-        None, metavar="N", help="Open connections; default: by the limit of open files, at most 8192."
+        None,
+        metavar="N",
+        help="Largest number of connections; default: by the limit of open files, at most 8192.",
     )
     chat_template_timeout_s: float = typer.Option(
-        2.0, metavar="S", help="For the model's chat template and one conversation."
+        2.0, metavar="S", help="Time for the model's chat template and one conversation."
     )
-    lora_timeout_s: float = typer.Option(60.0, metavar="S", help="To load or unload an adapter.")
+    lora_timeout_s: float = typer.Option(60.0, metavar="S", help="Time to load or unload an adapter.")
     dtype: str = typer.Option("auto", metavar="NAME", help="auto, float32, float16 or bfloat16.")
     device: str = typer.Option("cpu", metavar="NAME", help="cpu, cuda, cuda:1 ...")
     tensor_parallel_size: int = typer.Option(
@@ -219,7 +232,7 @@ class ServeArgs:
         metavar="MAPPING",
         help="Queues by request size at the start, as groups[].queues of a plan; default: one.",
     )
-    memory: str | None = typer.Option(None, metavar="KIND", help="Of adapters: slots or unified.")
+    memory: str | None = typer.Option(None, metavar="KIND", help="Memory of adapters: slots or unified.")
     block_size: int = typer.Option(16, metavar="TOKENS", help="Tokens of one KV block.")
     num_kv_blocks: int | None = typer.Option(None, metavar="N", help="KV blocks; default: by memory.")
     gpu_memory_utilization: float = engine_option("gpu_memory_utilization", 0.9)
@@ -234,12 +247,12 @@ class ServeArgs:
         help="Mean tokens per adapter from which Triton's LoRA kernels work in tiles; default: as measured "
         "in the profile of a plan's group, or 8, an assumption.",
     )
-    seed: int = typer.Option(0, metavar="N", help="Of random weights and sampling.")
+    seed: int = typer.Option(0, metavar="N", help="Seed of random weights and sampling.")
     records: str | None = typer.Option(
         None, metavar="FILE", help="Write a record of every step as Parquet, at the end."
     )
     cpu_affinity: str = typer.Option(
-        "auto", metavar="CPUS", help="Of the engine core: auto, none, or CPUs such as 2,4-7."
+        "auto", metavar="CPUS", help="CPUs of the engine core: auto, none, or a list such as 2,4-7."
     )
     unverified: Unverified = False
     as_json: bool = typer.Option(False, "--json", help="Print the line with the address as JSON.")
@@ -266,8 +279,8 @@ def serve(args: ServeArgs) -> None:
 def _serve_instance(args: ServeArgs) -> int:
     """Serve one instance until it ends; return the exit status."""
     names = {"groups": "group"}
-    for name in ("groups", "ray_address", "router", "rebalance", *REBALANCE_FLAGS):
-        if getattr(args, name):
+    for name in ("groups", "ray_address", "router", "state_period_s", "rebalance", *REBALANCE_FLAGS):
+        if _is_given(args.ctx, name):
             raise InputError("is for plans", location=f"--{names.get(name, name).replace('_', '-')}")
     if args.model is None:
         raise InputError("is required", location="--model")

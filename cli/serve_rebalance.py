@@ -79,6 +79,7 @@ def rebalancing(
     from capplan.planner.served_rebalancing import served_rebalancer
     from capplan.spec import load_workload
     from capplan.spec.registry import AdapterRegistry
+    from capplan.twin.cluster.plans import workload_of
 
     with AdapterRegistry(options.registry) as registry:
         size_bytes = _sizes(registry, plan, groups)
@@ -91,6 +92,7 @@ def rebalancing(
         options.admin_key,
         plan.base_model,
         balances_base=any(group.base is not None for group in groups),
+        prior_output_tokens=workload_of(plan, groups).output_tokens.mean_tokens,
     )
 
 

@@ -188,15 +188,15 @@ def simulate(args: SimulateArgs) -> None:
 
 
 _OF_ONE_GPU: Final = (
-    *("a_max", "s_max", *_ENGINE, "max_in_flight", "rules", "scheduler", "cache", "prefix_caching"),
-    *("report", "requests_out", "workers", "ray_address"),
+    *("a_max", "s_max", *_ENGINE, "max_in_flight", "rules", "scheduler", "cache", "gpus_per_link"),
+    *("prefix_caching", "report", "requests_out", "workers", "ray_address"),
 )
 """Options that do not go with a plan."""
 
 
 def _simulate_plan(args: SimulateArgs, plan: str) -> None:
     """Simulate the instances of a plan."""
-    from capplan.cli.simulate_plan import simulate_plan
+    from capplan.cli.simulate_plan import PlanSimulation, simulate_plan
 
     given = [name for name in _OF_ONE_GPU if getattr(args, name) is not None]
     given += ["seeds"] if args.seeds != 1 else []
@@ -204,16 +204,14 @@ def _simulate_plan(args: SimulateArgs, plan: str) -> None:
     if given:
         flag = f"--{given[0].replace('_', '-')}"
         raise InputError("does not go with --plan", getattr(args, given[0]), flag)
-    simulate_plan(
-        args.workload,
-        plan,
+    options = PlanSimulation(
         profile=args.profile,
         router=args.router,
         rebalance=RebalanceOptions(args.rebalance_s, args.forecast, args.solver),
         duration_s=args.duration_s,
         seed=args.seed,
-        as_json=args.as_json,
     )
+    simulate_plan(args.workload, plan, options, strict=args.strict, as_json=args.as_json)
 
 
 def found_extrapolations(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
 from capplan.cli.console import Table, counted, number, percent, print_json, print_table
+from capplan.cli.notes import extrapolation_line, require_no_extrapolation
 from capplan.cli.options import chosen_profile, read_plan
 from capplan.cli.progress import announce_compilation
 from capplan.cli.rebalancing import RebalanceOptions
@@ -37,16 +38,19 @@ METRICS: Final = (  # metric of the result, its name with unit, decimals
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanSimulation:
+    """Options of a simulated plan; those that are None are as in the plan."""
+
+    profile: str | None
+    router: str | None
+    rebalance: RebalanceOptions
+    duration_s: float
+    seed: int
+
+
 def simulate_plan(
-    workload_file: str,
-    plan_file: str,
-    *,
-    profile: str | None,
-    router: str | None,
-    rebalance: RebalanceOptions,
-    duration_s: float,
-    seed: int,
-    as_json: bool,
+    workload_file: str, plan_file: str, given: PlanSimulation, *, strict: bool, as_json: bool
 ) -> None:
     """Simulate the instances of a plan, and print the metrics of all, of each instance, and by rank."""
     from capplan.planner.served import by_rank, fleet_of_plan, stored_adapters
@@ -54,21 +58,24 @@ def simulate_plan(
 
     workload = load_workload(workload_file)
     plan = read_plan(plan_file, unverified=True)
-    chosen = None if profile is None else chosen_profile(workload, profile)
-    settings = rebalance.settings(plan.rebalance)
+    chosen = None if given.profile is None else chosen_profile(workload, given.profile)
+    settings = given.rebalance.settings(plan.rebalance)
     announce_compilation(quiet=as_json)
-    fleet = fleet_of_plan(plan, workload, chosen, workload_file, router, settings)
-    result = fleet.simulate(seed, duration_s)
+    fleet = fleet_of_plan(plan, workload, chosen, workload_file, given.router, settings)
+    result = fleet.simulate(given.seed, given.duration_s)
     ranks, held = by_rank(fleet, result), stored_adapters(fleet)
+    found = [each.document() for each in fleet.extrapolations(result)]
+    beyond = tuple(map(extrapolation_line, found))
     if as_json:
-        print_json(document(fleet, result, ranks, held))
-        return
-    print_table(metrics_table(fleet, result))
-    print_table(instances_table(fleet, result, held))
-    print_table(ranks_table(ranks))
-    typer.echo(storage_line(fleet, held))
-    for line in moves_lines(fleet, result):
-        typer.echo(line)
+        print_json({**document(fleet, result, ranks, held), "extrapolations": found})
+    else:
+        print_table(metrics_table(fleet, result))
+        print_table(instances_table(fleet, result, held))
+        print_table(ranks_table(ranks))
+        for line in (storage_line(fleet, held), *moves_lines(fleet, result), *beyond):
+            typer.echo(line)
+    if strict:
+        require_no_extrapolation(beyond)
 
 
 def document(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
@@ -28,6 +29,7 @@ from capplan.twin.cluster import (
     simulate_cluster,
     simulate_without_adapters,
 )
+from capplan.twin.extrapolation import Extrapolation, extrapolations, merged, values_of
 from capplan.twin.metrics import bound_value
 from capplan.twin.per_request import FINISHED
 
@@ -74,6 +76,27 @@ class SimulatedFleet:
             state_period_s=self.state_period_s,
             rebalance=self.rebalance,
         )
+
+    def extrapolations(self, result: ClusterResult) -> tuple[Extrapolation, ...]:
+        """Return what a simulation used beyond the fitted ranges of the profiles; groups are instances."""
+        found = []
+        for name, own, traffic, simulated in zip(
+            self.names, self.instances, self._traffic(), result.instances, strict=True
+        ):
+            values = values_of(traffic, own.engine_args(traffic), own.profile.tp, [simulated])
+            found += [(name, each) for each in extrapolations(own.profile, values)]
+        return merged(found)
+
+    def _traffic(self) -> list[Workload]:
+        """Return the part of each instance by the shares; all adapters in equal parts if they may move."""
+        everything = dict.fromkeys(self.workload.traffic, 1.0)
+        moves = self.rebalance is not None
+        held = [everything if moves or own.adapters is None else own.adapters for own in self.instances]
+        total: Counter[str] = Counter()
+        for shares in held:
+            total.update(shares)
+        parts = [{name: s / total[name] for name, s in shares.items() if s > 0.0} for shares in held]
+        return [self.workload.subset(part, part) for part in parts]
 
     def reference(self, run: ReferenceRun, seed: int, duration_s: float) -> ClusterResult:
         """Simulate a reference run of latency bounds.

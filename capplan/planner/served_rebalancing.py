@@ -55,13 +55,16 @@ def served_rebalancer(
     Raises
     ------
     InputError
-        If the instances are not equal, or the profile is not on this machine.
+        If the instances are not equal, the profile is not on this machine, or the workload lacks an adapter
+        or the base traffic of the plan.
     InfeasibleError
         If an instance sustains no load of a rank.
     """
     equal_engine_args(groups)
     problem = _problem(plan, groups, workload)
     names = {adapter.name for group in groups for adapter in group.adapters}
+    if workload is not None:
+        _require_traffic(workload, names, any(group.base is not None for group in groups))
     traffic = [each for each in problem.traffic if each.rank == 0 or each.name in names]
     demands = [
         AdapterDemand(
@@ -75,6 +78,14 @@ def served_rebalancer(
     ]
     points = OperatingPoints(problem)(each.rank for each in traffic)
     return Rebalancer(demands, sum(group.replicas for group in groups), points, settings, replan)
+
+
+def _require_traffic(workload: Workload, names: set[str], with_base: bool) -> None:
+    if missing := names - {adapter.name for adapter in workload.adapters}:
+        rule = f"must have all {len(names)} adapters of the plan"
+        raise InputError(rule, f"no {min(missing)}", "workload: adapters")
+    if with_base and workload.base is None:
+        raise InputError("is required: the plan serves traffic of the base model", location="workload: base")
 
 
 def _problem(plan: Plan, groups: Sequence[Group], workload: Workload | None) -> Problem:

@@ -35,7 +35,8 @@ class RebalanceSettings(SpecModel):
     )
     price_per_gb: NonNegative = Field(
         default=0.01,
-        description="For capplan: reduction of the highest utilization that copying a GB must bring.",
+        description="For capplan: least gain of a move per GB to copy, in utilization of the GPU "
+        "that it relieves.",
     )
 
 

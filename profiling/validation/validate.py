@@ -229,6 +229,9 @@ def constant_step(profile: Profile, result: SimulationResult) -> Profile:
 
 _DRAIN_S: Final = 1.0
 
+_MORE_CONNECTIONS: Final = 64
+"""Beyond one per request, for metrics and the like."""
+
 _METRICS_INTERVAL_S: Final = 2.0
 
 """Long, since vLLM writes metrics in the loop that streams tokens."""
@@ -331,6 +334,7 @@ def server_command(
         "--shared-prefix-tokens": workload.shared_prefix_tokens or None,
         "--cpu-affinity": options.cpu_affinity,
         "--max-queue": requests + 1,
+        "--max-connections": requests + _MORE_CONNECTIONS,
         "--drain-timeout-s": 0,
         "--num-kv-blocks": None if options.device.startswith("cuda") else kv_tokens // block_size,
     }

@@ -59,7 +59,10 @@ def test_a_plan_is_simulated_as_a_cluster(run: Run, workload_yaml: Path, plan_js
     assert found["router"] == "least-work-left"
     assert found["cluster"]["throughput_tok_s"] == result.throughput_tok_s
     assert [each["requests"] for each in found["instances"]] == list(result.requests_per_instance)
-    text = run(*words).stdout
+    (beyond,) = found["extrapolations"]
+    strict = run(*words, "--strict")
+    assert (strict.exit_code, beyond["note"] in strict.stdout) == (3, True)
+    text = strict.stdout
     assert "adapters stored per instance" in text
     assert fleet.names[0] in text
 
@@ -107,6 +110,10 @@ def test_capacity_is_reported_with_its_interval(run: Run, workload_yaml: Path) -
         (("simulate", "--plan", "absent.json"), "absent.json: "),
         (("simulate", "--rebalance", 30), "--rebalance: goes with --plan"),
         (("simulate", "--solver", "capplan"), "--solver: goes with --plan"),
+        (
+            ("simulate", "--plan", "plan.json", "--gpus-per-link", 2),
+            "--gpus-per-link: does not go with --plan",
+        ),
     ],
 )
 def test_what_does_not_go_is_named(

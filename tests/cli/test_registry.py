@@ -67,6 +67,7 @@ def test_a_workload_of_the_registry_can_be_loaded(run: Run, registry: Path, tmp_
         (["show", "none"], "must be the name of an adapter in the registry"),
         (["remove", "none"], "must be the name of an adapter in the registry"),
         (["remove"], "NAME: is required, or --server"),
+        (["remove", "legal", "--server", "s"], "--server: does not go with NAME"),
         (["remove", "--server", "s"], "must be the name of a server"),
         (["list", "--registry", "none.db"], "none.db: is missing: 'capplan registry add' makes a registry"),
     ],

@@ -23,10 +23,10 @@ NAMES = (None, "x", "y")
 def test_every_valid_request_counts_once_in_the_window_of_its_arrival(
     requests: list[tuple[str | None, int, int, str]], duration_s: float
 ) -> None:
-    meter = DemandMeter(NAMES, first_answer=7.0)
+    meter = DemandMeter(NAMES, prior_output_tokens=7.0)
     meter.close_window(now_s=0.0)
     expected, open_ = dict.fromkeys(NAMES, 0.0), []
-    answers, tokens = 0.5, 3.5
+    answers, tokens = 1.0, 7.0
     for adapter, prompt, output, fate in requests:
         request = meter.arrive(adapter, prompt)
         request.output_tokens = output
@@ -38,7 +38,7 @@ def test_every_valid_request_counts_once_in_the_window_of_its_arrival(
             request.drop()
         else:
             open_.append(request)
-    assert meter.mean_answer == pytest.approx(tokens / answers)
+    assert meter.mean_output_tokens == pytest.approx(tokens / answers)
     for request in open_:
         expected[request.adapter] += request.prompt_tokens + max(request.output_tokens, tokens / answers)
     window = meter.close_window(now_s=duration_s)
@@ -52,7 +52,7 @@ def test_every_valid_request_counts_once_in_the_window_of_its_arrival(
 
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
 def test_token_counts_of_the_response_replace_the_estimate(separators: tuple[str, str]) -> None:
-    meter = DemandMeter(NAMES)
+    meter = DemandMeter(NAMES, 1.0)
     document = {
         "choices": [{"text": 'of "usage": {"prompt_tokens": 1, "completion_tokens": 1}' + "x" * 5000}],
         "usage": {"prompt_tokens": 12, "total_tokens": 19, "completion_tokens": 7},
@@ -63,7 +63,7 @@ def test_token_counts_of_the_response_replace_the_estimate(separators: tuple[str
 
 
 def test_events_of_a_stream_are_tokens_unless_it_ends_with_counts() -> None:
-    meter = DemandMeter(NAMES)
+    meter = DemandMeter(NAMES, 1.0)
     plain, counted = meter.arrive("x", 9), meter.arrive("x", 9)
     for request in (plain, counted):
         request.stream(b'data: {"a": 1}\n\ndata: {"a": 2}\n\n')
@@ -73,3 +73,13 @@ def test_events_of_a_stream_are_tokens_unless_it_ends_with_counts() -> None:
         request.stream(b"data: [DONE]\n\n")
     assert (plain.prompt_tokens, plain.output_tokens) == (9, 3)
     assert (counted.prompt_tokens, counted.output_tokens) == (5, 4)
+
+
+def test_windows_without_an_answer_leave_the_prior() -> None:
+    meter = DemandMeter(NAMES, 7.0)
+    meter.arrive("x", 1).finish()
+    for _ in range(2000):
+        meter.close_window()
+    assert meter.mean_output_tokens == pytest.approx(7.0)
+    meter.arrive("x", 3)
+    assert meter.close_window().unfinished == 1

@@ -13,7 +13,7 @@ pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)
 
 from capplan.engine.router.rebalancing import RebalanceLoop, RebalancingConfig
 from capplan.engine.router.share_updates import PostParams
-from capplan.serving.rebalancing import AdapterDemand, Rebalancer, RebalanceSettings
+from capplan.serving.rebalancing import AdapterDemand, Rebalancer, RebalanceSettings, ReplanRequest
 from capplan.spec.registry import AdapterRegistry, RegisteredAdapter
 from tests.engine.fake_instances import Routed, routed, tiny_plan
 
@@ -153,6 +153,24 @@ def test_a_registry_that_is_gone_fails_the_round_and_keeps_the_window(
         assert (made.reason, made.requests) == (None, 2)
 
     run(check, config_of(registry))
+
+
+def test_a_solver_with_a_defect_fails_the_round_and_the_router_serves_on(registry: AdapterRegistry) -> None:
+    def replan(request: ReplanRequest) -> list[dict[str, float]]:
+        raise ZeroDivisionError("no server")
+
+    config = config_of(registry)
+    settings = RebalanceSettings(period_s=3600.0, solver="capplan")
+    demands = [AdapterDemand(name, rank, 1.0, 100) for name, rank in RANKS.items()]
+    rebalancer = Rebalancer(demands, 2, dict.fromkeys(RANKS.values(), 1e6), settings, replan)
+
+    async def check(r: Routed, loop: RebalanceLoop) -> None:
+        made = await loop.rebalance()
+        assert made.reason == "ZeroDivisionError: no server"
+        assert "Traceback" in " ".join(r.log)
+        assert [(await r.post(name))[0] for name in RANKS] == [200] * 3
+
+    run(check, replace(config, rebalancer=rebalancer))
 
 
 def test_an_instance_that_is_down_gets_no_shares_and_all_of_them_when_it_is_back(

@@ -4,6 +4,7 @@ import pytest
 
 from capplan import Adapter, InputError, Plan, Workload, plan
 from capplan.planner.served import fleet_of_plan
+from capplan.planner.served_rebalancing import served_rebalancer
 from capplan.spec import Lengths, Pool, RebalanceSettings
 from tests.twin.cluster.workloads import PROFILE
 
@@ -65,6 +66,21 @@ def test_instances_have_the_slots_of_the_largest_group(planned) -> None:
     fleet = fleet_of_plan(apart, workload, None, "workload")
     assert [each.s_max for each in fleet.instances] == [16, 16]
     assert fleet.simulate(1, 60.0).moves is not None
+
+
+def test_a_simulation_has_a_bounded_number_of_rebalancings(planned) -> None:
+    made, workload = planned
+    fleet = fleet_of_plan(made, workload, None, "workload", None, RebalanceSettings(period_s=1e-9))
+    with pytest.raises(InputError, match="period_s: must be at least the simulated time over 100,000"):
+        fleet.simulate(1, 60.0)
+
+
+def test_a_running_rebalancer_requires_a_workload_with_the_traffic_of_the_plan(planned) -> None:
+    made, workload = planned
+    less = workload.model_copy(update={"adapters": workload.adapters[1:]})
+    missing = workload.adapters[0].name
+    with pytest.raises(InputError, match=f"must have all 12 adapters of the plan .got 'no {missing}'"):
+        served_rebalancer(made, made.groups, SETTINGS, {}, less)
 
 
 def test_rebalancing_needs_equal_gpus() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from capplan.errors import InputError
 from capplan.serving.pool_setup import PoolSetup
 from capplan.spec import Profile, Workload
 from capplan.twin import trace as t
@@ -32,6 +33,9 @@ from capplan.twin.scenario import NS_PER_S, Scenario
 from capplan.twin.scrapes import client_itl_factor
 from capplan.twin.simulate import tpt_attainment
 from capplan.workload import Requests
+
+_MOST_ROUNDS: Final = 100_000
+"""Re-balancings of one simulation."""
 
 
 def simulate_cluster(
@@ -89,6 +93,9 @@ def simulate_cluster(
         For an invalid setting, or an adapter without a holder.
     """
     started = time.perf_counter()
+    if rebalance is not None and duration_s / rebalance.settings.period_s > _MOST_ROUNDS:
+        rule = f"must be at least the simulated time over {_MOST_ROUNDS:,}, {duration_s / _MOST_ROUNDS:g} s"
+        raise InputError(rule, rebalance.settings.period_s, "rebalance: period_s")
     build = build_cluster if rebalance is None else build_movable_cluster
     scenario = build(workload, instances, duration_s, seed, gpus_per_link=gpus_per_link)
     trace = _trace(scenario, router, seed, interrupt, state_period_s, rebalance)

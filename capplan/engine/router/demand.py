@@ -15,7 +15,7 @@ _LAST_EVENT: Final = b"data: [DONE]\n\n"
 _TAIL_BYTES: Final = 4096
 """Of a whole response: token counts are at its end."""
 _MEMORY: Final = 0.5
-"""Weight of the answers of earlier windows in the mean answer, per window."""
+"""Weight of the answers of earlier windows in the mean output, per window."""
 
 
 class DemandWindow(NamedTuple):
@@ -74,29 +74,30 @@ class DemandMeter:
     """Tokens of the requests that arrive, by adapter and window.
 
     Tokens of requests that are refused, or fail, count as well: served tokens would hide an overload.
-    A request without a complete answer at the end of its window counts with the mean answer, or with the
+    A request without a complete answer at the end of its window counts with the mean output, or with the
     tokens that it has, if there are more.
 
     Parameters
     ----------
     adapters
         All that are served; None is the base model.
-    first_answer
-        Mean output tokens assumed before any answer; it counts as one answer.
+    prior_output_tokens
+        Mean output tokens assumed before any answer; it counts as one answer of each window.
     """
 
-    def __init__(self, adapters: Iterable[str | None], first_answer: float = 1.0) -> None:
+    def __init__(self, adapters: Iterable[str | None], prior_output_tokens: float) -> None:
         self._adapters = tuple(adapters)
-        self._answers, self._answer_tokens = 1.0, first_answer
+        self._prior_output_tokens = prior_output_tokens
+        self._answers = self._answer_tokens = 0.0
         self._open: dict[CountedRequest, None] = {}
         self._tokens: dict[str | None, float] = {}
         self._requests = 0
         self._begin_s = time.monotonic()
 
     @property
-    def mean_answer(self) -> float:
+    def mean_output_tokens(self) -> float:
         """Mean output tokens of the complete answers, recent windows with more weight."""
-        return self._answer_tokens / self._answers
+        return (self._prior_output_tokens + self._answer_tokens) / (1.0 + self._answers)
 
     def arrive(self, adapter: str | None, prompt_tokens: int) -> CountedRequest:
         """Count a request of the current window.
@@ -133,7 +134,7 @@ class DemandMeter:
         """Return the demand of the current window, and begin the next one."""
         end_s = time.monotonic() if now_s is None else now_s
         for request in self._open:
-            self._add(request, max(self.mean_answer, request.output_tokens))
+            self._add(request, max(self.mean_output_tokens, request.output_tokens))
         duration_s = max(end_s - self._begin_s, 1e-9)
         tok_s = {name: self._tokens.get(name, 0.0) / duration_s for name in self._adapters}
         window = DemandWindow(tok_s, duration_s, self._requests, len(self._open))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -56,7 +57,7 @@ class RebalancingConfig:
         Name of the base model in the registry, and among the rebalancer's adapters.
     balances_base
         Whether the base model is one of them.
-    first_answer
+    prior_output_tokens
         Mean output tokens assumed before any answer.
     posts
         Posts of shares to the instances.
@@ -73,7 +74,7 @@ class RebalancingConfig:
     admin_key: str
     base_model: str
     balances_base: bool = False
-    first_answer: float = 128.0
+    prior_output_tokens: float = 128.0
     posts: PostParams = field(default_factory=PostParams)
     registry_timeout_s: float = 5.0
     settle_s: float = 5.0
@@ -163,7 +164,7 @@ class RebalanceLoop:
         self._log = log
         self._registry: AdapterRegistry | None = None
         self._thread = ThreadPoolExecutor(1, "rebalancing")
-        self.demand = DemandMeter(router.adapters, config.first_answer)
+        self.demand = DemandMeter(router.adapters, config.prior_output_tokens)
         adapters = [name for name in router.adapters if name is not None]
         self.updates = ShareUpdates(instances, adapters, config.admin_key, config.posts)
         self.updates.wanted = router.shares()[0]
@@ -230,6 +231,10 @@ class RebalanceLoop:
         except (RoundFailedError, InputError) as error:
             self.failed += 1
             facts["reason"] = str(error)
+        except Exception as error:  # noqa: BLE001 - a defect; the placement in force serves on
+            self.failed += 1
+            facts["reason"] = f"{type(error).__name__}: {error}"
+            self._log(traceback.format_exc().rstrip())
         else:
             self.done += 1
             self.target = facts["target"]

@@ -1,4 +1,4 @@
-"""OpenAI-compatible server of the engine; docs/engine.md follows one request through it."""
+"""OpenAI-compatible server of the engine; docs/how-it-works/engine.md follows one request through it."""
 
 from capplan.engine.server.limiter import PoolSettings, ServerSettings
 from capplan.engine.server.limits import ServerLimits

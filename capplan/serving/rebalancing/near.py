@@ -1,10 +1,10 @@
-"""Placement near the one in force: moves from the most utilized server, with a price on copied bytes.
+"""Placement near the one in force: moves between servers, with a price on copied bytes.
 
 A server's utilization is its demand over the operating point of its largest rank, as in LoRAServe's
-placement. The best move of an adapter, or of a part of its demand, from the most utilized server is made as
-long as it pays: it reduces the sum of squared utilizations, relative to twice the server's, by more than the
-price of the bytes to copy. Shares stay where no move pays, so few bytes move; LoRAServe
-packs all of them each time.
+placement. From each server, the most utilized first, the best move of an adapter, or of a part of its demand,
+is made as long as it pays: it reduces the sum of squared utilizations, over twice the server's, by more than
+the price of the bytes to copy. Shares stay where no move pays, so few bytes move; LoRAServe packs all of them
+each time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def place_near(
     stored, shares
         Adapters that each server stores, and their shares in force. What no server serves is placed first.
     price_per_gb
-        Reduction of the utilization that copying a GB must bring.
+        Least gain of a move per GB to copy: reduction of the sum of squared utilizations, over twice the
+        utilization of the server that it relieves.
     """
     search = _Search(adapters, operating_points, stored, shares, price_per_gb)
     search.place_unserved()
@@ -73,7 +74,10 @@ class _Search:
         self._values = np.array([self.per_tok_s.get(int(rank), 0.0) for rank in self._known])
         self.cost = price_per_gb / _BYTES_PER_GB * np.array([adapter.size_bytes for adapter in adapters])
         self.most = np.array([adapter.max_replicas or len(shares) for adapter in adapters])
-        self.shares = [{number[n]: share for n, share in own.items() if n in number} for own in shares]
+        self.shares = [
+            {number[name]: share for name, share in own.items() if name in number and share > 0.0}
+            for own in shares
+        ]
         self.stored = np.zeros((len(shares), len(adapters)), np.bool_)
         for row, names in zip(self.stored, stored, strict=True):
             row[[number[name] for name in names if name in number]] = True

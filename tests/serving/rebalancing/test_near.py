@@ -105,3 +105,17 @@ def test_the_price_weighs_bytes_against_balance() -> None:
     worst = [max(utilization(adapters, each)) for each in made]
     assert moves[0] >= moves[1] >= moves[2]
     assert worst[0] <= worst[1] <= worst[2]
+
+
+def test_a_share_of_zero_is_none() -> None:
+    adapters = [AdapterDemand("base", 0, 600.0), *(AdapterDemand(f"a{i}", 8, 400.0, GB) for i in range(3))]
+    points = POINTS | {0: 4800.0}
+    here: list[dict[str, float]] = [
+        {"base": 0.0, "a0": 1.0, "a1": 1.0, "a2": 1.0},
+        {"base": 0.0},
+        {"base": 0.0},
+    ]
+    without = [{name: share for name, share in own.items() if share} for own in here]
+    made = place_near(adapters, points, here, here, 0.0)
+    assert made == place_near(adapters, points, here, without, 0.0)
+    assert sum(own.get("base", 0.0) for own in made) == pytest.approx(1.0)
