@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help plan test compile bench docs lint format clean gpu-campaign
+.PHONY: help plan test coverage compile compile-slots compile-pool bench docs lint types style format clean gpu-campaign
 
 help: ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -18,12 +18,17 @@ help: ## what can be made
 plan: $(VENV)/.base ## plan the example workload: prints the plan and writes plan.json
 	$(BIN)/capplan plan examples/chat-96/workload.yaml -o plan.json
 
-test: $(VENV)/.test ## everything CI runs: linters, types, import arrows, tests with coverage
-	$(MAKE) --jobs=2 --output-sync=target lint compile
+test: $(VENV)/.test ## everything CI runs: linters, types, import arrows, tests
+	$(MAKE) --jobs=2 --output-sync=target compile lint
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+coverage: $(VENV)/.test ## the tests again, slower, with the lines that they run: 85 % at least
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) --cov --cov-report=term
 
-compile: $(VENV)/.test ## compile once what most tests call, into the cache on disk
-	$(BIN)/python -m tests.compile
+compile: compile-pool compile-slots ## compile once what tests call, into the cache on disk
+
+compile-pool compile-slots: $(VENV)/.test
+	$(BIN)/python -m tests.compile $(@:compile-%=%)
 
 bench: $(VENV)/.test ## time what has a speed to keep
 	$(BIN)/python -m pytest benchmarks --benchmark-only
@@ -34,10 +39,14 @@ docs: $(VENV)/.test ## build the documentation site into site/, strictly
 gpu-campaign: $(VENV)/.test ## measure a CUDA machine into datasets/<gpu>, slice by slice; resumable
 	$(BIN)/python -m capplan.profiling.campaign $(CAMPAIGN_FLAGS)
 
-lint: $(VENV)/.test ## ruff, mypy, import-linter
+lint: types style ## ruff, mypy, import-linter
+
+types: $(VENV)/.test
+	$(BIN)/mypy
+
+style: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 format: $(VENV)/.test ## rewrite the sources in the house format

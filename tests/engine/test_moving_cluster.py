@@ -17,7 +17,7 @@ from benchmarks.moving_cluster import MovingCluster, RandomSchedule, make_adapte
 pytestmark = pytest.mark.slow
 
 NAMES = tuple(f"a{number}" for number in range(6))
-SCHEDULES = 3
+SCHEDULES = 2  # `python -m benchmarks.running_cluster` plays more
 SCHEDULE_S = 4.0
 
 
@@ -159,7 +159,7 @@ async def fetch_everywhere(cluster: MovingCluster) -> None:
 
 async def a_locked_registry(cluster: MovingCluster) -> None:
     """Requests of adapters that are not there are refused, others are answered."""
-    locking = asyncio.ensure_future(cluster.lock_registry(2.0))
+    locking = asyncio.ensure_future(cluster.lock_registry(1.0))
     await asyncio.sleep(0.2)
     await cluster.loop.rebalance()
     await ask_all(cluster, 2)
@@ -169,16 +169,15 @@ async def a_locked_registry(cluster: MovingCluster) -> None:
 
 
 async def an_instance_that_dies(cluster: MovingCluster) -> None:
-    for victim in (0, 1):
-        await asyncio.gather(*(cluster.ask(NAMES[victim]) for _ in range(8)))
-        asking = asyncio.gather(*(cluster.ask(name) for name in NAMES * 4))
-        made = await cluster.loop.rebalance()
-        assert made.reason is None
-        cluster.kill(victim)
-        await asking
-        await cluster.loop.rebalance()
-        cluster.check_stored()
-        await all_are_answered(cluster)
+    await asyncio.gather(*(cluster.ask(NAMES[0]) for _ in range(8)))
+    asking = asyncio.gather(*(cluster.ask(name) for name in NAMES * 4))
+    made = await cluster.loop.rebalance()
+    assert made.reason is None
+    cluster.kill(0)
+    await asking
+    await cluster.loop.rebalance()
+    cluster.check_stored()
+    await all_are_answered(cluster)
     assert not cluster.outcomes.wrong
 
 

@@ -35,6 +35,7 @@ _CURSOR = int_fields(
     "refresh_ns",  # time of the next refresh of queues, before which all instances are advanced to it
     "report_ns",  # time of the next report of all instances to the router
     "report_period_ns",  # 0: the router reads their present state
+    "is_single",  # 1: the loop routes this request and returns
 )
 
 # Events.
@@ -78,7 +79,7 @@ def serve(
     movable: Heap,
     moved: NDArray[np.int64],
 ) -> int:
-    """Route all requests and run to the horizon.
+    """Route all requests and run to the horizon, or route a single one at the time of its hand-over.
 
     Parameters
     ----------
@@ -94,9 +95,9 @@ def serve(
     Returns
     -------
     int
-        NONE at the end, PAUSED at the time of a pause, REFRESH_DUE at that of a refresh; FETCH_DUE if the
-        instance of the next request does not store its adapter; else an instance that needs more rows before
-        the loop can continue.
+        NONE at the end or after the single request, PAUSED at the time of a pause, REFRESH_DUE at that of a
+        refresh; FETCH_DUE if the instance of the next request does not store its adapter; else an instance
+        that needs more rows before the loop can continue.
     """
     placement = cluster.placement
     while True:
@@ -118,23 +119,12 @@ def serve(
             lacking = _tick(cluster, rule, cursor, movable, moved)
         else:
             lacking = _arrive(cluster, rule, key, answered, cursor)
-        if lacking != NONE:
+        if lacking != NONE or cursor.is_single:
             return lacking
     for instance in range(cluster.progress.size):
         member = load_member(cluster.memory, instance)
         mark_running(member.state, member.trace)
     return NONE
-
-
-@jit
-def route_again(
-    cluster: Cluster, rule: RoutingRule, key: np.uint64, answered: np.record, cursor: np.record
-) -> int:
-    """Route the request at the cursor, at the time of its hand-over; return values as of an arrival."""
-    first, last = _concerned(cluster, rule, key, cursor, ARRIVAL)
-    for place in range(first, last):
-        advance_to(cluster, cluster.placement.instance[place], cluster.stream.arrival_ns[cursor.next])
-    return _arrive(cluster, rule, key, answered, cursor)
 
 
 @inner
@@ -156,6 +146,8 @@ def _concerned(
 @inner
 def _next_event(cluster: Cluster, rule: RoutingRule, cursor: np.record) -> tuple[int, int]:
     """Return the next event and its time, up to which instances may run."""
+    if cursor.is_single:
+        return ARRIVAL, cluster.stream.arrival_ns[cursor.next]
     at_ns = cluster.horizon_ns
     event = END
     if cursor.next < cluster.following.size:

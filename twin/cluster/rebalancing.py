@@ -23,7 +23,7 @@ from capplan.serving.routers import Placement
 from capplan.twin import trace as t
 from capplan.twin.cluster.layout import Laid, grow, restart_member
 from capplan.twin.cluster.scenario import ClusterScenario, MovableAdapters
-from capplan.twin.cluster.steps import Cluster, advance_all, hand_to, lacks_row, report_state
+from capplan.twin.cluster.steps import Cluster, advance_instances, hand_to, lacks_row, report_state
 from capplan.twin.cluster.transfers import AdapterStorage, Crash, Faults, StorageEvent, TransferLink
 from capplan.twin.host_link import NEVER_NS
 from capplan.twin.scenario import NS_PER_S
@@ -182,7 +182,7 @@ class FleetChanges:
 
     def apply(self, now_ns: int) -> None:
         """Do the changes of a time."""
-        advance_all(self.laid.cluster, now_ns)
+        advance_instances(self.laid.cluster, 0, len(self.laid.members), now_ns)
         while self.next_ns <= now_ns:
             if self._storage.next_ns <= now_ns:
                 self._end_transfer(now_ns)

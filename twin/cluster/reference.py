@@ -13,7 +13,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-from capplan.compile import jit
 from capplan.errors import InputError
 from capplan.serving import NONE, State
 from capplan.serving.routers import Placement
@@ -30,7 +29,7 @@ from capplan.twin.cluster.run import (
     trace_of,
 )
 from capplan.twin.cluster.scenario import ClusterScenario
-from capplan.twin.cluster.steps import Cluster, advance_to, hand_to, lacks_row
+from capplan.twin.cluster.steps import advance_instances, hand_to, lacks_row
 from capplan.twin.core import mark_running
 from capplan.twin.host_link import NEVER_NS
 from capplan.twin.scenario import NS_PER_S
@@ -184,9 +183,9 @@ def run_with(
         loop.route(number, arrival_ns)
     loop.pass_time(scenario.horizon_ns)
     laid = loop.laid
-    _advance(laid.cluster, 0, scenario.instances, scenario.horizon_ns)
+    advance_instances(laid.cluster, 0, scenario.instances, scenario.horizon_ns)
     for member in laid.members:
-        _mark_running(member.state, member.trace)
+        mark_running(member.state, member.trace)
     moves = None if changes is None else changes.moves(scenario.horizon_ns)
     return replace(trace_of(laid, migrations=0), moves=moves)
 
@@ -227,7 +226,7 @@ class _Loop:
             change_ns = NEVER_NS if self._changes is None else self._changes.next_ns
             now_ns = min(self._refresh_ns, self._reports.next_ns)
             if now_ns <= min(until_ns, change_ns):
-                _advance(self.laid.cluster, 0, len(self.laid.members), now_ns)
+                advance_instances(self.laid.cluster, 0, len(self.laid.members), now_ns)
                 if self._reports.next_ns == now_ns:
                     self._reports.report()
                 else:
@@ -246,7 +245,7 @@ class _Loop:
         start, end = placement.start[adapter : adapter + 2].tolist()
         for place in range(start, end):
             instance = int(placement.instance[place])
-            _advance(laid.cluster, instance, instance + 1, min(now_ns, scenario.horizon_ns))
+            advance_instances(laid.cluster, instance, instance + 1, min(now_ns, scenario.horizon_ns))
         request = RoutedRequest(
             number=number,
             arrival_s=now_ns / NS_PER_S,
@@ -343,14 +342,3 @@ def _mean_answer(scenario: ClusterScenario, laid: Laid, first_answer: float) -> 
     room = limits[laid.cluster.instance[done]] - scenario.requests.prompt_tokens[done]
     answers = np.minimum(scenario.requests.output_tokens[done], room)
     return float((first_answer + int(answers.sum())) / (1.0 + answers.size))
-
-
-@jit
-def _advance(cluster: Cluster, first: int, last: int, until_ns: int) -> None:
-    for instance in range(first, last):
-        advance_to(cluster, instance, until_ns)
-
-
-@jit
-def _mark_running(state: State, trace: t.TwinTrace) -> None:
-    mark_running(state, trace)

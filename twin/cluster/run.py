@@ -18,7 +18,7 @@ from capplan.serving.routers.smooth_shares import first_credit
 from capplan.serving.structures import new_heap
 from capplan.twin import trace as t
 from capplan.twin.cluster.layout import FIRST_ROWS, Laid, grow, lay_out
-from capplan.twin.cluster.loop import FETCH_DUE, REFRESH_DUE, new_cursor, route_again, serve
+from capplan.twin.cluster.loop import FETCH_DUE, REFRESH_DUE, new_cursor, serve
 from capplan.twin.cluster.rebalancing import FleetChanges, FleetMoves, Rebalancing
 from capplan.twin.cluster.scenario import ClusterScenario
 from capplan.twin.cluster.steps import show_arrivals
@@ -166,8 +166,9 @@ class _Driver:
         laid = self.laid
         laid.cluster.stream.arrival_ns[request] = now_ns
         cursor = new_cursor(0, int(self.cursor.report_period_ns))
-        cursor.next = request
-        while (state := route_again(laid.cluster, self.rule, self.key, laid.answered, cursor)) >= 0:
+        cursor.next, cursor.is_single = request, 1
+        buffers = new_heap(0), np.zeros(0, np.int64)
+        while (state := serve(laid.cluster, self.rule, self.key, laid.answered, cursor, *buffers)) >= 0:
             grow(laid, state)
         if state == FETCH_DUE:
             self.fetch(cursor)

@@ -140,9 +140,9 @@ def _advance_member(cluster: Cluster, instance: int, until_ns: int) -> None:
 
 
 @jit
-def advance_all(cluster: Cluster, until_ns: int) -> None:
-    """Advance all instances to a time."""
-    for instance in range(cluster.progress.size):
+def advance_instances(cluster: Cluster, first: int, last: int, until_ns: int) -> None:
+    """Advance the instances `first` to `last` - 1 to a time."""
+    for instance in range(first, last):
         advance_to(cluster, instance, until_ns)
 
 

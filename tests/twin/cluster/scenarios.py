@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from capplan.serving.routers import Performance, WorkModel
 from capplan.twin import Scenario
 from capplan.twin.cluster.scenario import ClusterScenario, place
+from capplan.twin.scenario import NS_PER_MS
 from capplan.workload import Requests
 from tests.serving.worlds import Choose, seeded
 from tests.twin.pooled import make_pooled
@@ -46,6 +47,12 @@ def make_cluster(choose: Choose, most: int = 4, apart: bool = False, shared: boo
         link=np.cumsum([choose(0, 1) if shared else 1 for _ in engines]),
         shared_prefix_tokens=base.shared_prefix_tokens,
     )
+
+
+def report_period_s(scenario: ClusterScenario, period_s: float) -> float:
+    """Return the period, or one of 300 reports, in whole milliseconds; the reference makes them in Python."""
+    least_ms = -(-scenario.horizon_ns // (300 * NS_PER_MS))
+    return max(period_s, least_ms / 1000) if period_s else 0.0
 
 
 def holding(engine: Scenario, numbers: np.ndarray, ranks: np.ndarray) -> Scenario:

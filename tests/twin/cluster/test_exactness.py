@@ -19,7 +19,13 @@ from capplan.twin.core import run
 from capplan.twin.scenario import new_engine
 from tests.serving.worlds import seeded
 from tests.twin.cluster.comparison import alone, assert_instances_did_as_alone, assert_nothing_is_lost
-from tests.twin.cluster.scenarios import clusters, make_performance, make_work_model, seeded_cluster
+from tests.twin.cluster.scenarios import (
+    clusters,
+    make_performance,
+    make_work_model,
+    report_period_s,
+    seeded_cluster,
+)
 from tests.twin.comparison import assert_same
 from tests.twin.pooled import seeded_pooled
 from tests.twin.scenarios import scenarios, seeded_scenario
@@ -112,6 +118,7 @@ def test_compiled_routers_decide_as_reference_ones(
 ) -> None:
     models = [make_performance(seeded(seed + i)) for i in range(scenario.instances)]
     work_models = [make_work_model(seeded(seed + i)) for i in range(scenario.instances)]
+    state_period_s = report_period_s(scenario, state_period_s)
     kernel, slo_ms = ("bgmv", "mbgmv")[seed % 2], 1.0 + seed % 50
     router: NamedRouter = name
     if name.startswith("toppings"):

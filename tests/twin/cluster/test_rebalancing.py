@@ -21,7 +21,7 @@ from capplan.twin.cluster.run import run_cluster
 from capplan.twin.per_request import REJECTED
 from tests.serving.worlds import seeded
 from tests.twin.cluster.movable import World, assert_integrity, movable_clusters
-from tests.twin.cluster.scenarios import make_performance, make_work_model
+from tests.twin.cluster.scenarios import make_performance, make_work_model, report_period_s
 from tests.twin.cluster.workloads import even, same
 from tests.twin.comparison import assert_same
 
@@ -51,6 +51,7 @@ def test_the_compiled_loop_does_as_the_reference(
     scenario, rebalancing = world
     models = [make_performance(seeded(seed + i)) for i in range(scenario.instances)]
     work_models = [make_work_model(seeded(seed + i)) for i in range(scenario.instances)]
+    state_period_s = report_period_s(scenario, state_period_s)
     parameters = LeastWorkLeft(off_plan=1.0, max_age_s=0.01, models=work_models)
     router: NamedRouter = served_router(name)
     kernel, is_aware = "bgmv", name == "toppings"
