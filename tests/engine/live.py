@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from capplan.engine import Engine, ModelConfig
 from capplan.engine.core_loop import CoreLoop
 from capplan.engine.core_process import warm_up
-from capplan.engine.server import DrainingServer, ServerSettings, Service, bind, make_app, url_of
+from capplan.engine.server import DrainingServer, ServerApp, ServerSettings, Service, bind, url_of
 from capplan.engine.server.adapter_pool import PoolParams, open_pool
 from tests.engine.engines import check_engine
 
@@ -59,7 +59,7 @@ class Live:
         if server_settings.pool is not None:
             self.service.join(open_pool(server_settings, self.service.adapters, self.url, pool_params))
         self._is_ready = threading.Event()
-        self.server = DrainingServer(make_app(self.service), self.service, self._ready)
+        self.server = DrainingServer(ServerApp(self.service), self.service, self._ready)
         self._thread = threading.Thread(target=self.server.run, args=([self._listener],))
         self._thread.start()
         assert self._is_ready.wait(60), "the server does not start"

@@ -3,18 +3,18 @@
 from capplan.engine.server.limiter import PoolSettings, ServerSettings
 from capplan.engine.server.limits import ServerLimits
 from capplan.engine.server.process import DrainingServer, InstanceConfig, bind, run_instance, url_of
-from capplan.engine.server.routes import make_app
+from capplan.engine.server.routes import ServerApp
 from capplan.engine.server.service import Service
 
 __all__ = [
     "DrainingServer",
     "InstanceConfig",
     "PoolSettings",
+    "ServerApp",
     "ServerLimits",
     "ServerSettings",
     "Service",
     "bind",
-    "make_app",
     "run_instance",
     "url_of",
 ]

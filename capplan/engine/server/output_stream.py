@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import codecs
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
-
-from starlette.types import Receive
 
 from capplan.engine.messages import Ended
 from capplan.engine.request import FinishReason, SamplingParams, TokenLogprobs
@@ -21,6 +19,7 @@ from capplan.engine.tokenizer import ByteTokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from capplan.engine.server.async_engine import AsyncEngine
+    from capplan.engine.server.http_protocol import ClientLink
 
 _MAX_HELD: Final = 3
 """An incomplete UTF-8 character (at most 4 bytes) is not completed after this many further tokens."""
@@ -287,15 +286,15 @@ class OutputStream:
         self._outputs.append(output)
         self._wake()
 
-    @contextlib.asynccontextmanager
-    async def running(self, receive: Receive) -> AsyncIterator[None]:
+    @contextlib.contextmanager
+    def running(self, client: ClientLink) -> Iterator[None]:
         """Submit the prompts; cancel them at the end, or when the client disconnects."""
         self._engine.submit(self.states)
-        watch = asyncio.ensure_future(self._watch_connection(receive))
+        client.on_gone(self._disconnect)
         try:
             yield
         finally:
-            watch.cancel()
+            client.on_gone(None)
             if not self.finished:
                 self._engine.cancel(self.states)
 
@@ -341,9 +340,7 @@ class OutputStream:
                 self._engine.cancel([state], "stop")
         return processed
 
-    async def _watch_connection(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+    def _disconnect(self) -> None:
         self._disconnected = True
         self._wake()
 

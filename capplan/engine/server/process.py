@@ -31,7 +31,7 @@ from capplan.engine.server.http_protocol import ConnectionCap, LimitedProtocol
 from capplan.engine.server.limiter import ServerSettings, ServerState
 from capplan.engine.server.limits import NAME_RULE, is_name
 from capplan.engine.server.output_stream import RequestState
-from capplan.engine.server.routes import make_app
+from capplan.engine.server.routes import ServerApp
 from capplan.engine.server.service import Service
 from capplan.engine.settings import EngineOptions
 from capplan.engine.timing import RecordFile, StepRecord
@@ -337,7 +337,7 @@ def run_instance(instance: InstanceConfig, ready: Callable[[str], None]) -> int:
             from capplan.engine.server.adapter_pool import open_pool  # with an HTTP client and SQLAlchemy
 
             service.join(open_pool(settings, service.adapters, url_of(listener)))
-        server = DrainingServer(make_app(service), service, lambda: ready(url_of(listener)))
+        server = DrainingServer(ServerApp(service), service, lambda: ready(url_of(listener)))
         gc.freeze()  # shorter collections while requests are parsed
         server.run([listener])
         failure = service.engine.failure

@@ -17,6 +17,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from capplan.engine.request import TokenLogprobs
+from capplan.engine.server.http_protocol import CLIENT
 from capplan.engine.server.output_stream import ClientGoneError, OutputStream, RequestOutput, RequestState
 from capplan.engine.server.protocol import ApiError
 from capplan.engine.tokenizer import Tokenizer
@@ -209,17 +210,23 @@ class FullResponse(Response):
     """Runs the prompts of a stream and sends one document.
 
     A request that fails before its first token ends with the status of the error, also if it is streamed.
+
+    Attributes
+    ----------
+    has_begun
+        Whether the status has been sent.
     """
 
     def __init__(self, stream: OutputStream, form: ResponseFormat) -> None:
         super().__init__()
         self._stream = stream
         self._form = form
+        self.has_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond; leave no prompt running."""
         try:
-            async with self._stream.running(receive):
+            with self._stream.running(scope["extensions"][CLIENT]):
                 await self._respond(send)
         except ClientGoneError:
             return
@@ -228,8 +235,13 @@ class FullResponse(Response):
         while not self._stream.finished:
             await self._stream.next_outputs()
         body = self._form.document(self._stream.states)
-        await _start(send, _JSON, (b"content-length", str(len(body)).encode()))
+        await self._start(send, _JSON, (b"content-length", str(len(body)).encode()))
         await send({"type": "http.response.body", "body": body})
+
+    async def _start(self, send: Send, media_type: bytes, *headers: tuple[bytes, bytes]) -> None:
+        self.has_begun = True
+        start = {"type": "http.response.start", "status": 200}
+        await send({**start, "headers": [(b"content-type", media_type), *headers]})
 
 
 class EventStreamResponse(FullResponse):
@@ -238,7 +250,7 @@ class EventStreamResponse(FullResponse):
     async def _respond(self, send: Send) -> None:
         stream, form = self._stream, self._form
         outputs = await stream.next_outputs()
-        await _start(send, _EVENTS, (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no"))
+        await self._start(send, _EVENTS, (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no"))
         body = form.opening(stream.states)
         try:
             while not stream.finished:
@@ -249,8 +261,3 @@ class EventStreamResponse(FullResponse):
         except ApiError as error:  # the status has been sent
             body = b"data: " + error.body() + b"\n\n"
         await send({"type": "http.response.body", "body": body})
-
-
-async def _start(send: Send, media_type: bytes, *headers: tuple[bytes, bytes]) -> None:
-    start = {"type": "http.response.start", "status": 200}
-    await send({**start, "headers": [(b"content-type", media_type), *headers]})

@@ -4,45 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.types import Receive, Scope, Send
 
-from capplan.engine.server.limiter import RequestLimiter
-from capplan.engine.server.output_stream import EngineDeadError, OutputStream
+from capplan.engine.server.generation import Generation
+from capplan.engine.server.limiter import RequestLimiter, generates
+from capplan.engine.server.output_stream import EngineDeadError
 from capplan.engine.server.protocol import (
     AdapterSharesRequest,
     ApiError,
-    ChatRequest,
-    CompletionRequest,
     LoadAdapterRequest,
     UnloadAdapterRequest,
     add_error_handlers,
-    bad_request,
     json_body,
     model_card,
     parsed,
     request_schema,
     unknown_model,
 )
-from capplan.engine.server.responses import (
-    ChatFormat,
-    CompletionFormat,
-    EventStreamResponse,
-    FullResponse,
-    ResponseFormat,
-)
 from capplan.engine.server.service import Service
-from capplan.errors import InputError
 
 if TYPE_CHECKING:
     from capplan.engine.server.adapter_pool import AdapterPool
 
-_COMPLETION_TOKENS: Final = 16  # OpenAI's default
 _PART_BYTES: Final = 2**18
 """Of a file that is sent to another server."""
 _HEALTH_S = 90.0
@@ -51,8 +41,21 @@ _HEALTH_S = 90.0
 router = APIRouter()
 
 
-def make_app(service: Service) -> FastAPI:
-    """Return the ASGI application of a service, which connects it to the engine core."""
+class ServerApp:
+    """ASGI application of a service, which connects it to the engine core."""
+
+    def __init__(self, service: Service) -> None:
+        generation = Generation(service)
+        self._generation = RequestLimiter(generation, service, service.refuse_if_full)
+        self._other = _other_routes(service, generation)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Respond to a request."""
+        app = self._generation if scope["type"] == "http" and generates(scope) else self._other
+        await app(scope, receive, send)
+
+
+def _other_routes(service: Service, generation: Generation) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -68,6 +71,9 @@ def make_app(service: Service) -> FastAPI:
     app = FastAPI(title="capplan", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     app.include_router(router)
+    for path, (endpoint, body) in generation.endpoints.items():  # for the schema, and other methods
+        more = request_schema(body)
+        app.add_api_route(path, endpoint, methods=["POST"], response_model=None, openapi_extra=more)
     app.add_middleware(RequestLimiter, state=service, refuse=service.refuse_if_full)
     add_error_handlers(app)
     return app
@@ -76,64 +82,6 @@ def make_app(service: Service) -> FastAPI:
 def _service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
-
-
-@router.post("/v1/completions", response_model=None, openapi_extra=request_schema(CompletionRequest))
-async def completions(request: Request) -> Response:
-    """Complete a prompt, or each of several."""
-    service, data = _service(request), await json_body(request)
-    with ExitStack() as held:
-        with service.holding(len(data)):
-            body = parsed(data, CompletionRequest)
-            del data
-            adapter = await service.served_adapter(body.model, held)
-            max_tokens = body.max_tokens or _COMPLETION_TOKENS
-            if not body.prompts():
-                raise ApiError(400, "There must be at least one prompt", "prompt")
-            prompts = await service.encode(body.prompts(), max_tokens)
-        form = CompletionFormat(
-            body.model, service.tokenizer, body.include_usage(), bool(body.return_token_ids)
-        )
-        return _respond(service, body, prompts, adapter, max_tokens, body.logprobs, form)
-
-
-@router.post("/v1/chat/completions", response_model=None, openapi_extra=request_schema(ChatRequest))
-async def chat_completions(request: Request) -> Response:
-    """Complete a conversation."""
-    service, data = _service(request), await json_body(request)
-    with ExitStack() as held:
-        with service.holding(len(data)):
-            body = parsed(data, ChatRequest)
-            del data
-            adapter = await service.served_adapter(body.model, held)
-            limit = body.max_completion_tokens or body.max_tokens
-            text = await service.apply_chat_template(body.messages)
-            (prompt,) = await service.encode([text], limit, special=service.template.adds_special)
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        form = ChatFormat(body.model, service.tokenizer, body.include_usage(), bool(body.return_token_ids))
-        max_tokens = limit or service.max_model_len - len(prompt)
-        return _respond(service, body, [prompt], adapter, max_tokens, logprobs, form)
-
-
-def _respond(
-    service: Service,
-    body: CompletionRequest | ChatRequest,
-    prompts: Sequence[Sequence[int]],
-    adapter: str | None,
-    max_tokens: int,
-    logprobs: int | None,
-    form: ResponseFormat,
-) -> Response:
-    service.refuse_if_full(len(prompts))
-    try:
-        params = body.sampling(max_tokens, logprobs)
-    except InputError as error:
-        field = error.location.rpartition(".")[2]
-        raise bad_request(InputError(error.rule, error.value, field)) from None
-    streamed = bool(body.stream)
-    engine, tokenizer = service.engine, service.tokenizer
-    stream = OutputStream(engine, tokenizer, prompts, adapter, params, body.stops(), streamed)
-    return EventStreamResponse(stream, form) if streamed else FullResponse(stream, form)
 
 
 @router.get("/v1/models")
