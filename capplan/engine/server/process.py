@@ -131,6 +131,7 @@ class DrainingServer(uvicorn.Server):
                 log_level=logging.ERROR,  # warnings are about clients
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=_CANCEL_TIMEOUT_S,
