@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help plan test coverage compile compile-slots compile-pool bench docs lint types style format clean gpu-campaign
+.PHONY: help plan test test-slow coverage compile compile-slots compile-pool bench docs lint types style format clean gpu-campaign
 
 help: ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,6 +21,9 @@ plan: $(VENV)/.base ## plan the example workload: prints the plan and writes pla
 test: $(VENV)/.test ## everything CI runs: linters, types, import arrows, tests
 	$(MAKE) --jobs=2 --output-sync=target compile lint
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+test-slow: $(VENV)/.test ## tests of minutes each, which `make test` leaves out
+	$(BIN)/python -m pytest -m long
 
 coverage: $(VENV)/.test ## the tests again, slower, with the lines that they run: 85 % at least
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) --cov --cov-report=term

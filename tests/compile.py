@@ -12,7 +12,7 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Final
 
-from capplan import Adapter, Lengths, Workload, load_profile, load_surrogate, simulate
+from capplan import Adapter, Lengths, Workload, load_profile, load_surrogate, plan, simulate
 from capplan.engine import Engine
 from capplan.engine.core_process import warm_up
 from capplan.serving import Limits, commit, finish, new_state, schedule, submit
@@ -54,6 +54,7 @@ def compile_slots() -> None:
     simulate_cluster(workload, [Instance(profile, 2, 8)] * 2, router="least-loaded", duration_s=5.0)
     simulate(workload, profile, a_max=2, s_max=8, duration_s=5.0)
     load_surrogate(profile).predict(workload, a_max=2, s_max=8)
+    plan(workload, profile=PROFILE, gpus=1, seeds=1)
     compile_cluster(is_pooled=False)
     limits = Limits(8, 64, 64, 2, 4, 4, 0, 0, 0)
     state = new_state(8, 4, 64, limits)

@@ -259,7 +259,7 @@ class Problem:
         trace = subset.trace
         if trace is not None:
             arrival_ns = (trace.arrival_ns / scale).astype(trace.arrival_ns.dtype)
-            arrival_ns.setflags(write=False)  # numba compiles another specialisation for writable arrays
+            arrival_ns.setflags(write=False)
             trace = replace(trace, arrival_ns=arrival_ns, duration_s=trace.duration_s / scale)
         return subset.at_rates_times(scale).model_copy(update={"trace": trace})
 

@@ -231,9 +231,9 @@ def _replay(workload: Workload, trace: Trace, duration_s: float) -> Requests:
         number[workload.base_model] = 0
     renumber = np.array([number[name] for name in trace.names], dtype=np.int32)
     end = int(np.searchsorted(trace.arrival_ns, math.ceil(duration_s * NS_PER_S), side="left"))
-    return Requests(
-        trace.arrival_ns[:end],
+    return Requests(  # of copies: for arrays that cannot be written to, numba would compile the twin again
+        trace.arrival_ns[:end].copy(),
         renumber[trace.adapter[:end]],
-        trace.prompt_tokens[:end],
-        trace.output_tokens[:end],
+        trace.prompt_tokens[:end].copy(),
+        trace.output_tokens[:end].copy(),
     )

@@ -140,7 +140,8 @@ def test_a_plan_the_twin_disagrees_with_exits_1_and_is_written_all_the_same(
 def test_an_infeasible_workload_exits_3_with_the_reason_and_leaves_nothing(
     run: Run, workload_yaml: Path
 ) -> None:
-    workload_yaml.write_text(WORKLOAD.replace("rate_rps: 0.05", "rate_rps: 50"))
+    one_gpu = WORKLOAD.replace("gpus: {count: 2}", "gpus: {count: 1}")
+    workload_yaml.write_text(one_gpu.replace("rate_rps: 0.05", "rate_rps: 20"))
     before = sorted(workload_yaml.parent.iterdir())
     result = run("plan", workload_yaml, "-o", workload_yaml.with_name("plan.json"))
     assert result.exit_code == 3

@@ -123,7 +123,7 @@ def test_real_runs_are_predicted_within_bounds(reference: Path, model: Published
     assert sum(each.starved == run.starved for each, run in zip(results, runs, strict=True)) >= 10
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_public_calibration_predicts_as_well_as_the_shipped_profile(reference: Path) -> None:
     model = PUBLISHED[0]
     ours, shipped = published_profile(reference, model), load_profile(model.profile)

@@ -1,5 +1,6 @@
 """Requests are independent Poisson processes with the lengths asked for, or the trace itself."""
 
+import numba
 import numpy as np
 import pytest
 from hypothesis import given
@@ -194,6 +195,11 @@ def test_a_trace_is_replayed_as_recorded_whatever_the_seed():
     assert r.prompt_tokens.tolist() == [10, 20, 30, 40]
     assert r.output_tokens.tolist() == [1, 2, 3, 9000]
     assert same(r, draw_requests(traced(), 100.0, 99, LIMIT))
+
+
+def test_requests_of_a_trace_need_no_compiled_code_of_their_own():
+    drawn = draw_requests(workload([1.0, 1.0, 1.0]), 1.0, 0, LIMIT)
+    assert numba.typeof(draw_requests(traced(), 100.0, 0, LIMIT)) == numba.typeof(drawn)
 
 
 def test_a_replay_ends_at_the_duration_and_follows_a_subset():

@@ -171,12 +171,13 @@ def test_slices_have_unique_names_and_stay_under_nine_minutes() -> None:
         Slice("long", lambda _: SliceResult(True, ""), 600.0)
 
 
+@pytest.mark.long
 def test_the_campaign_runs_from_end_to_end_on_a_cpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One slice of each kind: the others differ in sizes, stages or loads alone."""
     kinds = ("correctness", "copies", "kernels-decode-4096", "kernels-prefill-4096", "decode")
-    kept = (*kinds, "engine-loads", "engine-served", "profile", "plan", "validation-90", "decode-long")
+    kept = (*kinds, "engine-loads", "engine-served", "profile", "plan", "validation-90")
     every = tuple(each for each in slices() if each.name in kept)
     monkeypatch.setattr(campaign, "slices", lambda _: every)
     assert main(["--device", "cpu", "--out", str(tmp_path), "--tiny"]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import strategies as st
@@ -19,6 +20,8 @@ from tests.twin.pooled import make_pooled
 from tests.twin.scenarios import make_scenario
 
 MS = 1_000_000
+MOST_ROUNDS = 200
+"""Of a drawn cluster; seeds have up to 40,000 idle ones after the last request."""
 World = tuple[ClusterScenario, Rebalancing]
 
 
@@ -100,8 +103,11 @@ def _turned(request: ReplanRequest) -> list[dict[str, float]]:
 
 @st.composite
 def movable_clusters(draw: st.DrawFn) -> World:
-    """Return a strategy of clusters with changes."""
-    return make_movable(lambda low, high: draw(st.integers(low, high)))
+    """Return a strategy of clusters with changes, and at most `MOST_ROUNDS` periods to the horizon."""
+    scenario, rebalancing = make_movable(lambda low, high: draw(st.integers(low, high)))
+    settings, least_ms = rebalancing.settings, -(-scenario.horizon_ns // (MOST_ROUNDS * MS))
+    period_s = max(settings.period_s, least_ms / 1000)
+    return scenario, replace(rebalancing, settings=settings.replace(period_s=period_s))
 
 
 def seeded_movable(seed: int) -> World:
