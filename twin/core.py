@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Final
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -53,16 +56,32 @@ from capplan.twin.trace import (
 )
 from capplan.workload import Requests
 
+PAUSE_NS: Final = 60 * 10**9
+"""Simulated time between two calls of an interrupt."""
 
-def run(scenario: Scenario, fast_forward: bool = True) -> TwinTrace:
-    """Simulate `scenario` to its horizon; without `fast_forward` the scheduler decides every step."""
+
+def run(
+    scenario: Scenario, fast_forward: bool = True, interrupt: Callable[[], None] | None = None
+) -> TwinTrace:
+    """Simulate a scenario to its horizon.
+
+    Parameters
+    ----------
+    scenario
+        Requests, engine and horizon.
+    fast_forward
+        Whether decode-only steps are repeated without the scheduler, with the same result.
+    interrupt
+        Called every simulated minute; an exception that it raises ends the simulation.
+    """
     requests = scenario.requests.arrival_ns.size
     rows = max(1, min(requests, scenario.max_in_flight))
     state = new_engine(scenario, rows)
     waits = scenario.pool is not None
     trace = new_trace(requests, scenario.adapters, scenario.buckets, scenario.horizon_ns, waits)
     clock = new_clock(scenario.adapters)
-    for until_ns in [*scenario.refreshes_ns, scenario.horizon_ns]:
+    pauses_ns = range(PAUSE_NS, scenario.horizon_ns, PAUSE_NS) if interrupt is not None else range(0)
+    for until_ns in [*sorted({*scenario.refreshes_ns, *pauses_ns}), scenario.horizon_ns]:
         advance(
             state,
             scenario.limits,
@@ -75,8 +94,10 @@ def run(scenario: Scenario, fast_forward: bool = True) -> TwinTrace:
             until_ns,
             fast_forward,
         )
-        if until_ns < scenario.horizon_ns:
+        if until_ns in scenario.refreshes_ns:
             refresh_queues(scenario, state, clock, trace, until_ns)
+        if interrupt is not None and until_ns in pauses_ns:
+            interrupt()
     mark_running(state, trace)
     record_pool(state, clock, trace)
     return trace

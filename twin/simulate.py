@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Required, TypedDict, Unpack
 
 import numpy as np
@@ -364,14 +365,20 @@ def detailed_result(
 
 
 def tpt_attainment(
-    scenario: Scenario, trace: t.TwinTrace, status: NDArray[np.int8], overhead_s: float, factor: float
+    scenario: Scenario,
+    trace: t.TwinTrace,
+    status: NDArray[np.int8],
+    overhead_s: float,
+    factor: float,
+    interrupt: Callable[[], None] | None = None,
 ) -> Attainment:
     """Return the attainment of ``slo.tpt_over_base``: of `factor` times the mean TPT without adapters.
 
-    It is that of a detailed run without its details. `status` is that of `request_status`.
+    It is that of a detailed run without its details. `status` is that of `request_status`, and `interrupt`
+    that of `capplan.twin.core.run`.
     """
     requests = scenario.requests
-    limit_ms = factor * mean_base_tpt_ms(scenario, overhead_s, run)
+    limit_ms = factor * mean_base_tpt_ms(scenario, overhead_s, partial(run, interrupt=interrupt))
     until_ns = np.where(status == FINISHED, trace.finish_ns, scenario.horizon_ns)
     room = np.maximum(scenario.limits.max_model_len - requests.prompt_tokens, 1)
     tpt_ms = 1e3 * ((until_ns - requests.arrival_ns) / NS_PER_S + overhead_s)

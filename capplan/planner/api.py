@@ -137,6 +137,7 @@ def plan_problem(
     if options.time_limit_s is not None:
         _compile(problem)
     budget = TimeBudget(options.time_limit_s, options.verify)
+    problem = replace(problem, deadline=budget.end)
     twin = TwinEstimator(problem, options.seed, deadline=budget.search)
 
     def place(previous: Plan | None) -> SolverRun:
@@ -296,7 +297,8 @@ def _with_sufficient_gpus(
     most = max(available, lower_bound_gpus(problem)) * OPEN_FACTOR
     pools = tuple(replace(p, instances=most // p.profile.tp, is_open=True) for p in problem.pools)
     changes = {"objective": Objective.MIN_GPUS, "previous_plan": None, "move_cost": None}
-    larger = replace(problem, pools=pools, workload=problem.workload.model_copy(update=changes))
+    workload = problem.workload.model_copy(update=changes)
+    larger = replace(problem, pools=pools, workload=workload, deadline=budget.shortage)
     twin = TwinEstimator(larger, options.seed, deadline=budget.shortage)
     try:
         answer = solve(

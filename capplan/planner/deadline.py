@@ -15,7 +15,7 @@ class OutOfTimeError(Exception):
 
 @dataclass(frozen=True)
 class Deadline:
-    """Time at which simulations and estimates are no longer started."""
+    """Time at which estimates and simulations end."""
 
     at_s: float = math.inf
     """Value of `time.monotonic`."""
@@ -50,12 +50,29 @@ class Deadline:
 
 NEVER: Final = Deadline()
 
+
+def interrupt_at(*deadlines: Deadline) -> Callable[[], None] | None:
+    """Return a function that raises `OutOfTimeError` at the first of these deadlines; None without any.
+
+    Simulations call it every simulated minute.
+    """
+    limited = [each for each in deadlines if each.is_limited]
+
+    def interrupt() -> None:
+        for each in limited:
+            each.check()
+
+    return interrupt if limited else None
+
+
 _SEARCH_SHARE: Final = 0.5
 _FIRST_ANSWER_SHARE: Final = 0.7
 """Shares of the time limit at which the search ends, with an answer and without."""
 _VERIFICATION_SHARE: Final = 0.85
-_UNVERIFIED_SHARE: Final = 0.9
+_UNVERIFIED_SHARE: Final = 0.8
 """Shares at which the verification ends, and a search without verification."""
+_SHORTAGE_SHARE: Final = 0.9
+"""Share at which the search for a number of GPUs that would hold ends."""
 _SHORTAGE_S: Final = 15.0
 """Time for the number of GPUs that would hold, without a time limit."""
 
@@ -87,12 +104,12 @@ class TimeBudget:
     @property
     def shortage(self) -> Deadline:
         """Deadline of the search for a number of GPUs that would hold."""
-        return Deadline.after(_SHORTAGE_S) if self.limit_s is None else self._share(_UNVERIFIED_SHARE)
+        return Deadline.after(_SHORTAGE_S) if self.limit_s is None else self._share(_SHORTAGE_SHARE)
 
     @property
     def verification(self) -> Deadline:
-        """Deadline of the verification; none for the single seed of an unverified plan."""
-        return self._share(_VERIFICATION_SHARE) if self.verify else NEVER
+        """Deadline of the verification; for the single seed of an unverified plan that of everything."""
+        return self._share(_VERIFICATION_SHARE) if self.verify else self.end
 
     @property
     def end(self) -> Deadline:

@@ -60,7 +60,7 @@ class TwinEstimator:
     margin: float = 0.0
     """Served fraction required beyond the bound."""
     deadline: Deadline = field(default=NEVER, compare=False)
-    """Time at which a new simulation raises `OutOfTimeError`."""
+    """Time at which simulations raise `OutOfTimeError`."""
     _cache: dict[tuple[object, ...], Evaluation | None] = field(default_factory=dict, compare=False)
     """Runs by instance and seed, None for one that does not start; shared with copies of another margin."""
 
@@ -110,7 +110,7 @@ class TwinEstimator:
             try:
                 planned = with_queues(self.problem, assignment)
                 problem = self.problem.pessimistic
-                self._cache[key] = evaluate(problem, planned, seed, self.duration_s, scale)
+                self._cache[key] = evaluate(problem, planned, seed, self.duration_s, scale, self.deadline)
             except InfeasibleError:
                 self._cache[key] = None
         run = self._cache[key]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InfeasibleError
-from capplan.planner.deadline import NEVER, Deadline
+from capplan.planner.deadline import NEVER, Deadline, interrupt_at
 from capplan.planner.problem import SIMULATED_S, Assignment, Problem, distinct_adapters, horizon_s
 from capplan.planner.queues import with_queues
 from capplan.spec import Binds, Slo, Workload
@@ -48,7 +48,12 @@ class Evaluation:
 
 
 def evaluate(
-    problem: Problem, assignment: Assignment, seed: int, duration_s: float, scale: float = 1.0
+    problem: Problem,
+    assignment: Assignment,
+    seed: int,
+    duration_s: float,
+    scale: float = 1.0,
+    deadline: Deadline = NEVER,
 ) -> Evaluation:
     """Simulate one instance with every rate times `scale`; a trace is replayed as a whole.
 
@@ -56,7 +61,10 @@ def evaluate(
     ------
     InfeasibleError
         If the instance does not start.
+    OutOfTimeError
+        If the deadline passes, or that of the problem.
     """
+    interrupt = interrupt_at(problem.deadline, deadline)
     slo = problem.workload.slo
     workload = problem.subworkload(assignment.shares, scale)
     profile = problem.pools[assignment.pool].profile
@@ -65,7 +73,7 @@ def evaluate(
     runs: list[tuple[Scenario, TwinTrace]] = []
 
     def observed_run(scenario: Scenario) -> TwinTrace:
-        trace = run(scenario)
+        trace = run(scenario, interrupt=interrupt)
         runs.append((scenario, trace))
         return trace
 
@@ -76,7 +84,7 @@ def evaluate(
     relative: tuple[str, ...] = ()
     if slo.tpt_over_base is not None:
         overhead_s = profile.host.value("request_ms") / 1e3
-        good = tpt_attainment(scenario, trace, status, overhead_s, slo.tpt_over_base)
+        good = tpt_attainment(scenario, trace, status, overhead_s, slo.tpt_over_base, interrupt)
         relative = _violated_attainment(slo, good)
     columns = scenario.requests.adapter, scenario.requests.arrival_ns / NS_PER_S, status
     starving = starving_adapters(workload, SimulatedRequests(*columns, length_s))
@@ -185,6 +193,11 @@ def describe_failure(problem: Problem, assignment: Assignment) -> str:
     """Return the bound that an instance breaks by the twin at the load over (1 - headroom), as text.
 
     It may also be that the quotas of its queues do not fit.
+
+    Raises
+    ------
+    OutOfTimeError
+        If the deadline of the problem passes.
     """
     scale = 1.0 / (1.0 - problem.workload.headroom)
     try:
@@ -210,7 +223,7 @@ def evaluate_cluster(
     InfeasibleError
         If an instance does not start.
     OutOfTimeError
-        If the deadline passes.
+        If the deadline passes, or that of the problem.
     """
     workload = problem.busiest_workload
     instances = [
@@ -224,7 +237,8 @@ def evaluate_cluster(
         for each in assignments
     ]
     length_s = horizon_s(workload, duration_s)
-    options: dict[str, Any] = {"seed": seed, "duration_s": length_s, "interrupt": deadline.check}
+    interrupt = interrupt_at(problem.deadline, deadline)
+    options: dict[str, Any] = {"seed": seed, "duration_s": length_s, "interrupt": interrupt}
     router = served_router(problem.workload.router or PLAN_ROUTER)
     options |= {"router": router, "state_period_s": STATE_PERIOD_S, "gpus_per_link": problem.gpus_per_link}
     cluster = simulate_cluster(workload, instances, rebalance=rebalance, **options)
@@ -252,11 +266,11 @@ def simulate_instances(
     Raises
     ------
     OutOfTimeError
-        If the deadline passes.
+        If the deadline passes, or that of the problem.
     """
     unbounded = replace(problem, workload=problem.workload.model_copy(update={"slo": Slo()}))
     if len(assignments) == 1:
-        return [evaluate(unbounded, assignments[0], seed, duration_s).result]
+        return [evaluate(unbounded, assignments[0], seed, duration_s, deadline=deadline).result]
     evaluations = evaluate_cluster(unbounded, assignments, seed, duration_s, deadline, rebalance)
     return [each.result for each in evaluations]
 
@@ -284,6 +298,11 @@ def find_bottleneck(problem: Problem, assignment: Assignment) -> tuple[Binds | N
 
     All rates are scaled up together until a bound breaks. The bottleneck is the exhausted resource there. It
     is None if the largest scale breaks no bound or there is no load.
+
+    Raises
+    ------
+    OutOfTimeError
+        If the deadline of the problem passes.
     """
     if sum(share.rate_rps for share in assignment.shares) == 0.0:
         return None, None

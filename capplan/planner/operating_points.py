@@ -42,7 +42,7 @@ class OperatingPoints:
     seed: int = 0
     """Seed of the simulations."""
     deadline: Deadline = NEVER
-    """Time at which a new simulation raises `OutOfTimeError`."""
+    """Time at which simulations raise `OutOfTimeError`."""
     _measured: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
 
     def __call__(self, ranks: Iterable[int]) -> dict[int, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
 from typing import Final, Protocol, Self, TypedDict
@@ -16,6 +16,7 @@ from capplan.models.memory import KvBudget, kv_budget
 from capplan.models.surrogates.features import EngineLimits
 from capplan.models.uncertainty import pessimistic_profile
 from capplan.planner.constraints import Constraints, read_constraints
+from capplan.planner.deadline import NEVER, Deadline
 from capplan.planner.knobs import KnobSearch
 from capplan.serving import adapter_bytes
 from capplan.spec import (
@@ -157,6 +158,8 @@ class Problem:
     """Quantile of the step times at which the bounds must hold; None: the fitted step times."""
     gpus_per_link: int = 1
     """GPUs, in the order of the instances, that share a link to host memory."""
+    deadline: Deadline = field(default=NEVER, compare=False)
+    """Time at which every simulation of the problem ends with `OutOfTimeError`."""
 
     def __post_init__(self) -> None:
         if self.gpus_per_link < 1:

@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from capplan.errors import InfeasibleError
+from capplan.planner.deadline import interrupt_at
 from capplan.planner.problem import Assignment, Problem, horizon_s
 from capplan.serving.pool_setup import PoolSetup
 from capplan.serving.queue_design import RequestSample, design_queues
@@ -36,6 +37,8 @@ def with_queues(problem: Problem, assignment: Assignment) -> Assignment:
     ------
     InfeasibleError
         If the minimum quotas do not fit.
+    OutOfTimeError
+        If the deadline of the problem passes.
     """
     if assignment.queues is not None:
         return assignment
@@ -104,11 +107,12 @@ def _simulate(problem: Problem, assignment: Assignment, workload: Workload, rate
     length_s = horizon_s(workload, duration_s)
     settings, policies = keywords_of(problem.engine_args(assignment)), problem.scheduling(assignment)
     profile = problem.pools[assignment.pool].profile
+    interrupt = interrupt_at(problem.deadline)
     scenarios: list[Scenario] = []  # the first is that of all requests, the others of single ones
 
     def observed_run(scenario: Scenario) -> TwinTrace:
         scenarios.append(scenario)
-        return run(scenario)
+        return run(scenario, interrupt=interrupt)
 
     options: dict[str, Any] = {"seed": _QUEUE_SEED, "duration_s": length_s, "runner": observed_run}
     detailed = simulate_detailed(workload, profile, **options, **settings, **policies)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from capplan.planner.deadline import OutOfTimeError
 from capplan.planner.evaluate import describe_failure
 from capplan.planner.problem import Assignment, Problem, distinct_adapters
 from capplan.planner.search.data import build_search_data
@@ -19,7 +20,7 @@ def broken_when_spread(problem: Problem) -> str:
     """Return the bound that breaks on the fullest instance with the load spread evenly, as text.
 
     The instance has a slot for each adapter, as far as memory allows. Empty if the constraints allow no even
-    spread, or there are many instances.
+    spread, there are many instances, or the deadline of the problem passes.
     """
     pools = [number for number, pool in enumerate(problem.pools) for _ in range(pool.instances)]
     if len(pools) > _MAX_INSTANCES:
@@ -35,4 +36,7 @@ def broken_when_spread(problem: Problem) -> str:
     instance = replace(one_slot, a_max=slots)
     if slots < one_slot.a_max or not problem.fits_in_memory(instance):
         return "spread evenly, the adapter slots leave no room for one request"
-    return f"spread evenly, {describe_failure(problem, instance)} at the load over (1 - headroom)"
+    try:
+        return f"spread evenly, {describe_failure(problem, instance)} at the load over (1 - headroom)"
+    except OutOfTimeError:
+        return ""

@@ -75,7 +75,7 @@ class Verifier:
     with_headroom: Estimator
     duration_s: float = SIMULATED_S
     deadline: Deadline = NEVER
-    """Time at which no simulation is started."""
+    """Time at which simulations end."""
 
     def with_queues(self, assignments: Sequence[Assignment]) -> list[Assignment]:
         """Return the instances with their initial queues.
@@ -103,7 +103,7 @@ class Verifier:
 
         def simulate(job: tuple[Assignment, int]) -> Evaluation:
             self.deadline.check()
-            return evaluate(self.problem, *job, self.duration_s)
+            return evaluate(self.problem, *job, self.duration_s, deadline=self.deadline)
 
         jobs = [(assignment, seed) for assignment in assignments for seed in self.seeds]
         evaluations = parallel_map(simulate, jobs, lambda done: progress(done, len(jobs)))
@@ -128,9 +128,9 @@ class Verifier:
         rebalance = self._rebalancing(assignments)
 
         def simulate(seed: int) -> list[Evaluation]:
-            if len(assignments) == 1:
-                return [evaluate(self.problem, assignments[0], seed, self.duration_s)]
             duration_s, deadline = self.duration_s, self.deadline
+            if len(assignments) == 1:
+                return [evaluate(self.problem, assignments[0], seed, duration_s, deadline=deadline)]
             return evaluate_cluster(self.problem, assignments, seed, duration_s, deadline, rebalance)
 
         by_seed = parallel_until(

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from capplan import InfeasibleError, InputError, Plan, Workload, plan
+from capplan import InfeasibleError, InputError, Lengths, Plan, Profile, Workload, plan
 from capplan.planner.deadline import Deadline, OutOfTimeError, TimeBudget
 from capplan.planner.estimate import TwinEstimator
-from capplan.planner.evaluate import evaluate_cluster
+from capplan.planner.evaluate import Evaluation, evaluate, evaluate_cluster
 from capplan.planner.parallel import parallel_until
 from capplan.planner.problem import Assignment, Problem, make_problem
+from capplan.planner.queues import with_queues
+from capplan.planner.shortage import broken_when_spread
 from capplan.planner.solve import solve
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers.base import SolverContext
@@ -27,6 +29,10 @@ class Countdown(Deadline):
     """Deadline that passes after a number of checks."""
 
     checks: list[int] = field(default_factory=lambda: [0])
+
+    @property
+    def is_limited(self) -> bool:
+        return True
 
     @property
     def passed(self) -> bool:
@@ -84,7 +90,8 @@ def test_stages_of_a_budget_follow_each_other() -> None:
         latest_s = max(budget.search.at_s, budget.search.latest_s)
         assert budget.search_s(60.0) == pytest.approx(latest_s - 100.0)
         assert latest_s <= budget.shortage.at_s
-    assert budget.verification.at_s == TimeBudget(None, True).search.at_s == float("inf")
+        assert budget.search.at_s < budget.verification.at_s <= budget.end.at_s
+    assert TimeBudget(None, True).verification.at_s == TimeBudget(None, True).search.at_s == float("inf")
     assert TimeBudget(None, True).search_s(60.0) == 60.0
 
 
@@ -110,6 +117,44 @@ def test_a_cluster_simulation_ends_at_its_deadline(workload: Make) -> None:
     assert limited == whole
 
 
+def test_a_simulation_of_one_instance_ends_at_a_deadline(workload: Make) -> None:
+    """Its own or that of the problem; one that does not pass changes nothing."""
+    problem = make_problem(workload(*FEW), 1, None)
+    whole = Assignment(problem.shares, 4)
+
+    def evaluated(problem: Problem, deadline: Deadline) -> Evaluation:
+        found = evaluate(problem, whole, 0, 1200.0, deadline=deadline)
+        return replace(found, result=replace(found.result, wall_s=0.0))
+
+    expected = evaluated(problem, Deadline())
+    with pytest.raises(OutOfTimeError):
+        evaluate(problem, whole, 0, 1200.0, deadline=Countdown(checks=[5]))
+    with pytest.raises(OutOfTimeError):
+        evaluate(replace(problem, deadline=Countdown(checks=[5])), whole, 0, 1200.0)
+    assert evaluated(problem, Countdown(checks=[20])) == expected
+    assert evaluated(replace(problem, deadline=Deadline.after(600.0)), Deadline()) == expected
+
+
+def test_the_simulation_without_adapters_ends_at_a_deadline(workload: Make) -> None:
+    spec = workload(*FEW, slo={"tpt_over_base": 4.0, "attainment": 0.9})
+    problem = make_problem(spec, 1, None)
+    with pytest.raises(OutOfTimeError):  # 19 pauses with adapters, then some without
+        evaluate(problem, Assignment(problem.shares, 4), 0, 1200.0, deadline=Countdown(checks=[25]))
+
+
+def test_the_sample_that_queues_are_designed_from_ends_at_the_deadline(workload: Make) -> None:
+    spec = workload(*FEW, scheduler="chameleon", cache="chameleon")
+    problem = replace(make_problem(spec, 1, None), deadline=Countdown(checks=[2]))
+    with pytest.raises(OutOfTimeError):
+        with_queues(problem, Assignment(problem.shares, 4))
+
+
+def test_words_about_a_failure_are_left_out_at_the_deadline(workload: Make) -> None:
+    problem = make_problem(workload(*FEW, slo={"ttft_p99_s": 0.001}), 1, None)
+    assert "TTFT p99" in broken_when_spread(problem)
+    assert broken_when_spread(replace(problem, deadline=Countdown(checks=[2]))) == ""
+
+
 def test_the_best_reported_answer_is_returned_at_the_deadline(workload: Make) -> None:
     problem = make_problem(workload(*FEW), 4, None)
     capplan = find_solver("capplan")
@@ -127,7 +172,7 @@ def test_the_best_reported_answer_is_returned_at_the_deadline(workload: Make) ->
 
 def test_seeds_that_a_deadline_ends_leave_the_verdict_open(workload: Make) -> None:
     problem = make_problem(workload(*FEW), 1, None)
-    verifier = make_verifier(problem, TwinEstimator(problem, 0), 0)
+    verifier = replace(make_verifier(problem, TwinEstimator(problem, 0), 0), duration_s=60.0)
     (only,) = replace(verifier, deadline=Countdown(checks=[3])).whole([Assignment(problem.shares, 4)])
     assert len(only.seeds) == len(only.results) == 3
     assert set(only.seeds) < set(verifier.seeds)
@@ -171,6 +216,23 @@ def answer_within(spec: Workload, time_limit_s: float) -> Plan | InfeasibleError
         return plan(spec, gpus=64, time_limit_s=time_limit_s)
     except InfeasibleError as error:
         return error
+
+
+def test_a_simulation_that_is_longer_than_the_limit_ends_with_it(workload: Make, profile: Profile) -> None:
+    """Steps of microseconds: one simulation of an hour has a billion, and takes ten times the limit."""
+    step = profile.step_latency
+    coefficients = {name: value / 1e4 for name, value in step.coefficients.items()}
+    fast = profile.replace(step_latency=step.replace(coefficients=coefficients))
+    spec = workload(("a", 8, 100.0), output_tokens=Lengths(mean=4000), slo={"ttft_p99_s": 1.0})
+    problem = make_problem(spec, 1, fast)
+    evaluate(problem, Assignment(problem.shares, 1), 0, 1.0)  # compiled before time is measured
+    with pytest.raises(OutOfTimeError):
+        evaluate(problem, Assignment(problem.shares, 1), 0, 3600.0, deadline=Deadline.after(2.0))
+    started = time.monotonic()
+    with pytest.raises(InfeasibleError) as error:
+        plan(spec, gpus=1, profile=fast, time_limit_s=1.0)
+    assert time.monotonic() - started < 1.1 + 2.0
+    assert error.value.reason == "time"
 
 
 def test_a_long_time_limit_changes_nothing(workload: Make) -> None:

@@ -8,15 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from capplan.serving import Limits
 from capplan.serving.state import SLORA, VLLM
-from capplan.twin import Scenario
+from capplan.twin import Scenario, core
 from capplan.twin import trace as t
 from capplan.twin.core import run
 from capplan.twin.reference import run_reference, slora
 from capplan.twin.reference.memory import ReferenceAdapters
-from tests.twin.comparison import assert_forms_agree, differs
+from capplan.twin.scenario import NS_PER_MS
+from tests.twin.comparison import assert_forms_agree, assert_same, differs
 from tests.twin.many import main
 from tests.twin.scenarios import scenarios, seeded_scenario
 
@@ -38,6 +40,30 @@ def test_the_comparison_of_many_scenarios_detects_a_broken_rule(
     monkeypatch.setattr(ReferenceAdapters, "is_resident", lambda self, adapter: False)
     assert main(40) == 1
     assert "beside): " in capsys.readouterr().out
+
+
+@given(scenarios(), st.integers(1, 200))
+def test_an_interrupt_that_returns_changes_nothing(scenario: Scenario, pause_ms: int) -> None:
+    """Simulations are paused for their deadline, also in the middle of repeated decode steps."""
+    calls: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core, "PAUSE_NS", pause_ms * NS_PER_MS)
+        assert_same(run(scenario, interrupt=lambda: calls.append(1)), run(scenario))
+    assert len(calls) == (scenario.horizon_ns - 1) // (pause_ms * NS_PER_MS)
+
+
+def test_an_exception_of_the_interrupt_ends_the_simulation() -> None:
+    scenario = seeded_scenario(0)._replace(horizon_ns=10 * core.PAUSE_NS)
+    calls: list[int] = []
+
+    def stop() -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(scenario, interrupt=stop)
+    assert len(calls) == 3
 
 
 @given(scenarios())

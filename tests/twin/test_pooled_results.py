@@ -39,6 +39,7 @@ def test_runs_with_refreshes_are_the_same_with_and_without_fast_forward(policy: 
     scenario = scenario_of(busy(), scheduler={"policy": policy, "refresh_s": 60.0}, cache="chameleon")
     trace = run(scenario)
     assert_same(trace, run(scenario, fast_forward=False))
+    assert_same(trace, run(scenario, interrupt=lambda: None))
     assert (trace.pool.refreshes > 0) == (policy in ("chameleon", "static"))
 
 

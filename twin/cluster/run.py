@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,12 +21,9 @@ from capplan.twin.cluster.loop import FETCH_DUE, REFRESH_DUE, new_cursor, serve
 from capplan.twin.cluster.rebalancing import FleetChanges, FleetMoves, Rebalancing
 from capplan.twin.cluster.scenario import ClusterScenario
 from capplan.twin.cluster.steps import show_arrivals
-from capplan.twin.core import record_pool
+from capplan.twin.core import PAUSE_NS, record_pool
 from capplan.twin.host_link import NEVER_NS
 from capplan.twin.scenario import NS_PER_S
-
-_PAUSE_NS: Final = 60 * 10**9
-"""Simulated time between two calls of an interrupt."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +105,7 @@ def run_laid(
     cursor.refresh_ns = next_refresh_ns(laid, 0)
     count = laid.cluster.following.size if rule.period_ns else 0
     movable, moved = new_heap(count), np.zeros(count, np.int64)
-    interrupt_ns = NEVER_NS if interrupt is None else _PAUSE_NS
+    interrupt_ns = NEVER_NS if interrupt is None else PAUSE_NS
     while True:
         cursor.pause_ns = min(interrupt_ns, driver.next_change_ns)
         state = serve(driver.laid.cluster, driver.rule, driver.key, laid.answered, cursor, movable, moved)
@@ -126,7 +122,7 @@ def run_laid(
         elif changes is not None and driver.next_change_ns == cursor.pause_ns:
             changes.apply(int(cursor.pause_ns))
         elif interrupt is not None:
-            interrupt_ns += _PAUSE_NS
+            interrupt_ns += PAUSE_NS
             interrupt()
 
 

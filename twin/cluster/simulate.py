@@ -99,7 +99,7 @@ def simulate_cluster(
     build = build_cluster if rebalance is None else build_movable_cluster
     scenario = build(workload, instances, duration_s, seed, gpus_per_link=gpus_per_link)
     trace = _trace(scenario, router, seed, interrupt, state_period_s, rebalance)
-    return _result(scenario, trace, instances, started, workload.slo.tpt_over_base)
+    return _result(scenario, trace, instances, started, workload.slo.tpt_over_base, interrupt)
 
 
 def simulate_without_adapters(
@@ -147,9 +147,10 @@ def _result(
     instances: Sequence[Instance],
     started: float,
     tpt_over_base: float | None = None,
+    interrupt: Callable[[], None] | None = None,
 ) -> ClusterResult:
     profiles = [instance.profile for instance in instances]
-    return cluster_result(scenario, trace, profiles, time.perf_counter() - started, tpt_over_base)
+    return cluster_result(scenario, trace, profiles, time.perf_counter() - started, tpt_over_base, interrupt)
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,6 +220,7 @@ def cluster_result(
     profiles: Sequence[Profile],
     wall_s: float,
     tpt_over_base: float | None = None,
+    interrupt: Callable[[], None] | None = None,
 ) -> ClusterResult:
     """Reduce the record of a cluster to its metrics.
 
@@ -232,6 +234,8 @@ def cluster_result(
         Seconds of computing.
     tpt_over_base
         Bound on TPT relative to the mean without adapters; None: no bound.
+    interrupt
+        As for `simulate_cluster`, during the simulation without adapters.
     """
     parts = [_part(scenario, trace, i, profile) for i, profile in enumerate(profiles)]
     overall = _overall(scenario, trace, parts)
@@ -241,7 +245,7 @@ def cluster_result(
     attained: tuple[Attainment, ...] = ()
     if tpt_over_base is not None:
         attained = tuple(
-            tpt_attainment(p.scenario, p.trace, routed.status[p.rows], p.overhead_s, tpt_over_base)
+            tpt_attainment(p.scenario, p.trace, routed.status[p.rows], p.overhead_s, tpt_over_base, interrupt)
             for p in parts
         )
     return ClusterResult(
