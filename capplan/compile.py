@@ -181,7 +181,7 @@ def jit(function: F) -> F:
 
 
 def inner(function: F) -> F:
-    """Compile `function` as a part of its compiled callers."""
+    """Compile `function` as a part of its compiled callers; a call from Python raises `TypeError`."""
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # made at run time
         return function
     options = {"nopython": True, **_INNER_OPTIONS}
@@ -237,6 +237,10 @@ def _constant(value: object, parameters: int) -> Callable[..., object]:
 
 class _Linked(CPUDispatcher):
     """A function that becomes part of its callers, compiled once for a type and all its constants."""
+
+    def __call__(self, *_args: object, **_kwargs: object) -> object:
+        """Refuse a call from Python: there is no machine code."""
+        raise TypeError(f"{self.__name__} is part of compiled callers; from Python, call its py_func")
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
         """Return the typing of a call; numba would compile another version for every constant argument."""

@@ -2,13 +2,15 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from numba.core.errors import TypingError
 
-from capplan.compile import cache_dir, jit, source_digest
+from capplan.compile import cache_dir, inner, inner_sum, jit, source_digest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "capplan"
 
@@ -67,6 +69,26 @@ def test_compiled_code_that_would_need_reference_counts_is_refused() -> None:
 
     with pytest.raises(TypingError, match="allocate"):
         jit(allocate)(3)
+
+
+@pytest.mark.parametrize("decorate", [inner, inner_sum])
+def test_a_part_of_compiled_callers_raises_if_called_from_python(decorate: Callable[..., Any]) -> None:
+    """Its machine code is the null pointer."""
+
+    def half(x: float) -> float:
+        return 0.5 * x
+
+    part = decorate(half)
+    with pytest.raises(TypeError, match="half is part of compiled callers"):
+        part(3.0)
+    assert part.py_func(3.0) == 1.5
+
+    def quarter(x: float) -> float:
+        return part(part(x))  # type: ignore[no-any-return]
+
+    assert jit(quarter)(4.0) == 1.0
+    with pytest.raises(TypeError, match="half"):
+        part(3.0)  # compiled by now
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x80", b"garbage", None])
