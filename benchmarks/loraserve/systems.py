@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -29,8 +28,7 @@ from capplan.planner.operating_points import OperatingPoints
 from capplan.planner.problem import AdapterShare, make_problem
 from capplan.planner.solve import solve
 from capplan.planner.solvers import find_solver
-from capplan.planner.solvers.random_placement import contiguous_by_rank
-from capplan.planner.splitting import in_input_order
+from capplan.planner.solvers.random_placement import contiguous_by_rank, shuffled_runs
 from capplan.serving import adapter_bytes
 from capplan.serving.rebalancing import AdapterDemand, arrived_tok_s, extrapolate, place
 from capplan.serving.routers import LeastWorkLeft
@@ -244,17 +242,6 @@ def routed_by_state(
     served = result.requests  # drawn with the seed, as in `load`
     waited_s = np.where(np.isnan(served.ttft_s), load.duration_s - served.arrival_s, served.ttft_s)
     return np.where(served.status == REJECTED, np.inf, waited_s)
-
-
-def shuffled_runs(problem: Problem, random: np.random.Generator) -> list[list[AdapterShare]]:
-    """Return the shares in random order, cut into one run of equal length per server.
-
-    The authors' random map has 7, 6, 6 and 6 of 25 adapters.
-    """
-    shares = in_input_order(problem)
-    order = [shares[i] for i in random.permutation(len(shares)).tolist()]
-    ends = [-(-len(order) * server // problem.gpus) for server in range(problem.gpus + 1)]
-    return [order[start:end] for start, end in pairwise(ends)]
 
 
 def shares_of(assignments: tuple[Assignment, ...], servers: int) -> Shares:

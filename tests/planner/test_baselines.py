@@ -133,6 +133,24 @@ def test_contiguous_runs_are_sorted_by_rank_and_equally_long(seed: int, adapters
     assert max(map(len, runs)) - min(map(len, runs)) <= 1
 
 
+@given(seed=st.integers(0, 10_000), adapters=st.integers(1, 60), gpus=st.integers(1, 9))
+def test_slora_random_places_equally_many_adapters_on_every_gpu(seed: int, adapters: int, gpus: int) -> None:
+    answer = placed("slora-random", example_problem(seed, adapters, gpus), seed=seed)
+    counts = [len(each.shares) for each in answer]
+    assert len(counts) == min(gpus, adapters)
+    assert max(counts) - min(counts) <= 1
+    names = [share.name for each in answer for share in each.shares]
+    assert len(names) == len(set(names)) == adapters
+
+
+def test_slora_random_draws_the_authors_sizes_in_any_order() -> None:
+    """The stored random map of LoRAServe has 7, 6, 6 and 6 of 25 adapters."""
+    problem = example_problem(0, adapters=25, gpus=4)
+    answers = [placed("slora-random", problem, seed=seed) for seed in range(5)]
+    assert [[len(a.shares) for a in answer] for answer in answers] == [[7, 6, 6, 6]] * 5
+    assert len({tuple(share.name for share in answer[0].shares) for answer in answers}) == 5
+
+
 def test_slora_placements_get_the_best_slots_by_the_estimator() -> None:
     problem = example_problem(0, adapters=40, gpus=2)
     for name in ("slora-random", "slora-contiguous"):

@@ -28,7 +28,7 @@ from benchmarks.loraserve.load import (
     trace_workload,
     ttft_s,
 )
-from benchmarks.loraserve.systems import routed, shares_of, shuffled_runs, stepped
+from benchmarks.loraserve.systems import routed, shares_of, stepped
 from capplan import Adapter, Assignment, Lengths, Profile, Workload
 from capplan.errors import InputError
 from capplan.models.step_latency import StepRanks, coefficient_array, latency_code, rank_ms
@@ -130,16 +130,6 @@ def test_weak_scaling_multiplies_adapters_and_traffic(factor: int) -> None:
     assert larger.total_rate_rps == pytest.approx(factor * workload.total_rate_rps)
     assert sorted(a.rank for a in larger.adapters) == [8] * factor + [128] * factor
     assert len({a.name for a in larger.adapters}) == 2 * factor
-
-
-def test_random_placements_have_equally_many_adapters_on_every_server(traces: Path) -> None:
-    """The authors' random map of 25 adapters on 4 servers has 7, 6, 6 and 6."""
-    scene = Lab(traces, traces / "out", SETTING).scene("poisson-uniform")
-    runs = [shuffled_runs(scene.problem(), np.random.default_rng(seed)) for seed in range(5)]
-    for groups in runs:
-        assert sorted(map(len, groups), reverse=True) == [7, 6, 6, 6]
-        assert len({share.name for group in groups for share in group}) == 25
-    assert len({tuple(share.name for share in groups[0]) for groups in runs}) == 5
 
 
 def test_results_are_stored_and_an_interrupted_run_goes_on(traces: Path) -> None:
