@@ -166,7 +166,7 @@ def test_pools_with_and_without_an_adapter_cache_are_refused_before_the_search(
     def never(problem: Problem, context: SolverContext) -> Sequence[Assignment]:
         raise AssertionError("searched")
 
-    solver = replace(REGISTRY["capplan"], place=never)
+    solver = replace(REGISTRY["capplan"], place=never, splits_hot=False)
     rule = "pools: cached.profile: must serve with a scheduler and an adapter cache, or without"
     with pytest.raises(InputError, match=rule):
         plan(heavy.replace(pools=pools), solver=solver)
