@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +36,7 @@ from capplan.twin.clock import (
     wait_for_load_ns,
 )
 from capplan.twin.host_link import NEVER_NS
+from capplan.twin.pauses import Pauses
 from capplan.twin.scenario import Costs, Scenario, new_engine
 from capplan.twin.trace import (
     NEVER,
@@ -56,48 +56,30 @@ from capplan.twin.trace import (
 )
 from capplan.workload import Requests
 
-PAUSE_NS: Final = 60 * 10**9
-"""Simulated time between two calls of an interrupt."""
-
 
 def run(
     scenario: Scenario, fast_forward: bool = True, interrupt: Callable[[], None] | None = None
 ) -> TwinTrace:
-    """Simulate a scenario to its horizon.
+    """Simulate `scenario` to its horizon; without `fast_forward` the scheduler decides every step.
 
-    Parameters
-    ----------
-    scenario
-        Requests, engine and horizon.
-    fast_forward
-        Whether decode-only steps are repeated without the scheduler, with the same result.
-    interrupt
-        Called every simulated minute; an exception that it raises ends the simulation.
+    An `interrupt` is called every simulated minute or sooner (see `Pauses`), and may end it by an exception.
     """
-    requests = scenario.requests.arrival_ns.size
-    rows = max(1, min(requests, scenario.max_in_flight))
-    state = new_engine(scenario, rows)
+    limits, requests, costs = scenario.limits, scenario.requests, scenario.costs
+    shared, most, count = scenario.shared_prefix_tokens, scenario.max_in_flight, requests.arrival_ns.size
+    state = new_engine(scenario, max(1, min(count, most)))
     waits = scenario.pool is not None
-    trace = new_trace(requests, scenario.adapters, scenario.buckets, scenario.horizon_ns, waits)
+    trace = new_trace(count, scenario.adapters, scenario.buckets, scenario.horizon_ns, waits)
     clock = new_clock(scenario.adapters)
-    pauses_ns = range(PAUSE_NS, scenario.horizon_ns, PAUSE_NS) if interrupt is not None else range(0)
-    for until_ns in [*sorted({*scenario.refreshes_ns, *pauses_ns}), scenario.horizon_ns]:
-        advance(
-            state,
-            scenario.limits,
-            scenario.requests,
-            scenario.shared_prefix_tokens,
-            scenario.costs,
-            clock,
-            trace,
-            scenario.max_in_flight,
-            until_ns,
-            fast_forward,
-        )
-        if until_ns in scenario.refreshes_ns:
+    refreshes_ns, until_ns = scenario.refreshes_ns, 0
+    pauses = Pauses(interrupt)
+    while until_ns < scenario.horizon_ns:
+        refresh_ns = (until_ns // refreshes_ns.step + 1) * refreshes_ns.step if refreshes_ns else NEVER_NS
+        until_ns = min(pauses.next_ns, refresh_ns, scenario.horizon_ns)
+        advance(state, limits, requests, shared, costs, clock, trace, most, until_ns, fast_forward)
+        if until_ns in refreshes_ns:
             refresh_queues(scenario, state, clock, trace, until_ns)
-        if interrupt is not None and until_ns in pauses_ns:
-            interrupt()
+        if until_ns == pauses.next_ns:
+            pauses.call()
     mark_running(state, trace)
     record_pool(state, clock, trace)
     return trace

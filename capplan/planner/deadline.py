@@ -54,7 +54,7 @@ NEVER: Final = Deadline()
 def interrupt_at(*deadlines: Deadline) -> Callable[[], None] | None:
     """Return a function that raises `OutOfTimeError` at the first of these deadlines; None without any.
 
-    Simulations call it every simulated minute.
+    Simulations call it every simulated minute or sooner.
     """
     limited = [each for each in deadlines if each.is_limited]
 

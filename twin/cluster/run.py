@@ -21,8 +21,9 @@ from capplan.twin.cluster.loop import FETCH_DUE, REFRESH_DUE, new_cursor, serve
 from capplan.twin.cluster.rebalancing import FleetChanges, FleetMoves, Rebalancing
 from capplan.twin.cluster.scenario import ClusterScenario
 from capplan.twin.cluster.steps import show_arrivals
-from capplan.twin.core import PAUSE_NS, record_pool
+from capplan.twin.core import record_pool
 from capplan.twin.host_link import NEVER_NS
+from capplan.twin.pauses import Pauses
 from capplan.twin.scenario import NS_PER_S
 
 
@@ -60,7 +61,7 @@ def run_cluster(
     first_rows
         Initial rows of every instance, without effect on the result.
     interrupt
-        Called every simulated minute; an exception that it raises ends the simulation.
+        Called every simulated minute or sooner; an exception that it raises ends the simulation.
     state_period_s
         Time between reports of the instances to the router; 0: it reads their present state.
     rebalancing
@@ -105,9 +106,9 @@ def run_laid(
     cursor.refresh_ns = next_refresh_ns(laid, 0)
     count = laid.cluster.following.size if rule.period_ns else 0
     movable, moved = new_heap(count), np.zeros(count, np.int64)
-    interrupt_ns = NEVER_NS if interrupt is None else PAUSE_NS
+    pauses = Pauses(interrupt)
     while True:
-        cursor.pause_ns = min(interrupt_ns, driver.next_change_ns)
+        cursor.pause_ns = min(pauses.next_ns, driver.next_change_ns)
         state = serve(driver.laid.cluster, driver.rule, driver.key, laid.answered, cursor, movable, moved)
         if state == NONE:
             return int(cursor.migrations)
@@ -121,9 +122,8 @@ def run_laid(
             cursor.place, cursor.next = NONE, cursor.next + 1
         elif changes is not None and driver.next_change_ns == cursor.pause_ns:
             changes.apply(int(cursor.pause_ns))
-        elif interrupt is not None:
-            interrupt_ns += PAUSE_NS
-            interrupt()
+        else:
+            pauses.call()
 
 
 class _Driver:

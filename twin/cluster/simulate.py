@@ -70,8 +70,8 @@ def simulate_cluster(
         GPUs that share a link to host memory, in the order of the instances. Copies of adapters over one link
         follow each other, those to the GPUs of one instance too.
     interrupt
-        Called every simulated minute, unless the router is a function; an exception that it raises ends the
-        simulation.
+        Called every simulated minute or sooner, unless the router is a function; an exception that it raises
+        ends the simulation.
     state_period_s
         Time between reports of the instances to the router, all at multiples of it. Meanwhile the router
         knows their last report and the requests that it has sent since; before the first one it knows that
