@@ -225,7 +225,7 @@ def answer_within(spec: Workload, time_limit_s: float) -> Plan | InfeasibleError
 def test_a_simulation_that_is_longer_than_the_limit_ends_with_it(workload: Make, profile: Profile) -> None:
     """Steps of microseconds: one simulation of an hour has a billion, and takes ten times the limit."""
     step = profile.step_latency
-    coefficients = {name: value / 1e4 for name, value in step.coefficients.items()}
+    coefficients = {name: each.replace(value=each.value / 1e4) for name, each in step.coefficients.items()}
     fast = profile.replace(step_latency=step.replace(coefficients=coefficients))
     spec = workload(("a", 8, 100.0), output_tokens=Lengths(mean=4000), slo={"ttft_p99_s": 1.0})
     problem = make_problem(spec, 1, fast)
