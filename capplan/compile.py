@@ -240,7 +240,7 @@ class _Linked(CPUDispatcher):
 
     def __call__(self, *_args: object, **_kwargs: object) -> object:
         """Refuse a call from Python: there is no machine code."""
-        raise TypeError(f"{self.__name__} is part of compiled callers; from Python, call its py_func")
+        raise TypeError(f"{self.py_func.__name__} is part of compiled callers; from Python, call its py_func")
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
         """Return the typing of a call; numba would compile another version for every constant argument."""
