@@ -6,8 +6,9 @@ ranks 8 to 128, whose popularity moves from the largest rank to the smallest), a
 whose Zipf popularity moves on by one adapter a minute.
 
 The frozen placement is LoRAServe's by the declared rates. All others begin with it: re-balanced by Algorithm
-1 with and without permutation and extrapolation, with windows of 60, 300 and 900 s, and by capplan's moves
-from the placement in force. Instances fetch adapters with the first request, over links of 12.5 GB/s.
+1 with windows of 60, 300 and 900 s and several forecasts, and by capplan's moves from the placement in force.
+Without the permutation the labels of Algorithm 1's servers are those of its packing order, or arbitrary
+(drawn in each round). Instances fetch adapters with the first request, over links of 12.5 GB/s.
 
 P95 TTFT is over all requests but those of the last 10 s, an unanswered one with its wait so far. Bytes are
 those of copied adapters, and those that the new placements lack, both over the hour. Results are means over
@@ -30,7 +31,14 @@ from benchmarks.loraserve.load import at_rate
 from benchmarks.loraserve.systems import LIMITS, Scene
 from capplan import Workload, load_profile
 from capplan.serving import adapter_bytes
-from capplan.serving.rebalancing import AdapterDemand, RebalanceSettings, place
+from capplan.serving.rebalancing import (
+    AdapterDemand,
+    Forecast,
+    RebalanceSettings,
+    Replan,
+    ReplanRequest,
+    place,
+)
 from capplan.spec import Adapter, Trace
 from capplan.twin.cluster import ClusterResult, Instance, Rebalancing, simulate_cluster
 from capplan.twin.per_request import REJECTED
@@ -44,20 +52,37 @@ SHIFT_S: Final = 60.0
 """Time after which the popularity of the drifting adapters moves on by one of them."""
 _GB: Final = 1e9
 
+FORECAST_NAMES: Final[tuple[Forecast, ...]] = ("holt", "last", "gamma-poisson")
+ARBITRARY: Final = "300 s, holt, arbitrary labels"
+
 SYSTEMS: Final[Mapping[str, RebalanceSettings | None]] = {
     "frozen": None,
-    "300 s": RebalanceSettings(),
-    "300 s, not permuted": RebalanceSettings(permute=False),
-    "300 s, no extrapolation": RebalanceSettings(forecast="last"),
-    "60 s": RebalanceSettings(period_s=60.0),
-    "60 s, not permuted": RebalanceSettings(period_s=60.0, permute=False),
-    "60 s, no extrapolation": RebalanceSettings(period_s=60.0, forecast="last"),
-    "900 s": RebalanceSettings(period_s=900.0),
-    "900 s, no extrapolation": RebalanceSettings(period_s=900.0, forecast="last"),
-    "capplan, 300 s": RebalanceSettings(solver="capplan"),
-    "capplan, 60 s": RebalanceSettings(period_s=60.0, solver="capplan"),
-    "capplan, 60 s, no extrapolation": RebalanceSettings(period_s=60.0, forecast="last", solver="capplan"),
+    **{
+        f"{period_s:g} s, {forecast}": RebalanceSettings(period_s=period_s, forecast=forecast)
+        for period_s in (60.0, 300.0, 900.0)
+        for forecast in FORECAST_NAMES
+    },
+    "300 s, holt, labels by packing": RebalanceSettings(permute=False),
+    ARBITRARY: RebalanceSettings(permute=False, solver="capplan"),  # with `arbitrary_labels` as the solver
+    **{
+        f"capplan, {period_s:g} s, {forecast}": RebalanceSettings(
+            period_s=period_s, forecast=forecast, solver="capplan"
+        )
+        for period_s in (60.0, 300.0)
+        for forecast in FORECAST_NAMES
+    },
 }
+
+
+def arbitrary_labels(seed: int) -> Replan:
+    """Return Algorithm 1 without its permutation, whose servers are labelled at random in each round."""
+    random = np.random.default_rng([seed, 11])
+
+    def replan(request: ReplanRequest) -> list[Mapping[str, float]]:
+        shares = place(request.adapters, request.operating_points, len(request.stored)).shares
+        return [shares[i] for i in random.permutation(len(shares)).tolist()]
+
+    return replan
 
 
 @dataclass(frozen=True)
@@ -103,10 +128,10 @@ def drifting(traces: Path, rps: float, seed: int) -> Workload:
 WORKLOADS: Final = {"Shifting Skew": shifting, "drift of 60 adapters": drifting}
 
 
-def run(
-    workload: Workload, points: Mapping[int, float], settings: RebalanceSettings | None, seed: int
-) -> Found:
+def run(workload: Workload, points: Mapping[int, float], system: str, seed: int) -> Found:
     """Simulate a system."""
+    settings = SYSTEMS[system]
+    replan = arbitrary_labels(seed) if system == ARBITRARY else None
     profile = standin(load_profile(H100_LLAMA))
     tokens = sum(lengths.mean_tokens for lengths in workload.lengths_of(workload.adapters[0]))
     demands = [
@@ -122,7 +147,7 @@ def run(
         router="smooth-shares",
         duration_s=HOUR_S,
         seed=seed,
-        rebalance=None if settings is None else Rebalancing(settings, points),
+        rebalance=None if settings is None else Rebalancing(settings, points, replan=replan),
     )
     moves = result.moves
     if moves is None:
@@ -147,10 +172,9 @@ def table(name: str, traces: Path, out: Path, rates_rps: Sequence[float], seeds:
     scene = Scene(name.replace(" ", "-"), make(traces, rates_rps[-1], 0), profile, SERVERS, out)
     points = scene.points()
     rows = []
-    for system, settings in SYSTEMS.items():
+    for system in SYSTEMS:
         found = [
-            [run(make(traces, rps, seed), points, settings, seed) for seed in range(seeds)]
-            for rps in rates_rps
+            [run(make(traces, rps, seed), points, system, seed) for seed in range(seeds)] for rps in rates_rps
         ]
         last = found[-1]
         rows.append(

@@ -35,6 +35,7 @@ METRICS: Final = (  # metric of the result, its name with unit, decimals
     ("submitted", "submitted requests", 0),
     ("preemptions", "preemptions", 0),
     ("adapter_loads", "adapter loads", 0),
+    ("load_s", "steps held up by loads, s", 2),
 )
 
 
@@ -165,7 +166,7 @@ def instances_table(fleet: SimulatedFleet, result: ClusterResult, held: Sequence
     """Return one row per instance."""
     head = (
         *("instance", "requests", "tok/s", "TTFT p95, s", "TTFT p99, s", "TPOT mean, ms", "busy", "served"),
-        *("preemptions", "adapter\nloads", "adapters\nstored", "stored,\nGiB"),
+        *("preemptions", "adapter\nloads", "held up by\nloads, s", "adapters\nstored", "stored,\nGiB"),
     )
     rows = [
         (
@@ -179,6 +180,7 @@ def instances_table(fleet: SimulatedFleet, result: ClusterResult, held: Sequence
             percent(own.served_fraction),
             number(own.preemptions),
             number(own.adapter_loads),
+            number(own.load_s, 2),
             number(store.count),
             number(store.bytes / _GIB, 2),
         )
@@ -192,13 +194,14 @@ def instances_table(fleet: SimulatedFleet, result: ClusterResult, held: Sequence
 def ranks_table(ranks: Sequence[RankMetrics]) -> Table:
     """Return one row per rank."""
     head = (
-        *("rank", "requests", "finished", "without a token", "TTFT p50, s", "TTFT p95, s", "TTFT p99, s"),
-        *("TPT mean, ms", "TPT p99, ms"),
+        *("rank", "requests", "finished", "without\na token", "queue\np50, s", "queue\np95, s"),
+        *("TTFT\np50, s", "TTFT\np95, s", "TTFT\np99, s", "TPT\nmean, ms", "TPT\np99, ms"),
     )
     rows = [
         (
             str(each.rank) if each.rank else "base model",
             *(number(count) for count in (each.submitted, each.finished, each.waiting)),
+            *(number(value, 3) for value in (each.queue_s.p50, each.queue_s.p95)),
             *(number(value, 3) for value in (each.ttft_s.p50, each.ttft_s.p95, each.ttft_s.p99)),
             *(number(value, 2) for value in (each.tpt_ms.mean, each.tpt_ms.p99)),
         )

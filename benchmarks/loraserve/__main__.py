@@ -31,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--hardware", default=SETTING, help="h100-stand-in, or GPU/MODEL/tpN")
     parser.add_argument("--seeds", type=int, default=Lab.seeds)
     parser.add_argument("--duration-s", type=float, default=Lab.duration_s)
+    parser.add_argument("--step-s", type=float, default=Lab.step_s, help="time step of re-balancing")
     parser.add_argument("--search-s", type=float, default=SEARCH_S, help="time of a placement by capplan")
     parser.add_argument("--measured", type=Path, help="folder of the authors' measured tables")
     given = parser.parse_args(arguments)
@@ -39,8 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if AUTHORS in given.part and given.measured is None:
         parser.error("part authors needs --measured")
-    settings = {"duration_s": given.duration_s, "seeds": given.seeds, "search_s": given.search_s}
-    lab = Lab(given.traces, given.out, given.hardware, **settings)
+    times = {"duration_s": given.duration_s, "step_s": given.step_s, "search_s": given.search_s}
+    lab = Lab(given.traces, given.out, given.hardware, seeds=given.seeds, **times)
     with user_errors():
         for part in given.part:
             table = report(given.measured) if part == AUTHORS else PARTS[part](lab)

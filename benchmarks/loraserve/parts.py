@@ -11,9 +11,10 @@ from benchmarks.common import markdown
 from benchmarks.loraserve.hardware import PROMPT_TOKENS, RANKS, SETTING, hardware, prefill_ms
 from benchmarks.loraserve.lab import PRODUCTION, SERVERS, Lab, mean_and_range
 from benchmarks.loraserve.load import TRACES
-from benchmarks.loraserve.systems import BLIND, CONTIGUOUS, LORASERVE, OURS, RANDOM, Scene
+from benchmarks.loraserve.systems import BLIND, CONTIGUOUS, LORASERVE, OURS, RANDOM, RUNTIME, Scene
 
 POISSON: Final = TRACES[:3]
+SHIFTING: Final = tuple(trace for trace in TRACES if trace.endswith("shifting"))
 PAPER: Final = (LORASERVE, "toppings", BLIND, CONTIGUOUS, RANDOM)
 COMPARED: Final = (OURS, *PAPER)
 WITHOUT_SEARCH: Final = ("least-work-left", *PAPER)
@@ -67,6 +68,13 @@ def variants(lab: Lab, traces: Sequence[str] = TRACES) -> str:
     return markdown(["trace", *systems, "loraserve, step 300 s"], rows)
 
 
+def runtime(lab: Lab, traces: Sequence[str] = SHIFTING) -> str:
+    """Return the highest load with re-balancing at run time, beside that with placements drawn before."""
+    systems = (LORASERVE, *RUNTIME)
+    rows = [[trace, *map(mean_and_range, rates(lab, lab.scene(trace), systems).values())] for trace in traces]
+    return markdown([f"trace, windows of {lab.step_s:g} s", *systems], rows)
+
+
 def equal_load(lab: Lab, traces: Sequence[str] = POISSON) -> str:
     """Return the servers that each system needs for 95 % of LoRAServe's load, and the servers saved."""
     rows = []
@@ -117,14 +125,19 @@ def storage(lab: Lab) -> str:
 
 
 def scaling(lab: Lab) -> str:
-    """Return the highest load on 4, 8 and 12 servers, with adapters and traffic in proportion."""
+    """Return the highest load on 4, 8 and 12 servers, with adapters and traffic in proportion.
+
+    The first row is that of LoRAServe's placement by the operating points alone, without a simulation.
+    """
+    scenes = {n: lab.scene(_STEADY, n) for n in CLUSTERS}
+    found = {
+        "placement of `loraserve`": {n: [scene.placed_rps()] for n, scene in scenes.items()},
+        **{s: {n: lab.highest_rps(scene, s) for n, scene in scenes.items()} for s in (LORASERVE, BLIND)},
+    }
     rows = []
-    for system in (LORASERVE, BLIND):
-        found = {n: lab.highest_rps(lab.scene(_STEADY, n), system) for n in CLUSTERS}
-        per_server = fmean(found[SERVERS]) / SERVERS
-        cells = [
-            f"{mean_and_range(rps)}, {fmean(rps) / (per_server * n) - 1:+.1%}" for n, rps in found.items()
-        ]
+    for system, of in found.items():
+        per_server = fmean(of[SERVERS]) / SERVERS
+        cells = [f"{mean_and_range(rps)}, {fmean(rps) / (per_server * n) - 1:+.1%}" for n, rps in of.items()]
         rows.append([system, *cells])
     return markdown(["system", *(f"{n} servers" for n in CLUSTERS)], rows)
 
@@ -166,6 +179,7 @@ def _order(found: Mapping[str, Sequence[float]]) -> str:
 PARTS: Final[Mapping[str, Callable[[Lab], str]]] = {
     "capacity": capacity,
     "variants": variants,
+    "runtime": runtime,
     "equal-load": equal_load,
     "latency": latency,
     "storage": storage,

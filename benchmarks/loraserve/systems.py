@@ -30,11 +30,17 @@ from capplan.planner.solve import solve
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers.random_placement import contiguous_by_rank, shuffled_runs
 from capplan.serving import adapter_bytes
-from capplan.serving.rebalancing import AdapterDemand, arrived_tok_s, extrapolate, place
+from capplan.serving.rebalancing import (
+    AdapterDemand,
+    RebalanceSettings,
+    arrived_tok_s,
+    extrapolate,
+    place,
+)
 from capplan.serving.routers import LeastWorkLeft
 from capplan.spec import Objective
 from capplan.twin import build_scenario
-from capplan.twin.cluster import Instance, NamedRouter, simulate_cluster
+from capplan.twin.cluster import ClusterResult, Instance, NamedRouter, Rebalancing, simulate_cluster
 from capplan.twin.core import run
 from capplan.twin.per_request import REJECTED
 from capplan.twin.scenario import NS_PER_S
@@ -65,7 +71,13 @@ OFF_PLAN: Final = 1.5
 RANDOM: Final = "slora-random"
 CONTIGUOUS: Final = "slora-contiguous"
 PLACED: Final = ("capplan", RANDOM, CONTIGUOUS)
-SYSTEMS: Final = (*STEPPED, OURS, *PLACED, *ROUTED)
+RUNTIME: Final[Mapping[str, Mapping[str, str]]] = {
+    "loraserve-runtime": {},
+    "loraserve-runtime-gamma-poisson": {"forecast": "gamma-poisson"},
+    "capplan-runtime": {"forecast": "gamma-poisson", "solver": "capplan"},
+}
+"""Settings of systems that re-balance at run time."""
+SYSTEMS: Final = (*STEPPED, *RUNTIME, OURS, *PLACED, *ROUTED)
 DRAWS: Final = 4
 """Random placements per seed, 20 over five seeds."""
 _OF_CAPACITY: Final = (0.6, 0.3, 0.02)
@@ -99,6 +111,9 @@ class Scene:
             return routed_by_state(load, system, [None] * self.servers)
         if system == OURS:
             return routed_by_state(load, LeastWorkLeft(off_plan=OFF_PLAN), self.placed("capplan"))
+        if system in RUNTIME:
+            settings = RebalanceSettings.model_validate({"period_s": self.step_s, **RUNTIME[system]})
+            return rebalanced(load, self.points(), self.servers, settings)
         if system in STEPPED:
             placements, _ = self.stepped(load, STEPPED[system])
             return served_by_shares(load, placements[:1] if system == "loraserve-frozen" else placements)
@@ -127,12 +142,21 @@ class Scene:
 
     def sustained_rps(self) -> float:
         """Return the rate at which the servers work at their operating points, if ranks were never mixed."""
-        pairs, points = self.workload.length_pairs, self.points()
-        if pairs is None:
-            raise ValueError(f"{self.name} has no recorded lengths")
-        tokens = float(pairs.prompt_tokens.mean(dtype=float) + pairs.output_tokens.mean(dtype=float))
+        points, tokens = self.points(), self._tokens_per_request()
         busy = sum(adapter.rate_rps * tokens / points[adapter.rank] for adapter in self.workload.adapters)
         return self.servers * self.workload.total_rate_rps / busy
+
+    def placed_rps(self) -> float:
+        """Return the rate at which LoRAServe's placement by the mean rates fills its fullest server."""
+        tokens = self._tokens_per_request()
+        demands = [AdapterDemand(a.name, a.rank, a.rate_rps * tokens) for a in self.workload.adapters]
+        return self.workload.total_rate_rps / max(place(demands, self.points(), self.servers).utilization)
+
+    def _tokens_per_request(self) -> float:
+        pairs = self.workload.length_pairs
+        if pairs is None:
+            raise ValueError(f"{self.name} has no recorded lengths")
+        return float(pairs.prompt_tokens.mean(dtype=float) + pairs.output_tokens.mean(dtype=float))
 
     def problem(self, rps: float = 1.0, **fields: object) -> Problem:
         """Return the placement problem at a load, with one instance per server."""
@@ -176,15 +200,40 @@ def stepped(
     stored = None
     for step in range(len(history)):
         demand = [extrapolate(history[:step, i].tolist(), declared[i]) for i in range(len(declared))]
-        demands = [
-            AdapterDemand(a.name, a.rank, tok_s, adapter_bytes(load.profile.model, a.rank))
-            for a, tok_s in zip(load.workload.adapters, demand, strict=True)
-        ]
-        placed = place(demands, points, servers, stored=stored, literal_leftovers=literal_leftovers)
+        placed = place(
+            _demands(load, demand), points, servers, stored=stored, literal_leftovers=literal_leftovers
+        )
         stored = [frozenset(served) for served in placed.shares]
         placements.append(placed.shares)
         moved.append(placed.bytes_to_copy if step else 0)
     return placements, moved
+
+
+def rebalanced(
+    load: Load, points: Mapping[int, float], servers: int, settings: RebalanceSettings
+) -> NDArray[np.float64]:
+    """Return the TTFT with re-balancing at run time, from LoRAServe's placement by the declared rates.
+
+    Requests are drawn by the shares in force. Servers fetch an adapter with its first request, over links of
+    12.5 GB/s.
+    """
+    first = place(_demands(load, declared_tok_s(load)), points, servers).shares
+    slots = _slots(load.workload)
+    instances = [Instance(load.profile, *slots, adapters=dict(own), **LIMITS) for own in first]
+    rebalance = Rebalancing(settings, points)
+    return _waits_s(
+        load,
+        simulate_cluster(
+            load.workload, instances, duration_s=load.duration_s, seed=load.seed, rebalance=rebalance
+        ),
+    )
+
+
+def _demands(load: Load, tok_s: Sequence[float]) -> list[AdapterDemand]:
+    return [
+        AdapterDemand(a.name, a.rank, demand, adapter_bytes(load.profile.model, a.rank))
+        for a, demand in zip(load.workload.adapters, tok_s, strict=True)
+    ]
 
 
 def routed(load: Load, placements: Sequence[Shares]) -> NDArray[np.int64]:
@@ -236,9 +285,14 @@ def routed_by_state(
         )
         for own in shares
     ]
-    result = simulate_cluster(
-        load.workload, instances, router=router, duration_s=load.duration_s, seed=load.seed
+    return _waits_s(
+        load,
+        simulate_cluster(load.workload, instances, router=router, duration_s=load.duration_s, seed=load.seed),
     )
+
+
+def _waits_s(load: Load, result: ClusterResult) -> NDArray[np.float64]:
+    """Return the TTFT of every request, or its wait so far; infinite if rejected."""
     served = result.requests  # drawn with the seed, as in `load`
     waited_s = np.where(np.isnan(served.ttft_s), load.duration_s - served.arrival_s, served.ttft_s)
     return np.where(served.status == REJECTED, np.inf, waited_s)

@@ -342,6 +342,8 @@ class RankMetrics:
     finished: int
     waiting: int
     """Without a token at the end."""
+    queue_s: LatencyStats
+    """Until the first admission to a batch, without the wait for the load of the adapter."""
     ttft_s: LatencyStats
     tpt_ms: LatencyStats
 
@@ -361,6 +363,7 @@ def by_rank(fleet: SimulatedFleet, result: ClusterResult) -> list[RankMetrics]:
                 submitted=int(own.sum()),
                 finished=int(np.count_nonzero(requests.status[own] == FINISHED)),
                 waiting=int(np.count_nonzero(np.isnan(ttft_s))),
+                queue_s=latency_stats(requests.queue_s[own]),
                 ttft_s=latency_stats(ttft_s),
                 tpt_ms=latency_stats(tpt_ms),
             )

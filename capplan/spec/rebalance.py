@@ -8,7 +8,7 @@ from pydantic import Field
 
 from capplan.spec.validation import Flag, NonNegative, Positive, SpecModel
 
-Forecast: TypeAlias = Literal["holt", "last", "ewma", "linear"]
+Forecast: TypeAlias = Literal["holt", "last", "ewma", "linear", "gamma-poisson"]
 FORECASTS: Final[tuple[Forecast, ...]] = get_args(Forecast)
 
 RebalanceSolver: TypeAlias = Literal["loraserve", "capplan"]
@@ -24,7 +24,8 @@ class RebalanceSettings(SpecModel):
     forecast: Forecast = Field(
         default="holt",
         description="Forecast of the demand: holt (smoothed level and trend), last (the last window), ewma "
-        "(smoothed level) or linear (line through the last 12 windows).",
+        "(smoothed level), linear (line through the last 12 windows) or gamma-poisson (the last window, "
+        "shrunk to the mean of the last 12 by its number of requests).",
     )
     permute: Flag = Field(
         default=True, description="Whether GPUs are permuted such that the fewest bytes are copied."

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from capplan import load_profile, load_workload, plan
-from capplan.planner.served import fleet_of_plan
+from capplan.planner.served import by_rank, fleet_of_plan
 from capplan.spec import RebalanceSettings
 from tests.cli.conftest import Run, error_line
 from tests.cli.examples import write_inputs
@@ -59,6 +59,10 @@ def test_a_plan_is_simulated_as_a_cluster(run: Run, workload_yaml: Path, plan_js
     assert found["router"] == "least-work-left"
     assert found["cluster"]["throughput_tok_s"] == result.throughput_tok_s
     assert [each["requests"] for each in found["instances"]] == list(result.requests_per_instance)
+    assert [each["queue_s"]["p95"] for each in found["ranks"]] == [
+        each.queue_s.p95 for each in by_rank(fleet, result)
+    ]
+    assert [each["load_s"] for each in found["instances"]] == [each.load_s for each in result.instances]
     (beyond,) = found["extrapolations"]
     strict = run(*words, "--strict")
     assert (strict.exit_code, beyond["note"] in strict.stdout) == (3, True)

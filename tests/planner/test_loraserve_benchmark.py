@@ -28,11 +28,12 @@ from benchmarks.loraserve.load import (
     trace_workload,
     ttft_s,
 )
-from benchmarks.loraserve.systems import routed, shares_of, stepped
+from benchmarks.loraserve.systems import Scene, rebalanced, routed, shares_of, stepped
 from capplan import Adapter, Assignment, Lengths, Profile, Workload
 from capplan.errors import InputError
 from capplan.models.step_latency import StepRanks, coefficient_array, latency_code, rank_ms
 from capplan.planner.problem import AdapterShare
+from capplan.serving.rebalancing import RebalanceSettings
 from capplan.spec import Kernel, ProvenanceKind
 from capplan.twin.trace import NEVER, STATUS_REJECTED
 from capplan.workload import Requests
@@ -132,12 +133,40 @@ def test_weak_scaling_multiplies_adapters_and_traffic(factor: int) -> None:
     assert len({a.name for a in larger.adapters}) == 2 * factor
 
 
+def scene_of(lab: Lab, trace: str, servers: int = 4) -> Scene:
+    """Return a scene with given operating points, which take long to measure."""
+    scene = lab.scene(trace, servers)
+    points = {"8": 30e3, "16": 26e3, "32": 23e3, "64": 18e3, "128": 13e3}
+    scene.folder.mkdir(parents=True, exist_ok=True)
+    (scene.folder / f"{trace}.operating-points.{servers}.json").write_text(json.dumps(points))
+    return scene
+
+
+def test_re_balancing_at_run_time_follows_a_shifting_popularity(traces: Path) -> None:
+    lab = Lab(traces, traces / "out", SETTING, duration_s=60.0)
+    scene = scene_of(lab, "poisson-shifting")
+    load = lab.load(scene, 110.0, 0)
+
+    def times_s(period_s: float) -> np.ndarray:
+        return rebalanced(load, scene.points(), 4, RebalanceSettings(period_s=period_s))
+
+    moving, frozen = times_s(10.0), times_s(2.0 * load.duration_s)
+    assert moving.shape == frozen.shape == load.requests.arrival_ns.shape
+    assert np.isfinite(moving).all()
+    assert p95_ttft_s(load, moving) < 0.8 * p95_ttft_s(load, frozen)
+    assert np.array_equal(moving, times_s(10.0)), "same seed, same result"
+
+
+def test_five_ranks_mix_on_four_servers_more_than_on_eight(traces: Path) -> None:
+    lab = Lab(traces, traces / "out", SETTING)
+    four, eight = (scene_of(lab, "poisson-uniform", servers) for servers in (4, 8))
+    of_unmixed = [scene.placed_rps() / scene.sustained_rps() for scene in (four, eight)]
+    assert 0.5 < of_unmixed[0] < of_unmixed[1] < 1.0
+
+
 def test_results_are_stored_and_an_interrupted_run_goes_on(traces: Path) -> None:
     lab = Lab(traces, traces / "out", SETTING, duration_s=20.0, seeds=2)
-    scene = lab.scene("poisson-uniform")
-    points = {"8": 30e3, "16": 26e3, "32": 23e3, "64": 18e3, "128": 13e3}
-    scene.folder.mkdir(parents=True)
-    (scene.folder / "poisson-uniform.operating-points.4.json").write_text(json.dumps(points))
+    scene = scene_of(lab, "poisson-uniform")
     found = lab.highest_rps(scene, "toppings")
     assert len(found) == 2
     assert all(0.2 < rps / scene.sustained_rps() < 5.0 for rps in found), "a short trace allows overload"

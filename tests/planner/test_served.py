@@ -85,6 +85,7 @@ def test_shares_of_the_plan_are_stored_and_ranks_are_told_apart(planned) -> None
     assert [each.rank for each in ranks] == [8, 16]
     assert sum(each.submitted for each in ranks) == result.submitted
     assert sum(each.finished for each in ranks) == result.completed
+    assert all(0.0 <= each.queue_s.p50 <= each.queue_s.p95 <= each.ttft_s.p95 for each in ranks)
     held = stored_adapters(fleet)
     assert sum(each.count for each in held) >= 16
     assert [each.count for each in stored_adapters(replicated(2))] == [8, 8]

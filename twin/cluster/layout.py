@@ -52,7 +52,7 @@ def lay_out(
     places = scenario.placement.instance.size if by_adapter else 0
     fleet = new_fleet(scenario.instances, scenario.rank, by_rank, places)
     answered, following = new_answered(), np.zeros(count, np.int64)
-    shared = t.new_trace(count, waits=any(engine.pool is not None for engine in scenario.engines))
+    shared = t.new_trace(count, waits=True)
     memory = new_memory(scenario.instances, scenario.engines[0].limits.policy == POOLED)
     neighbours = _neighbours(scenario.link)
     links = {int(first): new_link(int(end - first)) for first, end in neighbours}

@@ -266,24 +266,29 @@ class FleetChanges:
         up = np.flatnonzero(self._storage.up).tolist()
         names = [demand.name for demand in self._movable.demands]
         stored = [{names[number] for number in np.flatnonzero(row[1:])} for row in self._storage.stored]
-        arrived = self._arrived_tok_s(now_ns) if reason == "period" else None
-        made = self._rebalancer.step(arrived, stored, self._shares, up)
+        tok_s, requests = self._arrived(now_ns) if reason == "period" else (None, None)
+        made = self._rebalancer.step(tok_s, stored, self._shares, up, requests)
         self._rounds.append(
             RebalanceRound(now_ns / NS_PER_S, reason, made.moved_bytes, made.unpermuted_bytes, made.target)
         )
         self._swap(made, up, now_ns)
         self._remove_unused(now_ns)
 
-    def _arrived_tok_s(self, now_ns: int) -> NDArray[np.float64]:
-        """Return the tokens per second of the requests that arrived since the last period, by adapter."""
+    def _arrived(self, now_ns: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return tokens per second and number of the requests since the last period, by adapter."""
         requests = self._requests
         upto = int(np.searchsorted(requests.arrival_ns, now_ns, side="right"))
         rows = slice(self._counted, upto)
         self._counted = upto
+        adapter, adapters = requests.adapter[rows], self.laid.cluster.rank.size
         tokens = requests.prompt_tokens[rows].astype(np.float64) + requests.output_tokens[rows]
-        sums = np.bincount(requests.adapter[rows], tokens, minlength=self.laid.cluster.rank.size)
-        in_order = np.append(sums[1:], sums[0])[: len(self._movable.demands)]
-        return np.asarray(in_order / (self._period_ns / NS_PER_S))
+        tok_s = np.bincount(adapter, tokens, minlength=adapters) / (self._period_ns / NS_PER_S)
+        count = np.bincount(adapter, minlength=adapters).astype(np.float64)
+        return self._base_last(tok_s), self._base_last(count)
+
+    def _base_last(self, of: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return numbers by adapter in the order of the re-balancer: the base model last, if it has any."""
+        return np.append(of[1:], of[0])[: len(self._movable.demands)]
 
     def _swap(self, made: Rebalanced, up: Sequence[int], now_ns: int) -> None:
         cluster = self.laid.cluster

@@ -164,6 +164,9 @@ class RoutedRequests:
     """Where each was in the end."""
     status: NDArray[np.int8]
     """Position in `capplan.twin.per_request.STATUSES`: finished, running, waiting, rejected."""
+    queue_s: NDArray[np.float64]
+    """From arrival to the first admission to a batch, without the wait for the load of its adapter to the
+    GPU; transfers between instances are part of it."""
     ttft_s: NDArray[np.float64]
     e2e_s: NDArray[np.float64]
     """TTFT and E2E contain the time outside the engine, and that on the way from one instance to another."""
@@ -369,7 +372,16 @@ def _routed(scenario: ClusterScenario, trace: ClusterTrace, parts: Sequence[_Par
         adapter=scenario.requests.adapter,
         instance=trace.instance,
         status=status,
+        queue_s=_queue_s(scenario, shared),
         ttft_s=since_arrival_s(shared.first_ns),
         e2e_s=e2e_s,
         tpt_ms=1e3 * e2e_s / served.output_tokens,
     )
+
+
+def _queue_s(scenario: ClusterScenario, shared: t.TwinTrace) -> NDArray[np.float64]:
+    """Return the time of each request in queues; NaN if it was not admitted."""
+    admitted_ns = shared.admitted_ns
+    happened = (admitted_ns != t.NEVER) & (admitted_ns <= scenario.horizon_ns)
+    waited_ns = admitted_ns - scenario.requests.arrival_ns - shared.skipped_ns
+    return np.where(happened, waited_ns / NS_PER_S, np.nan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
@@ -27,13 +28,15 @@ class DemandWindow(NamedTuple):
         Prompt and output tokens per second of the requests that arrived, by adapter; None is the base model.
     duration_s
         Length of the window.
-    requests, unfinished
-        Requests that arrived, and those that had no complete answer at its end.
+    requests
+        Number of these requests, by adapter.
+    unfinished
+        Those that had no complete answer at its end.
     """
 
     tok_s: dict[str | None, float]
     duration_s: float
-    requests: int
+    requests: dict[str | None, int]
     unfinished: int
 
 
@@ -91,7 +94,7 @@ class DemandMeter:
         self._answers = self._answer_tokens = 0.0
         self._open: dict[CountedRequest, None] = {}
         self._tokens: dict[str | None, float] = {}
-        self._requests = 0
+        self._requests: Counter[str | None] = Counter()
         self._begin_s = time.monotonic()
 
     @property
@@ -109,7 +112,7 @@ class DemandMeter:
         """
         request = CountedRequest(self, adapter, prompt_tokens)
         self._open[request] = None
-        self._requests += 1
+        self._requests[adapter] += 1
         return request
 
     def finish(self, request: CountedRequest) -> None:
@@ -124,7 +127,7 @@ class DemandMeter:
         """Do not count a request of the current window."""
         if request in self._open:
             del self._open[request]
-            self._requests -= 1
+            self._requests[request.adapter] -= 1
 
     def _add(self, request: CountedRequest, output_tokens: float) -> None:
         tokens = request.prompt_tokens + output_tokens
@@ -137,7 +140,8 @@ class DemandMeter:
             self._add(request, max(self.mean_output_tokens, request.output_tokens))
         duration_s = max(end_s - self._begin_s, 1e-9)
         tok_s = {name: self._tokens.get(name, 0.0) / duration_s for name in self._adapters}
-        window = DemandWindow(tok_s, duration_s, self._requests, len(self._open))
-        self._open, self._tokens, self._requests, self._begin_s = {}, {}, 0, end_s
+        requests = {name: self._requests[name] for name in self._adapters}
+        window = DemandWindow(tok_s, duration_s, requests, len(self._open))
+        self._open, self._tokens, self._requests, self._begin_s = {}, {}, Counter(), end_s
         self._answers, self._answer_tokens = self._answers * _MEMORY, self._answer_tokens * _MEMORY
         return window

@@ -258,9 +258,9 @@ class RebalanceLoop:
             raise RoundFailedError("no instance is up")
         stored = await self._in_thread(self._stored)
         before, base = self._router.shares()
-        arrived = self._arrived(facts) if facts["trigger"] == "period" else None
+        tok_s, requests = self._arrived(facts) if facts["trigger"] == "period" else (None, None)
         result = await self._in_thread(
-            self._config.rebalancer.step, arrived, stored, self._with_base(before, base), up
+            self._config.rebalancer.step, tok_s, stored, self._with_base(before, base), up, requests
         )
         table = await self._in_thread(self._table, result)
         shares, _ = table.shares()
@@ -278,18 +278,21 @@ class RebalanceLoop:
             "lost": _number_of_new(before, shares),
         }
 
-    def _arrived(self, facts: dict[str, Any]) -> dict[str, float]:
-        """Close the window of demand and return it by the rebalancer's names."""
+    def _arrived(self, facts: dict[str, Any]) -> tuple[dict[str, float], dict[str, int]]:
+        """Close the window of demand; return its tokens per second and requests by the rebalancer's names."""
         window = self.demand.close_window()
         facts |= {
             "window_s": window.duration_s,
-            "requests": window.requests,
+            "requests": sum(window.requests.values()),
             "arrived_tok_s": sum(window.tok_s.values()),
         }
-        arrived = {name: tok_s for name, tok_s in window.tok_s.items() if name is not None}
+        names: dict[str, str | None] = {name: name for name in window.tok_s if name is not None}
         if self._config.balances_base:
-            arrived[self._config.base_model] = window.tok_s[None]
-        return arrived
+            names[self._config.base_model] = None
+        return (
+            {name: window.tok_s[key] for name, key in names.items()},
+            {name: window.requests[key] for name, key in names.items()},
+        )
 
     def _with_base(
         self, shares: Sequence[Mapping[str, float]], base: Sequence[float]

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from capplan.errors import InputError
+from capplan.serving.rebalancing.gamma_poisson import posterior_tok_s
 from capplan.spec.rebalance import FORECASTS, Forecast
 
 _HOLT_LEVEL: Final = 0.5
@@ -20,7 +21,7 @@ _HOLT_LEVEL: Final = 0.5
 _HOLT_TREND: Final = 0.3
 """Weight of the newest change in the trend."""
 _RECENT_WINDOWS: Final = 12
-"""Number of windows whose largest demand bounds the forecast, and to which `linear` fits a line."""
+"""Number of windows whose largest demand bounds the forecast; `linear` and `gamma-poisson` use no others."""
 _MAX_GROWTH: Final = 2.0
 _MIN_WINDOWS: Final = 3
 _NS_PER_S: Final = 1e9
@@ -35,7 +36,9 @@ class DemandHistory:
         Number of adapters.
     forecast
         ``holt``: smoothed level and trend; ``last``: the last window; ``ewma``: smoothed level; ``linear``:
-        a line through the last 12 windows. With ``holt`` and ``linear`` the last of fewer than 3 windows.
+        a line through the last 12 windows; ``gamma-poisson``: the last window, shrunk to the mean of the last
+        12 by its number of requests. With ``holt``, ``linear`` and ``gamma-poisson`` the last of fewer than 3
+        windows.
     """
 
     def __init__(self, adapters: int, forecast: Forecast = "holt") -> None:
@@ -45,24 +48,30 @@ class DemandHistory:
         self._level = np.zeros(adapters)
         self._trend = np.zeros(adapters)
         self._recent: deque[NDArray[np.float64]] = deque(maxlen=_RECENT_WINDOWS)
+        self._requests: deque[NDArray[np.float64]] = deque(maxlen=_RECENT_WINDOWS)
         self.windows = 0
         """Number of closed windows."""
 
-    def close(self, tok_s: ArrayLike) -> None:
+    def close(self, tok_s: ArrayLike, requests: ArrayLike | None = None) -> None:
         """Close a window with the demand of each adapter, in tokens per second.
+
+        Parameters
+        ----------
+        tok_s
+            Tokens per second of the requests that arrived.
+        requests
+            Number of these requests; only ``gamma-poisson`` needs it.
 
         Raises
         ------
         InputError
-            If it is not one finite number >= 0 per adapter.
+            If they are not one finite number >= 0 per adapter, or `requests` is missing.
         """
-        demand = np.array(tok_s, np.float64)
-        if demand.shape != self._level.shape:
-            raise InputError(
-                f"must be one number for each of {self._level.size} adapters", demand.shape, "tok_s"
-            )
-        if not (np.isfinite(demand) & (demand >= 0.0)).all():
-            raise InputError("must be finite numbers >= 0", float(demand.min()), "tok_s")
+        demand = self._per_adapter(tok_s, "tok_s")
+        if self._forecast == "gamma-poisson":
+            if requests is None:
+                raise InputError("are required by the forecast gamma-poisson", location="requests")
+            self._requests.append(self._per_adapter(requests, "requests"))
         if self.windows == 0:
             self._level = demand
         else:
@@ -86,8 +95,22 @@ class DemandHistory:
             return self._level.copy()
         if self._forecast == "last" or self.windows < _MIN_WINDOWS:
             return self._recent[-1].copy()
-        ahead = self._line() if self._forecast == "linear" else self._level + self._trend
-        return np.clip(ahead, 0.0, _MAX_GROWTH * np.max(self._recent, axis=0))
+        return np.clip(self._ahead(), 0.0, _MAX_GROWTH * np.max(self._recent, axis=0))
+
+    def _per_adapter(self, numbers: ArrayLike, name: str) -> NDArray[np.float64]:
+        found = np.array(numbers, np.float64)
+        if found.shape != self._level.shape:
+            raise InputError(f"must be one number for each of {self._level.size} adapters", found.shape, name)
+        if not (np.isfinite(found) & (found >= 0.0)).all():
+            raise InputError("must be finite numbers >= 0", float(found.min()), name)
+        return found
+
+    def _ahead(self) -> NDArray[np.float64]:
+        if self._forecast == "linear":
+            return self._line()
+        if self._forecast == "gamma-poisson":
+            return posterior_tok_s(np.array(self._recent), np.array(self._requests))
+        return self._level + self._trend
 
     def _line(self) -> NDArray[np.float64]:
         """Return the next value of the least-squares lines through the recent windows."""
@@ -100,7 +123,8 @@ class DemandHistory:
 def extrapolate(history: Sequence[float], declared: float, forecast: Forecast = "holt") -> float:
     """Return the demand of the next window of one adapter, in tokens per second.
 
-    `history` is its demand by window; `declared` is the result without any. Rules as in `DemandHistory`.
+    `history` is its demand by window; `declared` is the result without any. Rules as in `DemandHistory`, but
+    for ``gamma-poisson``, which needs the requests of all adapters.
     """
     demand = DemandHistory(1, forecast)
     for tok_s in history:

@@ -122,6 +122,7 @@ class Rebalancer:
         stored: Sequence[Collection[str]],
         shares: Shares,
         available: Sequence[int] | None = None,
+        arrived_requests: Mapping[str, float] | NDArray[np.float64] | None = None,
     ) -> Rebalanced:
         """Close a window and return the shares of the next one.
 
@@ -137,6 +138,9 @@ class Rebalancer:
             Shares in force, shape (servers,).
         available
             Numbers of the servers that may serve; None: all.
+        arrived_requests
+            Number of the requests that arrived in the window, as `arrived_tok_s`; only the forecast
+            ``gamma-poisson`` needs it.
 
         Raises
         ------
@@ -148,7 +152,10 @@ class Rebalancer:
                 raise InputError(f"must have an entry for each of {self.servers} servers", len(given), name)
         up = self._available(available)
         if arrived_tok_s is not None:
-            self._history.close(self._in_order(arrived_tok_s))
+            requests = (
+                None if arrived_requests is None else self._in_order(arrived_requests, "arrived_requests")
+            )
+            self._history.close(self._in_order(arrived_tok_s, "arrived_tok_s"), requests)
         demand = self._history.forecast(self._declared).tolist()
         adapters = [replace(a, tok_s=tok_s) for a, tok_s in zip(self._adapters, demand, strict=True)]
         there = [stored[server] for server in up]
@@ -178,15 +185,17 @@ class Rebalancer:
             raise InputError(f"must be numbers of the {self.servers} servers, at least one", up, "available")
         return up
 
-    def _in_order(self, arrived_tok_s: Mapping[str, float] | NDArray[np.float64]) -> NDArray[np.float64]:
-        if isinstance(arrived_tok_s, np.ndarray):
-            return arrived_tok_s
-        demand = np.zeros(len(self._adapters))
-        for name, tok_s in arrived_tok_s.items():
+    def _in_order(
+        self, arrived: Mapping[str, float] | NDArray[np.float64], argument: str
+    ) -> NDArray[np.float64]:
+        if isinstance(arrived, np.ndarray):
+            return arrived
+        in_order = np.zeros(len(self._adapters))
+        for name, number in arrived.items():
             if name not in self._number:
-                raise InputError("must be an adapter of the cluster", name, "arrived_tok_s")
-            demand[self._number[name]] = tok_s
-        return demand
+                raise InputError("must be an adapter of the cluster", name, argument)
+            in_order[self._number[name]] = number
+        return in_order
 
     def _labelled(self, shares: Shares, stored: Sequence[Collection[str]]) -> tuple[Shares, int, int]:
         """Return the checked shares of a solver with the labels that copy the fewest bytes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import get_args
 
 import numpy as np
@@ -13,7 +14,16 @@ from capplan import InputError
 from capplan.serving.rebalancing import DemandHistory, Forecast, arrived_tok_s, extrapolate
 
 HISTORIES = st.lists(st.floats(0.0, 1e6), max_size=30)
-KINDS = st.sampled_from(get_args(Forecast))
+KINDS = st.sampled_from([kind for kind in get_args(Forecast) if kind != "gamma-poisson"])
+COUNTS = st.lists(st.lists(st.integers(0, 50), min_size=3, max_size=3), min_size=3, max_size=15)
+
+
+def by_counts(counts: Sequence[Sequence[float]], tok_s_per_request: float) -> np.ndarray:
+    """Return the forecast ``gamma-poisson`` for requests of one length."""
+    history = DemandHistory(len(counts[0]), "gamma-poisson")
+    for window in counts:
+        history.close([tok_s_per_request * count for count in window], window)
+    return history.forecast(np.zeros(len(counts[0])))
 
 
 @given(HISTORIES, st.floats(0.0, 1e6), KINDS)
@@ -75,6 +85,40 @@ def test_adapters_are_forecast_independently(windows: list[tuple[float, float]],
     assert history.windows == len(windows)
     alone = [extrapolate([window[i] for window in windows], 1.0, kind) for i in range(2)]
     assert history.forecast([1.0, 1.0]) == pytest.approx(alone, rel=1e-9, abs=1e-6)
+
+
+@given(COUNTS, st.floats(0.1, 100.0))
+def test_counts_shrink_the_last_window_to_the_mean(counts: list[list[int]], tok_s: float) -> None:
+    """The forecast is between both, and nearer to the last window the more requests an adapter has."""
+    recent = np.array(counts[-12:], float)
+    mean, last = recent.mean(axis=0), recent[-1]
+    found = by_counts(counts, tok_s) / tok_s
+    assert (found >= np.minimum(mean, last) - 1e-9).all()
+    assert (found <= np.maximum(mean, last) + 1e-9).all()
+    weight = {
+        float(m): (f - m) / (x - m) for f, m, x in zip(found, mean, last, strict=True) if abs(x - m) > 1e-6
+    }
+    assert sorted(weight.values()) == pytest.approx([weight[m] for m in sorted(weight)], abs=1e-6)
+
+
+def test_counts_of_a_constant_rate_are_forecast_by_their_mean() -> None:
+    """A Poisson process leaves about its rate, a trend of many requests its last window."""
+    rng = np.random.default_rng(0)
+    rates = np.array([3.0, 10.0, 40.0])
+    errors = {"gamma-poisson": 0.0, "last": 0.0}
+    for _ in range(200):
+        counts = rng.poisson(rates, (12, 3)).astype(float)
+        errors["gamma-poisson"] += float(np.square(by_counts(counts.tolist(), 1.0) - rates).sum())
+        errors["last"] += float(np.square(counts[-1] - rates).sum())
+    assert errors["gamma-poisson"] < 0.25 * errors["last"]
+    assert by_counts([[1000.0 * 2**i] for i in range(6)], 1.0) == pytest.approx([32000.0], rel=0.001)
+
+
+def test_counts_are_required_by_the_forecast_that_needs_them() -> None:
+    with pytest.raises(InputError, match="requests: are required by the forecast gamma-poisson"):
+        DemandHistory(1, "gamma-poisson").close([1.0])
+    with pytest.raises(InputError, match="requests: must be one number for each of 1 adapters"):
+        DemandHistory(1, "gamma-poisson").close([1.0], [1.0, 2.0])
 
 
 def test_invalid_demand_is_rejected() -> None:

@@ -49,7 +49,8 @@ def test_every_adapter_is_served_in_shares_that_sum_to_one(
     stored: list[set[str]] = [set(NAMES[i::SERVERS]) for i in range(SERVERS)]
     shares: Sequence[Mapping[str, float]] = [dict.fromkeys(own, 1.0) for own in stored]
     for window in windows:
-        made = rebalancer.step(window, stored, shares)
+        requests = {name: tok_s // 100.0 for name, tok_s in window.items()}
+        made = rebalancer.step(window, stored, shares, arrived_requests=requests)
         for name in NAMES:
             assert math.fsum(own.get(name, 0.0) for own in made.shares) == pytest.approx(1.0, abs=1e-9)
         assert all(share > 0.0 for own in made.shares for share in own.values())

@@ -29,16 +29,15 @@ def alone(scenario: ClusterScenario, rows: np.ndarray, instance: int) -> Scenari
 
 
 def assert_instances_did_as_alone(scenario: ClusterScenario, trace: ClusterTrace) -> None:
-    """Assert that every instance leaves the trace of the one-GPU twin with its requests."""
+    """Assert that every instance leaves the trace of the one-GPU twin with its requests, and their waits."""
     for i, own in enumerate(trace.traces):
         rows = np.flatnonzero(trace.instance == i)
-        expected = run(alone(scenario, rows, i))
+        single = alone(scenario, rows, i)
+        expected, detailed = run(single), run(single._replace(buckets=1))
         for name in t.TwinTrace._fields:
-            ours, theirs = getattr(own, name), getattr(expected, name)
-            if name in PER_REQUEST or (name in WAITS and theirs.size):
+            ours, theirs = getattr(own, name), getattr(detailed if name in WAITS else expected, name)
+            if name in PER_REQUEST or name in WAITS:
                 ours = ours[rows]
-            elif name in WAITS:
-                continue  # recorded for other instances
             elif name == "pool" and scenario.engines[i].pool is None:
                 ours, theirs = ours.link_ns, theirs.link_ns
             if name == "counts":  # requests are numbered differently

@@ -18,7 +18,12 @@ from capplan.twin.cluster.scenario import ClusterScenario, place
 from capplan.twin.core import run
 from capplan.twin.scenario import new_engine
 from tests.serving.worlds import seeded
-from tests.twin.cluster.comparison import alone, assert_instances_did_as_alone, assert_nothing_is_lost
+from tests.twin.cluster.comparison import (
+    WAITS,
+    alone,
+    assert_instances_did_as_alone,
+    assert_nothing_is_lost,
+)
 from tests.twin.cluster.scenarios import (
     clusters,
     make_performance,
@@ -49,7 +54,11 @@ def test_a_cluster_of_one_leaves_the_trace_of_the_one_gpu_twin(scenario) -> None
         shared_prefix_tokens=scenario.shared_prefix_tokens,
     )
     trace = run_cluster(cluster, build_rule("least-loaded", cluster), 0, first_rows=1)
-    assert_same(trace.traces[0], run(scenario))
+    hits = () if scenario.pool else ("pool",)  # counted with the waits, which a plain run does not record
+    assert_same(trace.traces[0], run(scenario), but=(*WAITS, *hits))
+    detailed = run(scenario._replace(buckets=1))
+    for name in WAITS:
+        np.testing.assert_array_equal(getattr(trace.traces[0], name), getattr(detailed, name), err_msg=name)
 
 
 @given(clusters(), st.sampled_from(list(ROUTERS)))

@@ -42,6 +42,19 @@ def test_one_instance_gives_the_result_of_simulate(router: str) -> None:
     assert cluster.requests_per_instance == (alone.submitted,)
 
 
+@pytest.mark.parametrize("options", [{}, {"scheduler": "chameleon", "cache": "chameleon"}])
+def test_requests_wait_in_the_queue_of_one_instance_as_on_one_gpu(options: dict[str, str]) -> None:
+    workload = even(24, 60.0, (8, 64))
+    slots = {} if options else {"a_max": 8, "s_max": 64}
+    alone = simulate_detailed(workload, PROFILE, duration_s=MINUTE, seed=3, **slots, **options)
+    cluster = simulate_cluster(workload, [Instance(PROFILE, **slots, **options)], duration_s=MINUTE, seed=3)
+    queue_s = cluster.requests.queue_s
+    np.testing.assert_allclose(queue_s, alone.requests.queue_s, atol=1e-9)
+    assert np.nanmax(queue_s) > 0.1
+    answered = ~np.isnan(cluster.requests.ttft_s)
+    assert (queue_s[answered] <= cluster.requests.ttft_s[answered]).all()
+
+
 def test_a_cluster_s_totals_are_those_of_its_instances() -> None:
     result = simulate_cluster(even(24, 20.0, (8, 64)), same(3), router="random", duration_s=MINUTE)
     for name in ("submitted", "completed", "rejected", "steps", "adapter_loads", "kv_tokens"):
