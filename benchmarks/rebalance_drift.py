@@ -27,6 +27,7 @@ import numpy as np
 
 from benchmarks.common import H100_LLAMA, command_line, markdown, preset_workload
 from benchmarks.loraserve.hardware import standin
+from benchmarks.loraserve.lab import mean_and_range
 from benchmarks.loraserve.load import at_rate
 from benchmarks.loraserve.systems import LIMITS, Scene
 from capplan import Workload, load_profile
@@ -47,6 +48,8 @@ SERVERS: Final = 4
 HOUR_S: Final = 3600.0
 BOUND_S: Final = 10.0
 RANKS: Final = (8, 16, 32, 64, 128)
+MAX_MODEL_LEN: Final = 16384
+"""Positions of the instances; the longest conversation has 14,089 tokens."""
 DRIFTING: Final = 60
 SHIFT_S: Final = 60.0
 """Time after which the popularity of the drifting adapters moves on by one of them."""
@@ -139,7 +142,7 @@ def run(workload: Workload, points: Mapping[int, float], system: str, seed: int)
         for a in workload.adapters
     ]
     shares = place(demands, points, SERVERS).shares
-    limits: dict[str, Any] = dict(LIMITS)
+    limits: dict[str, Any] = {**LIMITS, "max_model_len": MAX_MODEL_LEN}
     instances = [Instance(profile, len(demands), max(RANKS), adapters=dict(own), **limits) for own in shares]
     result = simulate_cluster(
         workload,
@@ -180,7 +183,7 @@ def table(name: str, traces: Path, out: Path, rates_rps: Sequence[float], seeds:
         rows.append(
             [
                 system,
-                *(f"{fmean(each.p95_ttft_s for each in own):.2f}" for own in found),
+                *(mean_and_range([each.p95_ttft_s for each in own], digits=2) for own in found),
                 f"{fmean(each.copied_gb for each in last):.1f}",
                 f"{fmean(each.lacking_gb for each in last):.1f}",
                 f"{fmean(each.waited for each in last):.0f}",

@@ -5,6 +5,10 @@ placement. From each server, the most utilized first, the best move of an adapte
 is made as long as it pays: it reduces the sum of squared utilizations, over twice the server's, by more than
 the price of the bytes to copy. Shares stay where no move pays, so few bytes move; LoRAServe packs all of them
 each time.
+
+Such moves do not lead out of every placement, such as one with a high rank on all servers. LoRAServe's
+placement, improved by the same moves, replaces the result if it reduces the highest utilization by more than
+the price of its bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.serving.rebalancing.placement import AdapterDemand
+from capplan.serving.rebalancing.placement import AdapterDemand, place
 
 _LEAST_GAIN: Final = 1e-3
 """Least reduction of the utilization by a move."""
@@ -46,14 +50,21 @@ def place_near(
         Adapters that each server stores, and their shares in force. What no server serves is placed first.
     price_per_gb
         Least gain of a move per GB to copy: reduction of the sum of squared utilizations, over twice the
-        utilization of the server that it relieves.
+        utilization of the server that it relieves; and of LoRAServe's placement: reduction of the highest
+        utilization.
     """
-    search = _Search(adapters, operating_points, stored, shares, price_per_gb)
-    search.place_unserved()
-    for _ in range(_PASSES):
-        if not search.improve():
-            break
-    return search.result()
+
+    def improved(start: Sequence[Mapping[str, float]]) -> _Search:
+        search = _Search(adapters, operating_points, stored, start, price_per_gb)
+        search.place_unserved()
+        for _ in range(_PASSES):
+            if not search.improve():
+                break
+        return search
+
+    moved = improved(shares)
+    packed = improved(place(adapters, operating_points, len(shares), stored=stored).shares)
+    return (packed if packed.price() < moved.price() - _LEAST_GAIN else moved).result()
 
 
 class _Search:
@@ -154,6 +165,11 @@ class _Search:
     def result(self) -> list[dict[str, float]]:
         """Return the shares by name."""
         return [{self.adapters[adapter].name: share for adapter, share in own.items()} for own in self.shares]
+
+    def price(self) -> float:
+        """Return the highest utilization, and the price of the bytes to copy."""
+        copied = (self.serves & ~self.stored).sum(axis=0)
+        return float(self.utilization().max() + copied @ self.cost)
 
     def utilization(self) -> NDArray[np.float64]:
         return np.asarray(self.load * self._per_tok_s(self.rank))
