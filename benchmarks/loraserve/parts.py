@@ -14,7 +14,8 @@ from benchmarks.loraserve.load import TRACES
 from benchmarks.loraserve.systems import BLIND, CONTIGUOUS, LORASERVE, OURS, RANDOM, RUNTIME, Scene
 
 POISSON: Final = TRACES[:3]
-SHIFTING: Final = tuple(trace for trace in TRACES if trace.endswith("shifting"))
+MOVING: Final = (*(trace for trace in TRACES if trace.endswith("shifting")), "rankskew-2")
+"""Traces on which re-balancing at run time is compared: two whose popularity moves, and one with a skew."""
 PAPER: Final = (LORASERVE, "toppings", BLIND, CONTIGUOUS, RANDOM)
 COMPARED: Final = (OURS, *PAPER)
 WITHOUT_SEARCH: Final = ("least-work-left", *PAPER)
@@ -68,7 +69,7 @@ def variants(lab: Lab, traces: Sequence[str] = TRACES) -> str:
     return markdown(["trace", *systems, "loraserve, step 300 s"], rows)
 
 
-def runtime(lab: Lab, traces: Sequence[str] = SHIFTING) -> str:
+def runtime(lab: Lab, traces: Sequence[str] = MOVING) -> str:
     """Return the highest load with re-balancing at run time, beside that with placements drawn before."""
     systems = (LORASERVE, *RUNTIME)
     rows = [[trace, *map(mean_and_range, rates(lab, lab.scene(trace), systems).values())] for trace in traces]
