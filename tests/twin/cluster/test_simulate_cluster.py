@@ -45,9 +45,9 @@ def test_one_instance_gives_the_result_of_simulate(router: str) -> None:
 @pytest.mark.parametrize("options", [{}, {"scheduler": "chameleon", "cache": "chameleon"}])
 def test_requests_wait_in_the_queue_of_one_instance_as_on_one_gpu(options: dict[str, str]) -> None:
     workload = even(24, 60.0, (8, 64))
-    slots = {} if options else {"a_max": 8, "s_max": 64}
-    alone = simulate_detailed(workload, PROFILE, duration_s=MINUTE, seed=3, **slots, **options)
-    cluster = simulate_cluster(workload, [Instance(PROFILE, **slots, **options)], duration_s=MINUTE, seed=3)
+    settings = {"a_max": 8, "s_max": 64, **options}
+    alone = simulate_detailed(workload, PROFILE, duration_s=MINUTE, seed=3, **settings)
+    cluster = simulate_cluster(workload, [Instance(PROFILE, **settings)], duration_s=MINUTE, seed=3)
     queue_s = cluster.requests.queue_s
     np.testing.assert_allclose(queue_s, alone.requests.queue_s, atol=1e-9)
     assert np.nanmax(queue_s) > 0.1
