@@ -57,6 +57,8 @@ _GB: Final = 1e9
 
 FORECAST_NAMES: Final[tuple[Forecast, ...]] = ("holt", "last", "gamma-poisson")
 ARBITRARY: Final = "300 s, holt, arbitrary labels"
+HIGH_PRICE_PER_GB: Final = 0.05
+"""Five times the default."""
 
 SYSTEMS: Final[Mapping[str, RebalanceSettings | None]] = {
     "frozen": None,
@@ -73,6 +75,13 @@ SYSTEMS: Final[Mapping[str, RebalanceSettings | None]] = {
         )
         for period_s in (60.0, 300.0)
         for forecast in FORECAST_NAMES
+    },
+    **{
+        f"capplan, {period_s:g} s, {forecast}, price {HIGH_PRICE_PER_GB:g}": RebalanceSettings(
+            period_s=period_s, forecast=forecast, solver="capplan", price_per_gb=HIGH_PRICE_PER_GB
+        )
+        for period_s in (60.0, 300.0)
+        for forecast in FORECAST_NAMES[1:]
     },
 }
 
