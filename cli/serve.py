@@ -30,7 +30,7 @@ from capplan.cli.options import (
 )
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation
-from capplan.cli.serve_plan import instance_launcher, load_times, model_of, plan_routing, pool_folder
+from capplan.cli.serve_plan import PlanProfiles, instance_launcher, model_of, plan_routing, pool_folder
 from capplan.cli.serve_rebalance import FLAGS as REBALANCE_FLAGS
 from capplan.cli.serve_rebalance import equal_settings, rebalance_options, rebalancing
 from capplan.errors import InputError
@@ -381,9 +381,10 @@ def _serve_plan(args: ServeArgs) -> int:
             plan = with_locations(plan, registry)
     _require_queue(args)
     model_name = args.served_model_name or plan.base_model
+    profiles = PlanProfiles.of(plan)
     try:
         limits = fill(ServerLimits, args)
-        specs = _instances(args, file, plan, given, limits)
+        specs = _instances(args, file, plan, given, limits, profiles)
         server = fill(
             ServerSettings,
             args,
@@ -395,11 +396,11 @@ def _serve_plan(args: ServeArgs) -> int:
     except InputError as error:
         raise _by_flag(error) from None
     groups = [group for group in plan.groups if not args.groups or group.id in args.groups]
-    routing = plan_routing(args.router, args.state_period_s, file, plan, groups)
+    routing = plan_routing(args.router, args.state_period_s, file, plan, groups, profiles)
     announce_compilation()
     moving = None
     if options is not None:
-        moving = rebalancing(options, plan, groups, _log)
+        moving = rebalancing(options, plan, groups, profiles.known, _log)
     _log(f"starting {counted(len(specs), 'instance')} of {file}")
     facts = {
         "model": model_name,
@@ -428,7 +429,7 @@ def _plan_of(args: ServeArgs, given: set[str]) -> tuple[str, Plan]:
 
 
 def _instances(
-    args: ServeArgs, file: str, plan: Plan, given: set[str], limits: ServerLimits
+    args: ServeArgs, file: str, plan: Plan, given: set[str], limits: ServerLimits, profiles: PlanProfiles
 ) -> Sequence[InstanceSpec]:
     """Return the instances of a plan; engine flags on the command line take precedence over the plan.
 
@@ -444,7 +445,7 @@ def _instances(
         model_name=args.served_model_name or plan.base_model,
         engine=engine,
         max_queue=args.max_queue if "max_queue" in given else None,
-        load_times=load_times(plan),
+        profiles=profiles.known,
         limits=limits,
         pool=_pool(args),
         lora_root=pool_folder(args.lora_root, args.admin_api_key),

@@ -1,33 +1,64 @@
-"""Parts of a served plan: model, router, launcher of the instances, folder and load times of adapters."""
+"""Parts of a served plan: profiles, model, router, launcher of the instances, folder of adapters."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from capplan.cli.options import require_extra
 from capplan.errors import InputError
-from capplan.spec import Group, Plan
+from capplan.spec import Group, Plan, Profile
 from capplan.spec.routing import PLAN_ROUTER
 
 if TYPE_CHECKING:
-    from capplan.engine.lora.load_times import LoadTimes
     from capplan.engine.router.launcher import Launcher
     from capplan.engine.router.routing import RoutingSettings
 
 
-def load_times(plan: Plan) -> dict[str, LoadTimes]:
-    """Return the times of adapter loads by profile, as far as the plan's profiles are on this machine."""
-    from capplan.datasets import load_profile
-    from capplan.engine.lora.load_times import LoadTimes
+@dataclass(frozen=True)
+class PlanProfiles:
+    """Profiles that a plan names.
 
-    found = {}
-    for name in dict.fromkeys(group.profile for group in plan.groups if group.scheduling is not None):
-        with suppress(InputError):
-            found[name] = LoadTimes.of_profile(load_profile(name).loading)
-    return found
+    Attributes
+    ----------
+    known
+        Those on this machine, by name.
+    errors
+        Errors of the others.
+    """
+
+    known: Mapping[str, Profile]
+    errors: Mapping[str, InputError]
+
+    @classmethod
+    def of(cls, plan: Plan) -> PlanProfiles:
+        """Load the profiles of the groups of a plan, each once."""
+        from capplan.datasets import load_profile
+
+        known, errors = {}, {}
+        for name in dict.fromkeys(group.profile for group in plan.groups):
+            try:
+                known[name] = load_profile(name)
+            except InputError as error:
+                errors[name] = error
+        return cls(known, errors)
+
+    def require(self, names: Iterable[str]) -> dict[str, Profile]:
+        """Return some of the profiles.
+
+        Raises
+        ------
+        InputError
+            If one is not on this machine.
+        """
+        found = {}
+        for name in names:
+            if name in self.errors:
+                raise self.errors[name]
+            found[name] = self.known[name]
+        return found
 
 
 def model_of(plan: Plan, model: str | None) -> str:
@@ -55,7 +86,12 @@ def instance_launcher(ray_address: str | None, instances: int) -> Launcher:
 
 
 def plan_routing(
-    router: str | None, state_period_s: float, file: str, plan: Plan, groups: Sequence[Group]
+    router: str | None,
+    state_period_s: float,
+    file: str,
+    plan: Plan,
+    groups: Sequence[Group],
+    profiles: PlanProfiles,
 ) -> RoutingSettings:
     """Return the router of groups of a plan: that of the command line, or else the plan's.
 
@@ -71,14 +107,12 @@ def plan_routing(
     name = router or plan.router or PLAN_ROUTER
     if name == PLAN_ROUTER:
         return RoutingSettings()
-    from capplan.datasets import load_profile
     from capplan.twin.cluster.plans import served_rule
     from capplan.twin.cluster.routers import MODELLED
 
     names = {group.profile for group in groups} if name in MODELLED else set()
     try:
-        profiles = {each: load_profile(each) for each in names}
-        rule = served_rule(plan, groups, name, profiles)
+        rule = served_rule(plan, groups, name, profiles.require(names))
     except InputError as error:
         raise InputError(error.rule, error.value, f"{file}: router {name}: {error.location}") from None
     ranks = {adapter.name: adapter.rank for group in groups for adapter in group.adapters}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from capplan.cli.rebalancing import RebalanceOptions
 from capplan.errors import InputError
-from capplan.spec import Group, Plan, RebalanceSettings
+from capplan.spec import Group, Plan, Profile, RebalanceSettings
 
 if TYPE_CHECKING:
     from capplan.engine.router.rebalancing import RebalancingConfig
@@ -64,9 +64,13 @@ def equal_settings(plan: Plan, groups: Sequence[str]) -> dict[str, Any]:
 
 
 def rebalancing(
-    options: ServedRebalance, plan: Plan, groups: Sequence[Group], log: Callable[[str], None]
+    options: ServedRebalance,
+    plan: Plan,
+    groups: Sequence[Group],
+    profiles: Mapping[str, Profile],
+    log: Callable[[str], None],
 ) -> RebalancingConfig:
-    """Return the re-balancing of the instances of groups of a plan.
+    """Return the re-balancing of the instances of groups of a plan; `profiles`: those on this machine.
 
     Raises
     ------
@@ -85,7 +89,7 @@ def rebalancing(
         size_bytes = _sizes(registry, plan, groups)
     workload = None if options.workload is None else load_workload(options.workload)
     log("measuring operating points in the twin")
-    rebalancer = served_rebalancer(plan, groups, options.settings, size_bytes, workload)
+    rebalancer = served_rebalancer(plan, groups, options.settings, size_bytes, profiles, workload)
     return RebalancingConfig(
         rebalancer,
         options.registry,

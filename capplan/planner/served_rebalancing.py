@@ -37,6 +37,7 @@ def served_rebalancer(
     groups: Sequence[Group],
     settings: RebalanceSettings,
     size_bytes: Mapping[str, int],
+    profiles: Mapping[str, Profile],
     workload: Workload | None = None,
     replan: Replan | None = None,
 ) -> Rebalancer:
@@ -48,6 +49,8 @@ def served_rebalancer(
     ----------
     size_bytes
         Size of adapters; that of others follows from their rank.
+    profiles
+        Profiles of the plan that are on this machine, by name.
     workload
         Workload of the plan, with its profile if it is not shipped; None: the plan's adapters with constant
         lengths, the means in its provenance.
@@ -61,7 +64,7 @@ def served_rebalancer(
         If an instance sustains no load of a rank.
     """
     equal_engine_args(groups)
-    problem = _problem(plan, groups, workload)
+    problem = _problem(plan, groups, profiles, workload)
     names = {adapter.name for group in groups for adapter in group.adapters}
     if workload is not None:
         _require_traffic(workload, names, any(group.base is not None for group in groups))
@@ -88,11 +91,13 @@ def _require_traffic(workload: Workload, names: set[str], with_base: bool) -> No
         raise InputError("is required: the plan serves traffic of the base model", location="workload: base")
 
 
-def _problem(plan: Plan, groups: Sequence[Group], workload: Workload | None) -> Problem:
+def _problem(
+    plan: Plan, groups: Sequence[Group], profiles: Mapping[str, Profile], workload: Workload | None
+) -> Problem:
     """Return the problem of equal instances, with the engine settings of the plan."""
     args = equal_engine_args(groups)
     instances = sum(group.replicas for group in groups)
-    profile = _profile(groups[0].profile, workload)
+    profile = _profile(groups[0].profile, profiles, workload)
     workload = workload or workload_of(plan, groups)
     fixed = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "gpu_memory_utilization")
     engine = workload.engine.model_copy(update={name: getattr(args, name) for name in fixed})
@@ -100,10 +105,10 @@ def _problem(plan: Plan, groups: Sequence[Group], workload: Workload | None) -> 
     return make_problem(workload.model_copy(update=alone), instances, profile)
 
 
-def _profile(name: str, workload: Workload | None) -> Profile:
+def _profile(name: str, profiles: Mapping[str, Profile], workload: Workload | None) -> Profile:
     """Return the profile of the plan; one that is not shipped is that of the workload."""
     if workload is not None and workload.profile is not None:
         own = load_profile(workload.profile)
         if own.name == name:
             return own
-    return load_profile(name)
+    return profiles[name] if name in profiles else load_profile(name)  # which says what is missing

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
 from capplan import InputError
-from capplan.datasets import load_profile
+from capplan.cli.serve_plan import PlanProfiles
+from capplan.datasets import load_profile, profile_files
 from capplan.engine.router import launcher
 from capplan.engine.router import process as router_process
 from capplan.engine.router.app import merged
@@ -25,7 +26,7 @@ from capplan.engine.router.supervisor import RouterConfig
 from capplan.engine.server import PoolSettings
 from capplan.engine.settings import EngineOptions
 from capplan.models.memory import gpu_load_ms
-from capplan.spec import Cache, PlanBase, QueueClass, Queues, Wrs
+from capplan.spec import Cache, PlanBase, Profile, QueueClass, Queues, Wrs
 from capplan.spec.registry import AdapterRegistry, RegisteredAdapter
 from capplan.twin.cluster import Candidate, RoutedRequest
 from capplan.twin.cluster.reference_routers import SmoothShares
@@ -145,13 +146,41 @@ def test_instances_use_what_the_profile_of_their_group_has_measured(tmp_path: Pa
     plan = plan.replace(groups=(first.replace(profile=str(file)), second.replace(adapters=random)))
 
     def thresholds(**engine: int) -> dict[str, int | None]:
-        specs = instances_of(plan, ServingOptions("tiny-llama", "base", engine))
+        serving = ServingOptions("tiny-llama", "base", engine, profiles=PlanProfiles.of(plan).known)
+        specs = instances_of(plan, serving)
         return {spec.name: spec.engine.get("sgmv_from_tokens") for spec in specs}
 
     assert thresholds() == {"g0-1": 4, "g0-2": 4, "g1-1": None}
     assert set(thresholds(sgmv_from_tokens=2).values()) == {2}
     file.unlink()
     assert set(thresholds().values()) == {None}
+
+
+def test_a_served_plan_reads_each_of_its_profiles_once(
+    run: Run, started: list[RouterConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile, read = load_profile("h100-64g/llama-3.1-8b/vllm-0.8.5"), []
+    whole = profile_files._read
+
+    def counting(path: Path) -> Profile:
+        read.append(path.name)
+        return whole(path)
+
+    monkeypatch.setattr(profile_files, "_read", counting)
+    files = [tmp_path / "first.json", tmp_path / "second.json"]
+    plan = tiny_plan()
+    for file in files:
+        file.write_text(profile.model_dump_json(), encoding="utf-8")
+    groups = zip(plan.groups, files, strict=True)
+    plan.replace(
+        groups=tuple(each.replace(profile=str(file), cache=Cache(policy="lru")) for each, file in groups)
+    ).to_json(tmp_path / "p.json")
+    command = ("serve", "--unverified", "--model", "tiny-llama", "--router", "toppings", tmp_path / "p.json")
+    run(*command)
+    assert [spec.engine["load_times"]["base_ms"] > 0 for spec in started[0].specs] == [True, True]
+    assert sorted(read) == ["first.json", "second.json"]
+    files[1].unlink()
+    assert "router toppings" in error_line(run(*command))
 
 
 @pytest.mark.parametrize(

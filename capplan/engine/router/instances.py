@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import torch
 
-from capplan.datasets import load_profile
 from capplan.engine.lora.load_times import LoadTimes
 from capplan.engine.models import model_config
 from capplan.engine.models.shard import require_shardable
@@ -19,7 +18,7 @@ from capplan.engine.server.limiter import PoolSettings, ServerSettings
 from capplan.engine.server.limits import OPEN_ADAPTERS, ServerLimits
 from capplan.engine.server.process import InstanceConfig
 from capplan.errors import InputError
-from capplan.spec import Group, Plan, PlanAdapter
+from capplan.spec import Group, Plan, PlanAdapter, Profile
 
 _DRAIN_TIMEOUT_S: Final = 1.0
 """For requests of an instance when the router, which drains first, stops it."""
@@ -46,8 +45,9 @@ class ServingOptions:
     max_queue
         Prompts that an instance accepts beyond its ``max_num_seqs``; None: `DEFAULT_MAX_QUEUE`, or more if
         the verification of the plan had longer queues.
-    load_times
-        Times of adapter loads by profile; the instances of other profiles measure theirs.
+    profiles
+        Profiles of the plan by name, for what they have measured: times of adapter loads, which instances of
+        other profiles measure themselves, and thresholds of kernels.
     limits
         Limits of requests, as those of the router.
     pool, lora_root, admin_api_key
@@ -60,7 +60,7 @@ class ServingOptions:
     model_name: str
     engine: Mapping[str, Any] = field(default_factory=dict)
     max_queue: int | None = None
-    load_times: Mapping[str, LoadTimes] = field(default_factory=dict)
+    profiles: Mapping[str, Profile] = field(default_factory=dict)
     limits: ServerLimits = field(default_factory=ServerLimits)
     pool: PoolSettings | None = None
     lora_root: Path | None = None
@@ -124,8 +124,7 @@ def _of_group(plan: Plan, group: Group, serving: ServingOptions) -> list[Instanc
         **group.engine_args.model_dump(exclude_none=True),
         **({"tensor_parallel_size": group.tp} if group.tp > 1 else {}),
         **_scheduling(group, given),
-        **_load_times(group, serving),
-        **_measured(group),
+        **_measured(group, serving.profiles.get(group.profile)),
         **given,
     }
     if not {"scheduler", "cache", "queues"} & engine.keys():
@@ -189,18 +188,16 @@ def _scheduling(group: Group, given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: part.model_dump(mode="json") for name, part in parts if part is not None}
 
 
-def _load_times(group: Group, serving: ServingOptions) -> dict[str, Any]:
-    times = serving.load_times.get(group.profile)
-    return {} if times is None else {"load_times": times.model_dump(mode="json")}
-
-
-def _measured(group: Group) -> dict[str, int]:
-    """Return the settings that the group's profile has measured; none if it is not on this machine."""
-    try:
-        tokens = load_profile(group.profile).engine.sgmv_from_tokens
-    except InputError:
+def _measured(group: Group, profile: Profile | None) -> dict[str, Any]:
+    """Return the settings that the group's profile has measured; none without one."""
+    if profile is None:
         return {}
-    return {} if tokens is None else {"sgmv_from_tokens": tokens}
+    found: dict[str, Any] = {}
+    if group.scheduling is not None:
+        found["load_times"] = LoadTimes.of_profile(profile.loading).model_dump(mode="json")
+    if profile.engine.sgmv_from_tokens is not None:
+        found["sgmv_from_tokens"] = profile.engine.sgmv_from_tokens
+    return found
 
 
 def _max_queue(group: Group, serving: ServingOptions) -> int:
