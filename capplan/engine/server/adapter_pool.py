@@ -13,7 +13,7 @@ import math
 import random
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import BinaryIO, Final, TypeVar
@@ -111,6 +111,7 @@ class AdapterPool:
         self._name = (own and own.server_name) or url.partition("://")[2]
         self._stored: dict[str, str] = {}
         self._unusable: dict[str, str] = {}
+        self._causes: dict[str, str] = {}
         self._shares: dict[str, float] = {}
         self._used_s: OrderedDict[str, float] = OrderedDict()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -233,18 +234,31 @@ class AdapterPool:
         """Store an adapter from the first source that delivers its bytes."""
         sources = await self._sources(adapter, digest)
         until_s = time.monotonic() + self._timeout_s
+        causes: dict[str, list[str]] = {}
         for at, source in enumerate(sources):
             async with self._places:
                 timeout_s = (until_s - time.monotonic()) / (len(sources) - at)
-                if await self._fetch_from(source, adapter, digest, timeout_s):
-                    return
+                cause = await self._fetch_from(source, adapter, digest, timeout_s)
+            if cause is None:
+                self._log_causes(adapter.name, causes)
+                return
+            causes.setdefault(cause, []).append(source.name)
+        self._log_causes(adapter.name, causes)
         message = f"None of {len(sources)} sources delivers the adapter {adapter.name!r}"
         raise ApiError(503, message, "model", "adapter_unavailable", RETRY)
 
+    def _log_causes(self, name: str, causes: Mapping[str, Sequence[str]]) -> None:
+        """Log which sources do not deliver an adapter, unless the last line was the same."""
+        line = "; ".join(f"{', '.join(sorted(names))}: {cause}" for cause, names in sorted(causes.items()))
+        if line != self._causes.pop(name, ""):
+            _log.warning("adapter %s is not delivered by %s", name, line)
+        if line:
+            self._causes[name] = line
+
     async def _fetch_from(
         self, source: Source, adapter: RegisteredAdapter, digest: str, timeout_s: float
-    ) -> bool:
-        """Store an adapter from a source; return whether it has delivered it.
+    ) -> str | None:
+        """Store an adapter from a source; return why it has not delivered it, None if it has.
 
         Raises
         ------
@@ -258,8 +272,7 @@ class AdapterPool:
                 incoming.require_digest()
             except (TransferError, InputError) as error:
                 self._transfers[source.kind, "failed"] += 1
-                _log.warning("adapter %s: %s does not deliver it: %s", adapter.name, source.name, error)
-                return False
+                return str(error)
             try:
                 await readers.run(lambda: self._served.check(incoming.peft))
             except InputError as error:
@@ -271,7 +284,7 @@ class AdapterPool:
         self._moved_bytes[source.kind] += incoming.size_bytes
         took_s = time.monotonic() - begin_s
         self._moved_s[source.kind] = self._moved_s.get(source.kind, 0.0) + took_s
-        return True
+        return None
 
     async def _sources(self, adapter: RegisteredAdapter, digest: str) -> list[Source]:
         """Return the servers that store an adapter, in random order, and its location."""
