@@ -7,8 +7,8 @@ rule from Python, *choice* that of the running router, which also looks for inst
 ``http``: the running router between a client and instances that respond at once, all on loopback, open loop
 at 500 requests per second. The overhead is the latency through the router over that of the same instances
 without it, percentile by percentile. Client, router and instances are three processes; ``--pin`` binds the
-router to one core and the others to the next. CPU time is that of the router's process. Nothing that the
-client has imported is looked at by its garbage collections, which otherwise stop it for 0.1 s.
+router to one core and the others to the next. CPU time is that of the router's process. Imported objects
+are kept out of the client's garbage collections, which otherwise delay requests.
 
 ``states``: CPU time of reading the states of instances, without requests: a router that reads them less one
 that does not.
