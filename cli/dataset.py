@@ -28,7 +28,9 @@ class DatasetArgs:
         help="Where to write: a new folder, or one to continue or extend.",
     )
     design: str = typer.Option(
-        "space-filling", metavar="NAME", help="Which scenarios: paper-grid or space-filling."
+        "space-filling",
+        metavar="NAME",
+        help="Which scenarios: paper-grid, space-filling or near-starvation.",
     )
     scenarios: int = typer.Option(10_000, metavar="N", min=1, help="How many to draw.")
     seed: int = typer.Option(0, metavar="N", min=0, help="Same seed, same bytes.")

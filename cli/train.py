@@ -34,11 +34,14 @@ class TrainArgs:
     data: str | None = typer.Option(
         None,
         metavar="DIR",
-        help="Folders paper-grid and space-filling, generated if missing; default: in the cache.",
+        help="Folders of the datasets by design, generated if missing; default: in the cache.",
     )
     scenarios: int | None = typer.Option(None, metavar="N", min=1, help="Space-filling ones; default: 7000.")
     grid_scenarios: int | None = typer.Option(
         None, metavar="N", min=1, help="Of the paper's grid; default: 3000."
+    )
+    edge_scenarios: int | None = typer.Option(
+        None, metavar="N", min=1, help="Near the edge of starvation; default: 12000."
     )
     seed: int = typer.Option(0, metavar="N", min=0, help="Same seed, same surrogates.")
     models: str | None = typer.Option(
@@ -82,7 +85,11 @@ def train(args: TrainArgs) -> None:
         DataOptions,
         args,
         folder=None if args.data is None else Path(args.data),
-        scenarios={"paper-grid": args.grid_scenarios, "space-filling": args.scenarios},
+        scenarios={
+            "paper-grid": args.grid_scenarios,
+            "space-filling": args.scenarios,
+            "near-starvation": args.edge_scenarios,
+        },
     )
     folder = data_folder(profile, wanted)
     journal = folder / f"search-seed{args.seed}.journal"
@@ -195,7 +202,11 @@ def _print(trained: Trained) -> None:
     typer.echo("all on scenarios left out of the training of the answering model")
 
 
-SCENARIOS: Final[tuple[tuple[str, int], ...]] = (("paper-grid", 3_000), ("space-filling", 7_000))
+SCENARIOS: Final[tuple[tuple[str, int], ...]] = (
+    ("paper-grid", 3_000),
+    ("space-filling", 7_000),
+    ("near-starvation", 12_000),
+)
 """Default number of scenarios by design."""
 
 
@@ -206,7 +217,7 @@ class DataOptions:
     Attributes
     ----------
     folder
-        Holds the datasets ``paper-grid`` and ``space-filling``; None: a folder in the cache.
+        Holds a dataset of each design of `SCENARIOS`; None: a folder in the cache.
     scenarios
         Number by design; None: the default, or that of an existing dataset.
     seed
@@ -250,7 +261,7 @@ def datasets(profile: Profile, options: DataOptions) -> dict[Path, Manifest]:
 
     folder = data_folder(profile, options)
     if (folder / MANIFEST).exists():
-        names = " and ".join(design for design, _ in SCENARIOS)
+        names = ", ".join(design for design, _ in SCENARIOS)
         raise InputError(f"is a dataset itself; give the directory that holds {names}", location=str(folder))
     found = {design: read_manifest(folder / design) for design, _ in SCENARIOS}
     is_finished = all(each is not None and each.answered is not None for each in found.values())

@@ -29,6 +29,8 @@ MAX_IN_FLIGHT: Final = 25_000
 """Requests that the front end holds, as the client of the published runs did. Without a bound, an overloaded
 engine would be slowed by the scan of a queue far longer than any that a profile was fitted on."""
 
+_MAX_RUNNING_SHARE: Final = 0.98
+
 
 class FeatureVector(NamedTuple):
     """The features of one GPU, in their order."""
@@ -205,7 +207,7 @@ def _vector(
     state = fluid_state(gpu, load, HORIZON_S, scratch)
     limit = batch_limit(gpu, load)
     life_s = state.step_s * load.output_tokens
-    in_time = 1.0 - min(0.98, life_s / HORIZON_S)  # requests that run at the end are not completed
+    in_time = 1.0 - min(_MAX_RUNNING_SHARE, life_s / HORIZON_S)  # those at the end are not completed
     total_rps = max(load.total_rps, 1e-12)
     rate_max_rps = ascending_rps[ascending_rps.size - 1]
     outside_rps = 0.0
@@ -439,6 +441,15 @@ def expected_tok_s(features: NDArray[np.float32]) -> NDArray[np.float64]:
     shape (..., features), the result in tokens per second shape (...).
     """
     return feature_of(features, "offered_tok_s") * np.maximum(feature_of(features, "expected_share"), 1e-6)
+
+
+def steady_share(features: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return the share of the load that the fluid model serves, requests in execution at the end included.
+
+    Features have shape (..., features), the result shape (...).
+    """
+    in_time = 1.0 - np.minimum(_MAX_RUNNING_SHARE, feature_of(features, "request_life_s") / HORIZON_S)
+    return np.asarray(feature_of(features, "expected_share") / in_time)
 
 
 def _mean_lengths(workload: Workload) -> tuple[float, float, float, float]:

@@ -36,7 +36,7 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("design", ["paper-grid", "space-filling"])
+@pytest.mark.parametrize("design", ["paper-grid", "space-filling", "near-starvation"])
 def test_a_dataset_is_made_and_told_of(run: Run, profile: Path, tmp_path: Path, design: str) -> None:
     made = run(*asked(profile, tmp_path / "data", "--design", design, "--seed", 3, "--json"))
     assert made.exit_code == 0, made.stderr
@@ -77,7 +77,7 @@ def test_a_training_table_can_be_read_from_it(run: Run, profile: Path, tmp_path:
         (("--duration-s", 6), "manifest.json: duration_s is 5.0 there"),
         (("--scenarios", 19), "manifest.json: scenarios is 20 there, and cannot fall (got 19)"),
         (("--design", "paper-grid"), "manifest.json: design is 'space-filling' there"),
-        (("--design", "grid"), "design: must be one of paper-grid, space-filling (got 'grid')"),
+        (("--design", "grid"), "design: must be one of paper-grid, space-filling, near-starvation"),
         (("--duration-s", 0), "duration_s: must be a finite number > 0"),
         (("-o", "/nowhere/data"), "/nowhere/data: cannot be written: No such file"),
     ],

@@ -20,7 +20,7 @@ from tests.cli.examples import profile_document
 from tests.cli.test_report import parsed
 
 Make: TypeAlias = Callable[..., Path]
-DESIGNS = ("paper-grid", "space-filling")
+DESIGNS = ("paper-grid", "space-filling", "near-starvation")
 QUICK = ("--models", "forest", "--budget", 1, "--workers", 1)
 
 
@@ -101,16 +101,18 @@ def test_only_the_kinds_asked_for_are_trained(run: Run, make: Make, profile: Pat
 
 def test_data_is_made_where_there_is_none_and_then_stays(run: Run, profile: Path, tmp_path: Path) -> None:
     data, out = tmp_path / "data", tmp_path / "out"
-    more = ("--scenarios", 3, "--grid-scenarios", 2, "--seed", 5, "--output-dir", out, *QUICK)
+    numbers = ("--scenarios", 3, "--grid-scenarios", 2, "--edge-scenarios", 4)
+    more = (*numbers, "--seed", 5, "--output-dir", out, *QUICK)
     for _ in range(2):
         few = error_line(run("train", profile, "--data", data, *more))
         assert "at least 200 rows are needed to train" in few
         found = {design: json.loads((data / design / "manifest.json").read_text()) for design in DESIGNS}
         asked = {design: each["asked"] for design, each in found.items()}
-        assert [each["answered"] is None for each in found.values()] == [False, False]
+        assert [each["answered"] is None for each in found.values()] == [False] * 3
         assert {design: each["scenarios"] for design, each in asked.items()} == {
             "paper-grid": 2,
             "space-filling": 3,
+            "near-starvation": 4,
         }
         assert all((each["seed"], each["duration_s"]) == (5, 3600.0) for each in asked.values())
         before = bytes_of(data)
@@ -158,7 +160,7 @@ def _as_one_dataset(data: Path, profile: Path) -> None:
         (_another_profile, (), "was made with another profile"),
         (_damage, (), "part-00000.parquet: damaged"),
         (_nothing, ("--scenarios", 40), "duration_s is 5.0 there"),
-        (_as_one_dataset, (), "is a dataset itself; give the directory that holds paper-grid and space"),
+        (_as_one_dataset, (), "is a dataset itself; give the directory that holds paper-grid, space"),
     ],
 )
 def test_data_that_does_not_do_is_one_line_and_nothing_is_written(

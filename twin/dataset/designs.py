@@ -1,4 +1,4 @@
-"""Experimental designs of datasets: the grid of the adapter-caching paper, and a space-filling design.
+"""Experimental designs of datasets: the grid of the adapter-caching paper, and two space-filling designs.
 
 A scenario is a pure function of (design, profile, seed, number): any part of a dataset can be drawn alone.
 """
@@ -6,7 +6,7 @@ A scenario is a pure function of (design, profile, seed, number): any part of a 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations, combinations_with_replacement
 from types import MappingProxyType
@@ -17,8 +17,17 @@ from numpy.typing import NDArray
 from scipy.stats import qmc
 
 from capplan.errors import InputError
-from capplan.models.surrogates.features import MAX_IN_FLIGHT, feature_of, feature_vector
-from capplan.spec import Adapter, Lengths, Profile, Workload, allowed_lora_rank
+from capplan.models.memory import kv_budget
+from capplan.models.surrogates.features import (
+    MAX_IN_FLIGHT,
+    common_inputs,
+    feature_of,
+    feature_vector,
+    feature_vectors,
+    gpu_limits,
+    steady_share,
+)
+from capplan.spec import STARVED_BELOW, Adapter, Lengths, Profile, Workload, allowed_lora_rank
 from capplan.spec.traffic import ArrivalProcess, Arrivals, Renewal, zipf
 from capplan.twin.simulate import SimulateSettings, engine_args
 
@@ -36,6 +45,11 @@ _MOST_RPS: Final = 1_000.0
 _TWINS: Final = 2
 _SHARED: Final = 10
 _OWN: Final = 5
+_NEAR: Final = 1.5
+_EDGE_RPS: Final = (1e-3, _MOST_RPS)
+_BISECTIONS: Final = 24
+
+_Point = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -112,15 +126,49 @@ def space_filling(profile: Profile, seed: int, start: int, stop: int) -> list[Sa
     engine limits and memory. Loads lie around the profile's estimated capacity, where planners query. A pair
     of scenarios has one workload at two loads, with different A_max and engine settings.
     """
-    first = start // _TWINS
-    points = _sobol(seed, first, -(-stop // _TWINS))
     return [
-        _space_filling_sample(profile, seed, number, points[number // _TWINS - first])
-        for number in range(start, stop)
+        replace(sample, workload=sample.workload.at_rates_times(load_rps))
+        for sample, at in _unit_samples((seed,), (seed, 2), start, stop)
+        for load_rps in [min(_MOST_RPS, _load(at) * _saturation_rps(sample, profile))]
     ]
 
 
-def _sobol(seed: int, start: int, stop: int) -> NDArray[np.float64]:
+def near_starvation(profile: Profile, seed: int, start: int, stop: int) -> list[Sample]:
+    """Return scenarios as of `space_filling` whose loads lie around the edge of starvation.
+
+    The edge is the load at which the fluid model serves `STARVED_BELOW`, be it for want of slots or of
+    capacity. Loads are within a factor `_NEAR` of it, evenly on a logarithmic scale.
+    """
+    return [
+        replace(sample, workload=sample.workload.at_rates_times(load_rps))
+        for sample, at in _unit_samples((seed, 3), (seed, 4), start, stop)
+        for load_rps in [min(_MOST_RPS, _between(at, 1.0 / _NEAR, _NEAR) * _edge_rps(sample, profile))]
+    ]
+
+
+def _unit_samples(
+    sequence: tuple[int, ...], shares: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[Sample, float]]:
+    """Yield samples that offer 1 req/s, each with the place of its load in [0, 1).
+
+    Parameters
+    ----------
+    sequence, shares
+        Seeds of the Sobol sequence, and of ranks and popularity.
+    start, stop
+        Numbers of the first sample and of the one after the last.
+    """
+    first = start // _TWINS
+    points = _sobol(sequence, first, -(-stop // _TWINS))
+    for number in range(start, stop):
+        group, twin = divmod(number, _TWINS)
+        point = points[group - first]
+        own = point[_SHARED + twin * _OWN :][:_OWN]
+        rng = np.random.default_rng([*shares, group])
+        yield _unit_sample(rng, group, point[:_SHARED], own), own[-1]
+
+
+def _sobol(seed: tuple[int, ...], start: int, stop: int) -> NDArray[np.float64]:
     """Return a section of a scrambled Sobol sequence, shape (stop - start, dimensions).
 
     A point holds the settings of a whole pair: two scrambled sequences would be correlated.
@@ -137,15 +185,12 @@ def _sobol(seed: int, start: int, stop: int) -> NDArray[np.float64]:
 
 Design = Callable[[Profile, int, int, int], list[Sample]]
 DESIGNS: Final[Mapping[str, Design]] = MappingProxyType(
-    {"paper-grid": paper_grid, "space-filling": space_filling}
+    {"paper-grid": paper_grid, "space-filling": space_filling, "near-starvation": near_starvation}
 )
 
 
-def _space_filling_sample(profile: Profile, seed: int, number: int, point: NDArray[np.float64]) -> Sample:
-    group, twin = divmod(number, _TWINS)
-    base = point[:_SHARED]
-    own = point[_SHARED + twin * _OWN :]
-    rng = np.random.default_rng([seed, 2, group])
+def _unit_sample(rng: np.random.Generator, group: int, base: _Point, own: _Point) -> Sample:
+    """Return the sample of a point: `base` is shared by its group, `own` holds its engine settings."""
     count = round(_between(base[0] ** 0.75, 1, 512))
     prompt_mean, output_mean = _between(base[1], 16, 4000), _between(base[2], 8, 1000)
     a_max = min(384, max(1, round(_between(own[0], count / 32, count))))
@@ -166,9 +211,7 @@ def _space_filling_sample(profile: Profile, seed: int, number: int, point: NDArr
         max(max_num_seqs, round(_between(own[2], 256, 8192))),
         0.9 if own[3] < 0.4 else 0.5 + 0.46 * (own[3] - 0.4) / 0.6,
     )
-    sample = Sample(group, workload, settings)
-    load_rps = min(_MOST_RPS, _load(own[4]) * _saturation_rps(sample, profile))
-    return replace(sample, workload=workload.at_rates_times(load_rps))
+    return Sample(group, workload, settings)
 
 
 def _workload(
@@ -210,6 +253,25 @@ def _saturation_rps(sample: Sample, profile: Profile) -> float:
     """Return the load at the capacity of the fluid model; the sample offers 1 req/s."""
     features = sample.features(profile)
     return 1.0 / float(feature_of(features, "load_over_capacity"))
+
+
+def _edge_rps(sample: Sample, profile: Profile) -> float:
+    """Return the load at which the fluid model serves `STARVED_BELOW`; the sample offers 1 req/s."""
+    workload, args = sample.workload, engine_args(sample.workload, sample.settings, profile)
+    common = common_inputs(workload, profile)
+    limits = gpu_limits(kv_budget(profile, args.gpu_memory_utilization), args)
+    rates_rps = np.array([adapter.rate_rps for adapter in workload.adapters])
+    ranks = np.array([adapter.rank for adapter in workload.adapters], float)
+
+    def serves(load_rps: float) -> bool:
+        features = feature_vectors(common, [limits], load_rps * rates_rps, ranks)[0]
+        return float(steady_share(features)) >= STARVED_BELOW
+
+    low, high = np.log(_EDGE_RPS)
+    for _ in range(_BISECTIONS):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if serves(float(np.exp(middle))) else (low, middle)
+    return float(np.exp(low))
 
 
 def _popularity(rng: np.random.Generator, count: int, law: float, skew: float) -> NDArray[np.float64]:

@@ -7,10 +7,12 @@ import math
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from capplan import InfeasibleError, load_profile, simulate
-from capplan.models.surrogates.features import FEATURES, feature_of
+from capplan.models.surrogates.features import FEATURES, feature_of, steady_share
 from capplan.models.training.data import LATENCIES, OUTCOMES
+from capplan.spec import STARVED_BELOW
 from capplan.twin.dataset import DESIGNS, Sample, draw
 from capplan.twin.dataset.answers import NoRow, ScenarioRow, simulate_sample, simulate_span, simulation_seed
 from capplan.twin.simulate import SimulateSettings
@@ -83,6 +85,22 @@ def test_a_row_holds_the_result_of_simulate(design: str) -> None:
         assert row.features.dtype == np.float32
         assert feature_of(row.features, "a_max") == each.settings["a_max"]
         assert all(math.isfinite(named[name]) for name in set(OUTCOMES) - set(LATENCIES))
+
+
+def test_loads_near_starvation_lie_around_the_edge_of_the_fluid_model() -> None:
+    """Both sides of the edge are there, whether slots or capacity bind."""
+    drawn = draw("near-starvation", SHIPPED, 2, 0, 64)
+
+    def shares(factor: float) -> NDArray[np.float64]:
+        samples = [dataclasses.replace(each, workload=each.workload.at_rates_times(factor)) for each in drawn]
+        return steady_share(np.array([each.features(SHIPPED) for each in samples]))
+
+    assert np.all(shares(1 / 1.51) >= STARVED_BELOW)
+    assert np.all(shares(1.51) < STARVED_BELOW)
+    starved = shares(1.0) < STARVED_BELOW
+    assert 0.35 < starved.mean() < 0.65
+    slots_bind = feature_of(np.array([each.features(SHIPPED) for each in drawn]), "slots_share") < 1.0
+    assert 0.1 < slots_bind.mean() < 0.9
 
 
 def test_designs_share_no_group() -> None:

@@ -287,7 +287,7 @@ def test_a_folder_that_cannot_be_created_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argument", "told"),
     [
-        ({"design": "random"}, r"^design: must be one of paper-grid, space-filling \(got 'random'\)"),
+        ({"design": "random"}, r"^design: must be one of paper-grid, space-filling, near-starvation"),
         ({"scenarios": 0}, "^scenarios: must be a whole number >= 1"),
         ({"scenarios": 2.5}, "^scenarios: must be a whole number >= 1"),
         ({"seed": -1}, "^seed: must be a whole number >= 0"),
