@@ -41,7 +41,7 @@ class TrainArgs:
         None, metavar="N", min=1, help="Of the paper's grid; default: 3000."
     )
     edge_scenarios: int | None = typer.Option(
-        None, metavar="N", min=1, help="Near the edge of starvation; default: 12000."
+        None, metavar="N", min=1, help="Near the edge of starvation; default: 10000."
     )
     seed: int = typer.Option(0, metavar="N", min=0, help="Same seed, same surrogates.")
     models: str | None = typer.Option(
@@ -205,7 +205,7 @@ def _print(trained: Trained) -> None:
 SCENARIOS: Final[tuple[tuple[str, int], ...]] = (
     ("paper-grid", 3_000),
     ("space-filling", 7_000),
-    ("near-starvation", 12_000),
+    ("near-starvation", 10_000),
 )
 """Default number of scenarios by design."""
 
