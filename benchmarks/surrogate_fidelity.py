@@ -3,6 +3,7 @@
 ``python -m benchmarks.surrogate_fidelity --reference DIR`` prints tables; DIR holds runs.csv, on none of
 whose runs any surrogate was trained. ``--fresh DIR ...`` adds datasets of `capplan dataset generate` with
 other seeds than that of the training data; several of one design are summed up by mean and 95 % interval.
+``--trained DIR`` takes the surrogates of one profile from ``capplan train --output-dir DIR`` instead.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from scipy.stats import t as student
 
 from benchmarks.common import command_line, emit, records_table
 from capplan import EngineArgs, Lengths, Profile, load_profile, load_surrogate
+from capplan.datasets import surrogate_path
 from capplan.datasets.published.runs import (
     MAX_NUM_SEQS,
     PUBLISHED,
@@ -29,7 +31,7 @@ from capplan.datasets.published.runs import (
 from capplan.models import Surrogate
 from capplan.models.calibration.least_squares import smape
 from capplan.models.surrogates.features import FEATURES, feature_vector, offered_tok_s, unsupported_workload
-from capplan.models.surrogates.files import KINDS, profile_digest
+from capplan.models.surrogates.files import KINDS, profile_digest, read_surrogate
 from capplan.models.training.data import TrainingTable, read_manifest, read_tables
 from capplan.models.training.evaluation import (
     coverage,
@@ -205,15 +207,25 @@ def _in_range(surrogate: Surrogate, sample: Sample) -> bool:
     return surrogate.predict_features(sample.features(surrogate.profile), supported=supported).in_range
 
 
+def surrogate_of(profile: Profile, kind: str, trained: Path | None) -> Surrogate:
+    if trained is None:
+        return load_surrogate(profile, kind)
+    return read_surrogate(trained / f"{kind}{surrogate_path(profile.name, kind).suffix}", profile, kind)
+
+
 def report(
-    reference: Path, fresh: Sequence[Path], kinds: Sequence[str], models: Sequence[PublishedModel]
+    reference: Path,
+    fresh: Sequence[Path],
+    kinds: Sequence[str],
+    models: Sequence[PublishedModel],
+    trained: Path | None = None,
 ) -> str:
     on_measured: list[dict[str, str]] = []
     on_fresh: list[dict[str, str]] = []
     outside: list[dict[str, str]] = []
     for model in models:
         profile, name = load_profile(model.profile), model.arch.name
-        surrogates = {kind: load_surrogate(profile, kind) for kind in kinds}
+        surrogates = {kind: surrogate_of(profile, kind, trained) for kind in kinds}
         on_measured += measured_rows(model, measured(reference, model, profile), surrogates)
         for table in fresh_tables(fresh, profile):
             on_fresh += [fresh_row(name, kind, each, table) for kind, each in surrogates.items()]
@@ -235,13 +247,16 @@ def main() -> None:
     parser.add_argument("--reference", type=Path, required=True, help="folder with runs.csv")
     parser.add_argument("--fresh", type=Path, nargs="+", default=[], help="datasets of another seed")
     parser.add_argument("--profile", help="one profile; default: all that were measured")
+    parser.add_argument("--trained", type=Path, help="surrogates of --profile; default: the shipped ones")
     parser.add_argument("--kinds", default=",".join(KINDS), help="default: all")
     parser.add_argument("--markdown", type=Path, help="also write the tables here")
     given = parser.parse_args()
     models = [model for model in PUBLISHED if given.profile in (None, model.profile)]
     if not models:
         parser.error(f"--profile must be one of {', '.join(model.profile for model in PUBLISHED)}")
-    emit(report(given.reference, given.fresh, given.kinds.split(","), models), given.markdown)
+    if given.trained is not None and len(models) > 1:
+        parser.error("--trained needs --profile")
+    emit(report(given.reference, given.fresh, given.kinds.split(","), models, given.trained), given.markdown)
 
 
 if __name__ == "__main__":
