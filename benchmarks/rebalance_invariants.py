@@ -3,9 +3,9 @@
 Every case is a small random cluster in the twin: engines of all serving rules, all routers, a schedule of
 re-balancing, transfers that fail, and crashes. Checked over all events: each adapter is stored at every
 instant, no last copy is removed, a source has what it sends, nothing stored is fetched, each transfer ends
-once at most and after the time of its bytes, copied bytes add up, and each request is finished, rejected, or
-unfinished at one instance. Every tenth case is repeated by the reference loop, which must leave the same
-record. Failing seeds are printed.
+once at most and after the time of its bytes, copied bytes add up, and each request is finished, rejected,
+lost, or unfinished at one instance. Every tenth case is repeated by the reference loop, which must leave the
+same record. Failing seeds are printed.
 """
 
 from __future__ import annotations

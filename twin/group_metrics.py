@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +14,11 @@ from capplan.spec import STARVED_BELOW, Slo
 from capplan.spec.latency_stats import LatencyStats, grouped_latency_stats
 from capplan.twin import trace as t
 from capplan.twin.metrics import SimulationResult, bound_value
-from capplan.twin.per_request import FINISHED, REJECTED, RUNNING, STATUSES, RequestTable
+from capplan.twin.per_request import FINISHED, REJECTED, RUNNING, STATUSES, WAITING, RequestTable
 from capplan.twin.scenario import NS_PER_MS, NS_PER_S, Scenario
+
+_ENDS: Final = (FINISHED, RUNNING, WAITING, REJECTED)
+"""Statuses of the requests of one engine, which does not crash."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ def group_metrics(
     latencies = ("ttft_s", "tpot_ms", "tpt_ms", "e2e_s", "slowdown", "queue_s", "load_wait_s")
     columns: dict[str, NDArray[Any]] = {
         "submitted": per_group().astype(int),
-        **{name: per_group(table.status == code).astype(int) for code, name in enumerate(STATUSES)},
+        **{STATUSES[code]: per_group(table.status == code).astype(int) for code in _ENDS},
         "offered_tok_s": per_group(tokens) / duration_s,
         "throughput_tok_s": done / duration_s,
         "served_fraction": served,

@@ -19,9 +19,10 @@ from capplan.workload import Requests
 if TYPE_CHECKING:
     import pyarrow as pa
 
-STATUSES: Final = ("finished", "running", "waiting", "rejected")
+STATUSES: Final = ("finished", "running", "waiting", "rejected", "lost")
+"""Ends of requests; lost: ended by a crash of the instance of a cluster."""
 
-FINISHED, RUNNING, WAITING, REJECTED = range(len(STATUSES))
+FINISHED, RUNNING, WAITING, REJECTED, LOST = range(len(STATUSES))
 
 _BASE_MODEL: Final = ""  # adapter name of base-model requests
 _MS_PER_S: Final = 1e3
@@ -162,6 +163,7 @@ def request_status(trace: t.TwinTrace, horizon_ns: int) -> NDArray[np.int8]:
     """Return the status of each request at the end, as a position in STATUSES."""
     status = np.full(trace.finish_ns.size, WAITING, np.int8)
     status[trace.status == t.STATUS_REJECTED] = REJECTED
+    status[trace.status == t.STATUS_LOST] = LOST
     ended = trace.finish_ns != t.NEVER
     status[ended] = FINISHED
     # Requests of a step that ends after the horizon were in execution at the end.

@@ -34,6 +34,7 @@ from capplan.twin.group_metrics import (
 from capplan.twin.metrics import SimulationResult, reduce_trace, summarize
 from capplan.twin.per_request import (
     FINISHED,
+    LOST,
     REJECTED,
     RequestTable,
     isolated_s,
@@ -383,7 +384,7 @@ def tpt_attainment(
     room = np.maximum(scenario.limits.max_model_len - requests.prompt_tokens, 1)
     tpt_ms = 1e3 * ((until_ns - requests.arrival_ns) / NS_PER_S + overhead_s)
     late = tpt_ms / np.minimum(requests.output_tokens, room) > limit_ms
-    broken, kept = late | (status == REJECTED), (status == FINISHED) & ~late
+    broken, kept = late | (status == REJECTED) | (status == LOST), (status == FINISHED) & ~late
     counts = int(kept.sum()), int(broken.sum())
     return Attainment("tpt_over_base", limit_ms, float("nan"), *counts, status.size - sum(counts))
 

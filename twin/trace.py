@@ -83,6 +83,7 @@ _POOL = int_fields(*POOL_COUNTS, "link_ns")
 # Values of `Trace.status`.
 STATUS_RUNNING = 1
 STATUS_REJECTED = 2
+STATUS_LOST = 3
 NEVER = -1
 _GAP_SMALLEST_NS = 1e5
 _BINS_PER_OCTAVE = 256  # each at most 0.4 percent wide
@@ -101,7 +102,8 @@ class TwinTrace(NamedTuple):
     """Clock at the last token before a request was preempted or left out of a step; under the rules for one
     pool also when it began to decode."""
     status: NDArray[np.int8]
-    """STATUS_RUNNING: in execution at the end; STATUS_REJECTED: rejected; 0: neither."""
+    """STATUS_RUNNING: in execution at the end; STATUS_REJECTED: rejected; STATUS_LOST: ended by a crash of
+    its instance; 0: none of these."""
     gaps: NDArray[np.int64]
     """Histogram of the gaps between a request's tokens, in logarithmic bins."""
     counts: np.record

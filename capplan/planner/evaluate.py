@@ -22,7 +22,7 @@ from capplan.twin.cluster import Instance, Rebalancing, served_router, simulate_
 from capplan.twin.core import run
 from capplan.twin.group_metrics import Attainment
 from capplan.twin.metrics import bound_value
-from capplan.twin.per_request import REJECTED, WAITING, request_status
+from capplan.twin.per_request import LOST, REJECTED, WAITING, request_status
 from capplan.twin.scenario import NS_PER_S, Scenario
 from capplan.twin.simulate import keywords_of, tpt_attainment
 from capplan.twin.trace import TwinTrace
@@ -116,7 +116,7 @@ def starving_adapters(workload: Workload, requests: SimulatedRequests) -> tuple[
     """
     fraction = workload.slo.served_fraction
     early = requests.arrival_s < fraction * requests.duration_s
-    unserved = early & np.isin(requests.status, (WAITING, REJECTED))
+    unserved = early & np.isin(requests.status, (WAITING, REJECTED, LOST))
     if np.count_nonzero(unserved) <= _FEW_REQUESTS:
         return ()
     size = len(workload.adapters) + 1

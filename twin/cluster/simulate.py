@@ -73,9 +73,10 @@ def simulate_cluster(
         Called every simulated minute or sooner, unless the router is a function; an exception that it raises
         ends the simulation.
     state_period_s
-        Time between reports of the instances to the router, all at multiples of it. Meanwhile the router
-        knows their last report and the requests that it has sent since; before the first one it knows that
-        they are idle. 0: it reads their present state. Migrations are decided by the present state.
+        Time between reports of an instance to the router; the reports of all are spread over it, as those
+        of the running router are. Meanwhile the router knows the last report and the requests that it has
+        sent since; before the first one it knows that the instance is idle. 0: it reads the present states.
+        Migrations are decided by the present state.
     rebalance
         Periodic re-balancing of the adapters, which instances fetch from each other; None: they stay. Every
         instance needs slots for the largest rank. A router with a new routing table reads all instances.
@@ -163,7 +164,8 @@ class RoutedRequests:
     instance: NDArray[np.int32]
     """Where each was in the end."""
     status: NDArray[np.int8]
-    """Position in `capplan.twin.per_request.STATUSES`: finished, running, waiting, rejected."""
+    """Position in `capplan.twin.per_request.STATUSES`: finished, running, waiting, rejected, or lost in a
+    crash after the first token."""
     queue_s: NDArray[np.float64]
     """From arrival to the first admission to a batch, without the wait for the load of its adapter to the
     GPU; transfers between instances are part of it."""
@@ -193,6 +195,11 @@ class ClusterResult(SimulationResult):
     """Attainment of ``slo.tpt_over_base`` on every instance; empty without the bound."""
     moves: FleetMoves | None = None
     """Re-balancings and transfers; None without re-balancing."""
+
+    @property
+    def lost(self) -> int:
+        """Requests that a crash ended after their first token; they count as submitted, not as rejected."""
+        return 0 if self.moves is None else self.moves.lost
 
     def attainment(self, bound_tpt_ms: float) -> float:
         """Return the share of all requests with a TPT of at most so many milliseconds.

@@ -175,7 +175,7 @@ def assert_bytes_are_conserved(
 
 
 def assert_every_request_has_one_end(scenario: ClusterScenario, trace: ClusterTrace) -> None:
-    """Assert that each request is at one instance, and is finished, rejected, or unfinished there."""
+    """Assert that each request is at one instance, and is finished, rejected, lost, or unfinished there."""
     moves, shared = trace.moves, trace.traces[0]
     assert moves is not None
     arrived = scenario.requests.arrival_ns < scenario.horizon_ns
@@ -186,4 +186,8 @@ def assert_every_request_has_one_end(scenario: ClusterScenario, trace: ClusterTr
     assert (shared.first_ns[finished] > scenario.requests.arrival_ns[finished]).all()
     assert (shared.finish_ns[finished] >= shared.first_ns[finished]).all()
     assert int(rejected.sum()) == sum(own.counts.rejected for own in trace.traces)
-    assert moves.lost == int((rejected & (shared.first_ns != t.NEVER)).sum())
+    assert (shared.first_ns[rejected] == t.NEVER).all()
+    lost = shared.status == t.STATUS_LOST
+    assert moves.lost == int(lost.sum())
+    assert not (finished & lost).any()
+    assert (shared.first_ns[lost] != t.NEVER).all()
