@@ -14,6 +14,9 @@ PLAN_ROUTER: Final = "smooth-shares"
 STATE_PERIOD_S: Final = 0.25
 """Time between reports of an instance to the router of `capplan serve PLAN`, and of the verification."""
 
+BYTES_PER_TOKEN: Final = 4
+"""Bytes of the body of a request per token of its prompt, an estimate before it is tokenized."""
+
 MEAN_LENGTHS: Final = ("mean_prompt_tokens", "mean_output_tokens")
 """Entries of a plan's provenance by which the models of its router are fitted."""
 

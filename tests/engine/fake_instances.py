@@ -60,6 +60,7 @@ class FakeInstance:
         self.busy = 0
         self.scrapes = self.reports = 0
         self.reported = idle_state()
+        self.on_state: Callable[[], None] = lambda: None
         self.shares: dict[str, float] = {}
         self.share_posts = 0
         self.refuses_shares = False
@@ -138,6 +139,7 @@ class FakeInstance:
 
     async def _state(self, _: web.Request) -> web.Response:
         self.reports += 1
+        self.on_state()
         return web.json_response(self.reported)
 
     async def _set_shares(self, request: web.Request) -> web.Response:

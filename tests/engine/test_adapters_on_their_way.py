@@ -1,7 +1,10 @@
-"""Requests that wait for an adapter's transfer: what the server logs of it."""
+"""Requests that wait for an adapter's transfer: what the server logs of it, and reports to routers."""
 
+import json
 import logging
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -9,7 +12,12 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
 
-from tests.engine.test_adapter_pool import FAULTS, PEER, Fleet, answer, peer, refusal
+from capplan.engine.server.adapter_pool import PoolParams
+from capplan.engine.server.transfer import TransferParams
+from capplan.spec.routing import BYTES_PER_TOKEN
+from tests.engine.test_adapter_pool import FAULTS, PEER, Fleet, answer, ask, peer, refusal, reply
+from tests.engine.test_faults import send
+from tests.test_processes import until
 
 
 @pytest.fixture
@@ -53,3 +61,32 @@ def test_why_an_adapter_is_not_delivered_is_logged_once_until_it_changes(
         assert "location" not in line, "the location has delivered it"
         answer(s0, "a")
         assert logged() == []
+
+
+def test_a_request_that_waits_for_its_adapter_is_in_the_state_of_the_server(fleet: Fleet) -> None:
+    may_send = threading.Event()
+
+    def hold(handler: BaseHTTPRequestHandler, data: bytes) -> None:
+        may_send.wait(10.0)
+        reply(handler, data)
+
+    def awaiting() -> dict[str, list[int]]:
+        return dict(json.loads(send(s0, "GET", "/state").body)["awaiting"])
+
+    patient = PoolParams(3600.0, 0.0, 0.2, TransferParams(5.0, 5.0, 4))
+    prompt = "x" * 100
+    with (
+        peer(fleet, hold) as other,
+        fleet.server("s0", pool_params=patient) as s0,
+        ThreadPoolExecutor(3) as threads,
+    ):
+        fleet.lose_source("a")
+        assert awaiting() == {}
+        answers = [threads.submit(ask, s0, "a", prompt=prompt) for _ in range(3)]
+        assert until(lambda: other.requests and awaiting().get("a", [0])[0] == 3)
+        [(name, (requests, tokens))] = awaiting().items()
+        assert (name, requests) == ("a", 3)
+        assert len(prompt) // BYTES_PER_TOKEN <= tokens / 3 <= 2 * len(prompt)
+        may_send.set()
+        assert [each.result().status for each in answers] == [200] * 3
+        assert awaiting() == {}

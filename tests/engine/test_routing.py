@@ -5,6 +5,8 @@ import json
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from capplan import InputError
 from capplan.engine.router.routing import InstanceRouter, RoutingSettings
 from capplan.serving.routers import ROUTERS, LeastWorkLeft, Toppings
 from capplan.serving.routers.choose import RoutingRule
-from capplan.serving.routers.fleet import ACTIVE, AWAITED, RESIDENT
+from capplan.serving.routers.fleet import ACTIVE, AWAITED, RESIDENT, report_time_ns
 from capplan.spec.routing import ROUTER_NAMES
 from capplan.twin.cluster import Candidate, RoutedRequest
 from capplan.twin.cluster.reference_routers import (
@@ -64,7 +66,12 @@ class KnownStates:
             prompts += [tokens, *[0] * (waiting - 1)][:waiting]
         bits = dict(state["adapters"])
         queued_adapters = state["queued_adapters"]
-        for _, name, tokens in self.sent[i]:
+        fetching = [
+            (name, part)
+            for name, (requests, tokens) in state.get("awaiting", {}).items()
+            for part in [tokens, *[0] * (requests - 1)]
+        ]
+        for name, tokens in [*((name, tokens) for _, name, tokens in self.sent[i]), *fetching]:
             queued.append(RANK.get(name or "", 0))
             prompts.append(tokens)
             if name is not None:
@@ -112,6 +119,7 @@ def busy_state(choose: Any) -> dict[str, Any]:
         "partial_tokens": choose(0, running_tokens),
         "by_rank": by_rank,
         "adapters": {name: choose(0, 7) for name in RANK},
+        "awaiting": {name: [choose(1, 3), choose(1, 50)] for name in RANK if choose(0, 1)},
     }
 
 
@@ -222,6 +230,17 @@ def test_adapters_of_an_instance_that_has_ended_are_forgotten() -> None:
     assert {router.choose("x") for _ in range(6)} != {1}
 
 
+def test_requests_of_an_adapter_that_an_instance_fetches_without_holding_it_are_its_load() -> None:
+    router = InstanceRouter(HELD, None, settings_of("least-loaded"))
+    for i in range(3):
+        awaiting = {"y": [4, 40], "not in the plan": [1, 9]} if i == 2 else {}
+        state = {**idle_state(), "awaiting": awaiting}
+        router.report(i, json.dumps(state).encode(), time.monotonic_ns())
+    assert {router.choose("x") for _ in range(8)} == {0, 1}
+    router.report(2, json.dumps(idle_state()).encode(), time.monotonic_ns())
+    assert {router.choose("x") for _ in range(4)} == {2}
+
+
 def test_workloads_may_name_every_router() -> None:
     assert set(ROUTER_NAMES) == set(ROUTERS)
 
@@ -256,6 +275,25 @@ def test_states_are_read_once_per_period() -> None:
         assert sorted(ages)[50] < 0.5
 
     run(check, routing=replace(settings_of("least-loaded"), state_period_s=0.05))
+
+
+def test_the_instances_report_in_turn() -> None:
+    async def check(r: Any) -> None:
+        asked: list[str] = []
+        for name in ("g0-1", "g1-1"):
+            r.launcher[name].on_state = partial(asked.append, name)
+        await r.until(lambda: len(asked) >= 8)
+        assert all(one != other for one, other in pairwise(asked)), "evenly spread over the period"
+
+    run(check, routing=replace(settings_of("least-loaded"), state_period_s=0.4))
+
+
+@given(st.integers(1, 300), st.integers(1, 10**10), st.integers(0, 10**4))
+def test_reports_are_spread_evenly_over_the_period(instances: int, period_ns: int, number: int) -> None:
+    times = [report_time_ns(number + i, instances, period_ns) for i in range(instances + 1)]
+    assert times[-1] - times[0] == period_ns, "an instance reports once per period"
+    gaps = np.diff(times)
+    assert abs(gaps - period_ns / instances).max() <= 1
 
 
 def test_states_that_are_none_and_instances_that_end_lose_no_request() -> None:

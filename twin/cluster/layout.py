@@ -14,7 +14,7 @@ from capplan.twin import trace as t
 from capplan.twin.clock import TwinClock, new_answered, new_clock
 from capplan.twin.cluster.member import ClusterMember, new_memory, store_member
 from capplan.twin.cluster.scenario import ClusterScenario, take_requests
-from capplan.twin.cluster.steps import Cluster, new_progress
+from capplan.twin.cluster.steps import Cluster, new_progress, places_by_instance
 from capplan.twin.host_link import NEVER_NS, HostLink, new_link
 from capplan.twin.scenario import Scenario, new_engine
 
@@ -74,6 +74,8 @@ def lay_out(
         store_member(memory, i, member)
         _describe(fleet, i, member)
         members.append(member)
+    stored = np.zeros((0, 0), np.int8) if scenario.movable is None else scenario.movable.stored.copy()
+    own_places, own_start = places_by_instance(scenario.placement, fleet)
     cluster = Cluster(
         memory=memory,
         progress=new_progress(scenario.instances),
@@ -86,7 +88,10 @@ def lay_out(
         following=following,
         instance=np.full(count, NONE, np.int32),
         neighbours=neighbours,
-        stored=np.zeros((0, 0), np.int8) if scenario.movable is None else scenario.movable.stored.copy(),
+        stored=stored,
+        fetching=np.zeros(stored.shape, np.int32),
+        own_places=own_places,
+        own_start=own_start,
         shared_prefix_tokens=scenario.shared_prefix_tokens,
         horizon_ns=scenario.horizon_ns,
     )
@@ -119,6 +124,9 @@ def restart_member(laid: Laid, instance: int) -> None:
     progress.handed = member.trace.counts.rejected
     progress.wake_ns = np.iinfo(np.int64).max
     progress.resting = 1
+    progress.fetching = progress.fetched_adapters = 0
+    if cluster.fetching.size:
+        cluster.fetching[instance] = 0
 
 
 def _never_seen(fleet: Fleet) -> Fleet:

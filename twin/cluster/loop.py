@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from capplan.compile import inner, jit
 from capplan.serving.routers.choose import RoutingRule, choose_blindly, choose_by_looking
 from capplan.serving.routers.dlora import busiest, idlest, is_excessive, load, to_move
-from capplan.serving.routers.fleet import ArrivingRequest, Placement, note_sent
+from capplan.serving.routers.fleet import ArrivingRequest, Placement, note_waiting, report_time_ns
 from capplan.serving.scheduler import is_movable, withdraw
 from capplan.serving.state import NONE, State
 from capplan.serving.structures import Heap, heap_push, heap_remove, int_fields, new_record
@@ -33,8 +33,9 @@ _CURSOR = int_fields(
     "migrations",  # requests moved so far
     "pause_ns",  # time after which the loop returns to its caller
     "refresh_ns",  # time of the next refresh of queues, before which all instances are advanced to it
-    "report_ns",  # time of the next report of all instances to the router
-    "report_period_ns",  # 0: the router reads their present state
+    "report_ns",  # time of the next report of an instance to the router
+    "report_period_ns",  # between reports of an instance; 0: the router reads their present state
+    "reports",  # reports so far
     "is_single",  # 1: the loop routes this request and returns
 )
 
@@ -58,11 +59,12 @@ def new_cursor(period_ns: int, report_period_ns: int = 0) -> np.record:
     period_ns
         Time between migrations; 0: none.
     report_period_ns
-        Time between reports of the instances to the router; 0: it reads their present state.
+        Time between reports of an instance to the router, at the times of `report_time_ns`; 0: it reads
+        their present state.
     """
     cursor = new_record(_CURSOR)
     cursor.place, cursor.tick_ns = NONE, period_ns
-    cursor.report_period_ns = cursor.report_ns = report_period_ns
+    cursor.report_period_ns = report_period_ns
     cursor.pause_ns = cursor.refresh_ns = np.iinfo(np.int64).max
     if report_period_ns == 0:
         cursor.report_ns = np.iinfo(np.int64).max
@@ -104,15 +106,14 @@ def serve(
         event, until_ns = _next_event(cluster, rule, cursor)
         if until_ns > cursor.pause_ns:
             return PAUSED
+        if event == REPORT:
+            _report(cluster, cursor)
+            continue
         first, last = _concerned(cluster, rule, key, cursor, event)
         for place in range(first, last):
             advance_to(cluster, placement.instance[place], until_ns)
         if event == REFRESH:
             return REFRESH_DUE
-        if event == REPORT:
-            report_state(cluster, cursor.report_ns, rule.asks_adapter)
-            cursor.report_ns += cursor.report_period_ns
-            continue
         if event == END:
             break
         if event == TICK:
@@ -125,6 +126,17 @@ def serve(
         member = load_member(cluster.memory, instance)
         mark_running(member.state, member.trace)
     return NONE
+
+
+@inner
+def _report(cluster: Cluster, cursor: np.record) -> None:
+    """Let the next instance report its state."""
+    instances, following = cluster.progress.size, cursor.reports + 1
+    instance = cursor.reports % instances
+    advance_to(cluster, instance, cursor.report_ns)
+    report_state(cluster, instance, cursor.report_ns)
+    cursor.reports = following
+    cursor.report_ns = report_time_ns(following, instances, cursor.report_period_ns)
 
 
 @inner
@@ -179,7 +191,7 @@ def _arrive(
         return instance
     if cursor.report_period_ns > 0:
         rank = cluster.rank[adapter]
-        note_sent(cluster.seen, cluster.placement, place, rank, cluster.stream.prompt_tokens[request])
+        note_waiting(cluster.seen, cluster.placement, place, rank, 1, cluster.stream.prompt_tokens[request])
     if not is_stored:
         return FETCH_DUE
     local = cluster.placement.local[place]

@@ -23,7 +23,16 @@ from capplan.serving.routers import Placement
 from capplan.twin import trace as t
 from capplan.twin.cluster.layout import Laid, grow, restart_member
 from capplan.twin.cluster.scenario import ClusterScenario, MovableAdapters
-from capplan.twin.cluster.steps import Cluster, advance_instances, hand_to, lacks_row, report_state
+from capplan.twin.cluster.steps import (
+    Cluster,
+    advance_instances,
+    end_wait,
+    hand_to,
+    lacks_row,
+    places_by_instance,
+    report_state,
+    start_wait,
+)
 from capplan.twin.cluster.transfers import AdapterStorage, Crash, Faults, StorageEvent, TransferLink
 from capplan.twin.host_link import NEVER_NS
 from capplan.twin.scenario import NS_PER_S
@@ -91,7 +100,7 @@ class FleetMoves:
     waited: int
     """Requests that waited for a transfer."""
     lost: int
-    """Requests that ended by a crash after their first token; their status is rejected."""
+    """Requests that a crash ended after their first token."""
     returned: int
     """Requests that were routed again after a crash."""
     stored_mean: float
@@ -173,11 +182,17 @@ class FleetChanges:
         """Time of the next change."""
         return min(self._events[0][0], self._storage.next_ns)
 
+    @property
+    def waiting(self) -> Mapping[tuple[int, int], Sequence[int]]:
+        """Requests that wait for a transfer, by instance and adapter."""
+        return self._storage.waiting
+
     def fetch(self, request: int, instance: int, now_ns: int) -> None:
         """Let a routed request wait for its adapter, which the instance does not store."""
         cluster = self.laid.cluster
         cluster.instance[request] = instance
         self._waited += 1
+        start_wait(cluster, instance, request)
         self._storage.fetch(int(cluster.adapter[request]), instance, request, now_ns)
 
     def apply(self, now_ns: int) -> None:
@@ -232,6 +247,7 @@ class FleetChanges:
 
     def _hand_over(self, request: int, instance: int, adapter: int, now_ns: int) -> None:
         """Hand over a request whose adapter has arrived; instances number all adapters alike."""
+        end_wait(self.laid.cluster, instance, request)
         if lacks_row(self.laid.cluster, instance):
             grow(self.laid, instance)
         hand_to(self.laid.cluster, instance, adapter, request, now_ns)
@@ -249,8 +265,7 @@ class FleetChanges:
         present = np.flatnonzero(at_instance & (trace.finish_ns == t.NEVER) & (trace.status == 0))
         has_token = trace.first_ns[present] != t.NEVER
         lost, returned = present[has_token], present[~has_token]
-        trace.status[lost] = t.STATUS_REJECTED
-        trace.counts.rejected += lost.size
+        trace.status[lost] = t.STATUS_LOST
         t.forget(trace, returned)
         restart_member(self.laid, instance)
         self._lost += lost.size
@@ -296,10 +311,14 @@ class FleetChanges:
         standing = np.zeros(after.instance.size if cluster.fleet.standing.size else 0, np.int64)
         fleet = cluster.fleet._replace(standing=standing)
         seen = fleet if cluster.seen is cluster.fleet else cluster.seen._replace(standing=standing.copy())
-        self.laid = self.laid._replace(cluster=cluster._replace(placement=after, fleet=fleet, seen=seen))
+        own_places, own_start = places_by_instance(after, fleet)
+        cluster = cluster._replace(
+            placement=after, fleet=fleet, seen=seen, own_places=own_places, own_start=own_start
+        )
+        self.laid = self.laid._replace(cluster=cluster)
         self._shares = made.shares
         if seen is not fleet:
-            read_all(self.laid.cluster, now_ns, standing.size > 0)
+            read_all(self.laid.cluster, now_ns)
         self.on_swap(changed_adapters(before, after), before, now_ns)
 
     def _remove_unused(self, now_ns: int, adapters: set[int] | None = None) -> None:
@@ -316,9 +335,10 @@ class FleetChanges:
 
 
 @jit
-def read_all(cluster: Cluster, now_ns: int, by_adapter: bool) -> None:
+def read_all(cluster: Cluster, now_ns: int) -> None:
     """Let the router read the state of all instances, which have run up to now."""
-    report_state(cluster, now_ns, by_adapter)
+    for instance in range(cluster.progress.size):
+        report_state(cluster, instance, now_ns)
 
 
 def _require_survivors(crashes: Sequence[Crash], instances: int) -> None:

@@ -7,8 +7,9 @@ candidate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TypeAlias
 
 import numpy as np
@@ -64,7 +65,8 @@ class Candidate:
     running: tuple[int, ...]
     """Ranks of the running requests."""
     queued: tuple[int, ...]
-    """Ranks of the waiting requests, including those that its scheduler has not seen."""
+    """Ranks of the waiting requests, including those that its scheduler has not seen, and those that wait
+    for the transfer of their adapter."""
     queued_tokens: int
     """Their prompt tokens."""
     free_tokens: int
@@ -76,11 +78,11 @@ class Candidate:
     active_adapters: int
     """Loaded adapters of running requests."""
     queued_adapters: int
-    """Adapters of waiting requests that the scheduler has seen, and adapters being loaded."""
+    """Adapters of waiting requests that the scheduler has seen, and adapters being loaded or fetched."""
     is_active: bool
     """Whether requests of the same adapter run; false for the base model, as for the gateway."""
     is_queued: bool
-    """Whether requests of the same adapter wait that the scheduler has seen."""
+    """Whether requests of the same adapter wait that the scheduler has seen, or for its transfer."""
     running_tokens: int = 0
     """KV tokens of the running requests, and tokens of their prompts that are not computed yet."""
     partial_tokens: int = 0
@@ -93,6 +95,8 @@ class Candidate:
     """Time since the instance reported this state; `NEVER_NS` before its first report."""
 
 
+Waiting: TypeAlias = Mapping[tuple[int, int], Sequence[int]]
+
 PythonRouter: TypeAlias = Callable[[RoutedRequest, Sequence[Candidate]], int]
 """Returns the position of the chosen candidate; candidates are in order of instances."""
 
@@ -103,40 +107,63 @@ class _Reports:
     Parameters
     ----------
     period_ns
-        Time between reports; 0: the router reads the present state.
+        Time between reports of an instance; 0: the router reads the present state.
+    waiting
+        Requests that wait for a transfer, by instance and adapter.
     """
 
-    def __init__(self, laid: Laid, period_ns: int) -> None:
+    def __init__(self, laid: Laid, period_ns: int, waiting: Waiting) -> None:
         self._laid = laid
         self._period_ns = period_ns
-        self.next_ns = period_ns if period_ns else NEVER_NS
-        self._seen_ns: int | None = None
+        self._waiting = waiting
+        self._count = 0
+        self._seen_ns: list[int | None] = [None] * len(laid.members)
         self._known = self._observed() if period_ns else []
 
     def _observed(self) -> list[Candidate]:
         places = self._laid.cluster.placement.instance.size
-        return [observe_candidate(self._laid, place) for place in range(places)]
+        return [self._observe(place) for place in range(places)]
+
+    def _observe(self, place: int) -> Candidate:
+        return observe_candidate(self._laid, place, self._waiting)
+
+    @property
+    def next_ns(self) -> int:
+        """Time of the next report; NEVER_NS if there is none before the horizon."""
+        instances = len(self._seen_ns)
+        lap, at = divmod(self._count, instances)
+        next_ns = lap * self._period_ns + at * self._period_ns // instances
+        return next_ns if self._period_ns and next_ns < self._laid.cluster.horizon_ns else NEVER_NS
+
+    @property
+    def next_instance(self) -> int:
+        """The instance that reports next: they take turns."""
+        return self._count % len(self._seen_ns)
 
     def read(self, laid: Laid, now_ns: int) -> None:
         """Read the state of all instances, which have run up to now."""
         self._laid = laid
         if self._period_ns:
             self._known = self._observed()
-            self._seen_ns = now_ns
+            self._seen_ns = [now_ns] * len(self._seen_ns)
 
     def report(self) -> None:
-        """Report the state of all instances, which have run up to now."""
-        self.read(self._laid, self.next_ns)
-        self.next_ns += self._period_ns
-        if self.next_ns >= self._laid.cluster.horizon_ns:
-            self.next_ns = NEVER_NS
+        """Report the state of the next instance, which has run up to now."""
+        instance = self.next_instance
+        for place in np.flatnonzero(self._laid.cluster.placement.instance == instance).tolist():
+            self._known[place] = self._observe(place)
+        self._seen_ns[instance] = self.next_ns
+        self._count += 1
 
     def candidates(self, start: int, end: int, now_ns: int) -> list[Candidate]:
         """Return what the router knows of the holders of an adapter."""
         if not self._period_ns:
-            return [observe_candidate(self._laid, place) for place in range(start, end)]
-        age_ns = NEVER_NS if self._seen_ns is None else now_ns - self._seen_ns
-        return [replace(known, age_ns=age_ns) for known in self._known[start:end]]
+            return [self._observe(place) for place in range(start, end)]
+        return [
+            replace(known, age_ns=NEVER_NS if seen_ns is None else now_ns - seen_ns)
+            for known in self._known[start:end]
+            for seen_ns in (self._seen_ns[known.instance],)
+        ]
 
     def note_sent(self, place: int, rank: int, prompt_tokens: int) -> None:
         """Add a request that the router has sent to an instance."""
@@ -207,7 +234,7 @@ class _Loop:
         self._router = router
         self._changes = changes
         self._key = routing_key(seed)
-        self._reports = _Reports(laid, report_period_ns)
+        self._reports = _Reports(laid, report_period_ns, {} if changes is None else changes.waiting)
         outputs = scenario.requests.output_tokens
         self._first_answer = float(outputs.mean()) if outputs.size else 1.0
         self._refresh_ns = next_refresh_ns(laid, 0)
@@ -226,10 +253,12 @@ class _Loop:
             change_ns = NEVER_NS if self._changes is None else self._changes.next_ns
             now_ns = min(self._refresh_ns, self._reports.next_ns)
             if now_ns <= min(until_ns, change_ns):
-                advance_instances(self.laid.cluster, 0, len(self.laid.members), now_ns)
                 if self._reports.next_ns == now_ns:
+                    instance = self._reports.next_instance
+                    advance_instances(self.laid.cluster, instance, instance + 1, now_ns)
                     self._reports.report()
                 else:
+                    advance_instances(self.laid.cluster, 0, len(self.laid.members), now_ns)
                     refresh_members(self.laid, now_ns)
                     self._refresh_ns = next_refresh_ns(self.laid, now_ns)
             elif self._changes is not None and change_ns < until_ns:
@@ -276,8 +305,11 @@ class _Loop:
             forget(changed)
 
 
-def observe_candidate(laid: Laid, place: int) -> Candidate:
-    """Return the state of the instance at a place for a router, counted request by request."""
+def observe_candidate(laid: Laid, place: int, fetching: Waiting = MappingProxyType({})) -> Candidate:
+    """Return the state of the instance at a place for a router, counted request by request.
+
+    `fetching` are the requests that wait for a transfer, by instance and adapter.
+    """
     cluster, placement = laid.cluster, laid.cluster.placement
     instance, local = int(placement.instance[place]), int(placement.local[place])
     state, limits, costs = laid.members[instance][:3]
@@ -286,7 +318,10 @@ def observe_candidate(laid: Laid, place: int) -> Candidate:
     queues = [list(_follow(state, head)) for head in adapters.queue_head]
     waiting = [int(rows.request[row]) for queue in queues for row in queue]
     waiting += unseen_requests(laid, instance)
+    fetched = {adapter: requests for (at, adapter), requests in fetching.items() if at == instance}
+    waiting += [request for requests in fetched.values() for request in requests]
     awaited = {adapter for adapter, queue in enumerate(queues) if queue or adapters.claim[adapter] == LOADING}
+    awaited |= fetched.keys()
     loaded = {int(rows.adapter[row]) for row in running if adapters.claim[rows.adapter[row]] != LOADING}
     idle = (adapters.resident == 1) & (adapters.users == 0) & (adapters.claim != LOADING)
     idle_blocks = int(adapters.pages[idle].sum()) if limits.policy == POOLED else 0
@@ -308,7 +343,7 @@ def observe_candidate(laid: Laid, place: int) -> Candidate:
         active_adapters=len(loaded - {0}),
         queued_adapters=len(awaited - {0}),
         is_active=local > 0 and local in loaded,
-        is_queued=local > 0 and bool(queues[local]),
+        is_queued=local > 0 and (bool(queues[local]) or local in fetched),
     )
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from capplan.compile import by_reference, inner, jit
 from capplan.serving import State
 from capplan.serving.pooled_state import has_pool, with_pool
-from capplan.serving.routers.fleet import ACTIVE, AWAITED, RESIDENT, Fleet, Placement
+from capplan.serving.routers.fleet import ACTIVE, AWAITED, RESIDENT, Fleet, Placement, add_waiting
 from capplan.serving.state import (
     LOADING,
     NO_CLAIM,
@@ -27,6 +27,8 @@ _PROGRESS = int_fields(
     "tail",  # the last one that the scheduler has not seen
     "wake_ns",  # time of the next event
     "resting",  # 1: idle until then
+    "fetching",  # requests that wait for the transfer of their adapter
+    "fetched_adapters",  # and their adapters
 )
 
 
@@ -59,6 +61,12 @@ class Cluster(NamedTuple):
     """Shape (instances, 2): the first instance on the link of each, and the one after the last."""
     stored: NDArray[np.int8]
     """Whether an instance stores an adapter, shape (instances, adapters + 1); empty without transfers."""
+    fetching: NDArray[np.int32]
+    """Requests that wait at an instance for the transfer of an adapter, shape of `stored`."""
+    own_places: NDArray[np.int64]
+    """Places of the placement in the order of their instances; none for routers that do not read adapters."""
+    own_start: NDArray[np.int64]
+    """Shape (instances + 1,): those of instance i are own_places[own_start[i]] .. [own_start[i + 1] - 1]."""
     shared_prefix_tokens: int
     horizon_ns: int
 
@@ -69,6 +77,16 @@ def new_progress(instances: int) -> Records:
     progress.wake_ns = np.iinfo(np.int64).max
     progress.resting = 1
     return progress
+
+
+def places_by_instance(placement: Placement, fleet: Fleet) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return `Cluster.own_places` and `Cluster.own_start` of a placement."""
+    instances = fleet.instances.size
+    if fleet.standing.size == 0:
+        return np.zeros(0, np.int64), np.zeros(instances + 1, np.int64)
+    counts = np.bincount(placement.instance, minlength=instances)
+    start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    return np.argsort(placement.instance, kind="stable").astype(np.int64), start
 
 
 @inner
@@ -159,6 +177,32 @@ def hand_to(cluster: Cluster, instance: int, local: int, request: int, at_ns: in
 
 
 @jit
+def start_wait(cluster: Cluster, instance: int, request: int) -> None:
+    """Let a request wait at an instance for the transfer of its adapter."""
+    _change_wait(cluster, instance, request, 1)
+
+
+@jit
+def end_wait(cluster: Cluster, instance: int, request: int) -> None:
+    """End the wait of a request for the transfer of its adapter."""
+    _change_wait(cluster, instance, request, -1)
+
+
+@inner
+def _change_wait(cluster: Cluster, instance: int, request: int, change: int) -> None:
+    adapter = cluster.adapter[request]
+    progress = cluster.progress[instance]
+    waited = cluster.fetching[instance, adapter] > 0
+    cluster.fetching[instance, adapter] += change
+    adapters = int(cluster.fetching[instance, adapter] > 0) - int(waited)
+    progress.fetching += change
+    progress.fetched_adapters += adapters
+    cluster.fleet.instances.queued_adapters[instance] += adapters
+    prompt_tokens = change * cluster.stream.prompt_tokens[request]
+    add_waiting(cluster.fleet, instance, cluster.rank[adapter], change, prompt_tokens)
+
+
+@jit
 def show_arrivals(cluster: Cluster, instance: int, at_ns: int) -> None:
     """Submit the requests handed to an instance before a refresh."""
     member = load_member(cluster.memory, instance)
@@ -188,8 +232,9 @@ def observe(cluster: Cluster, instance: int, member: ClusterMember) -> None:
     """Record the state of an instance for routers."""
     c = member.state.counters
     record = cluster.fleet.instances[instance]
+    progress = cluster.progress[instance]
     record.running = c.n_running - c.n_ending
-    record.queued = c.n_waiting - c.n_gone + unseen(cluster, instance, member)
+    record.queued = c.n_waiting - c.n_gone + unseen(cluster, instance, member) + progress.fetching
     record.free_blocks = c.free_blocks + _idle_blocks(member.state)
     record.partial_tokens = _partial_tokens(member.state)
     record.running_tokens = c.kv_tokens + record.partial_tokens
@@ -197,6 +242,7 @@ def observe(cluster: Cluster, instance: int, member: ClusterMember) -> None:
     record.queued_adapters = member.state.hot.size[0] + member.state.cold.size[0] + member.clock.at.n_copies
     if member.state.adapters.queue_head[0] != NONE:
         record.queued_adapters -= 1
+    record.queued_adapters += progress.fetched_adapters
 
 
 @with_pool(0)
@@ -223,11 +269,13 @@ def observe_adapter(cluster: Cluster, place: int) -> None:
     member = load_member(cluster.memory, instance)
     adapters = member.state.adapters
     if has_pool(member.state):  # which has no heaps of waiting adapters
-        cluster.fleet.instances.queued_adapters[instance] = _awaited_adapters(member)
+        fetched = cluster.progress.fetched_adapters[instance]
+        cluster.fleet.instances.queued_adapters[instance] = _awaited_adapters(member) + fetched
     standing = 0
     if local > 0 and adapters.users[local] > 0 and adapters.claim[local] == NO_CLAIM:
         standing |= ACTIVE
-    if local > 0 and adapters.queue_head[local] != NONE:
+    is_fetched = cluster.fetching.size > 0 and cluster.fetching[instance, local] > 0
+    if local > 0 and (adapters.queue_head[local] != NONE or is_fetched):
         standing |= AWAITED
     if local == 0 or (adapters.resident[local] == 1 and adapters.claim[local] != LOADING):
         standing |= RESIDENT
@@ -235,21 +283,21 @@ def observe_adapter(cluster: Cluster, place: int) -> None:
 
 
 @inner
-def report_state(cluster: Cluster, at_ns: int, by_adapter: bool) -> None:
-    """Copy the present state of all instances, which have run up to now, to that which the router reads."""
+def report_state(cluster: Cluster, instance: int, at_ns: int) -> None:
+    """Copy the present state of an instance, which has run up to now, to that which the router reads."""
     fleet, seen = cluster.fleet, cluster.seen
-    if by_adapter:
-        for place in range(seen.standing.size):
+    if seen.standing.size > 0:
+        for k in range(cluster.own_start[instance], cluster.own_start[instance + 1]):
+            place = cluster.own_places[k]
             observe_adapter(cluster, place)
             seen.standing[place] = fleet.standing[place]
-    for instance in range(seen.instances.size):
-        seen.instances[instance] = fleet.instances[instance]
-        seen.instances.seen_ns[instance] = at_ns
-        if seen.by_rank.shape[2] > 0:
-            for kind in range(seen.by_rank.shape[1]):
-                for k in range(seen.ranks.size):
-                    rank = seen.ranks[k]
-                    seen.by_rank[instance, kind, rank] = fleet.by_rank[instance, kind, rank]
+    seen.instances[instance] = fleet.instances[instance]
+    seen.instances.seen_ns[instance] = at_ns
+    if seen.by_rank.shape[2] > 0:
+        for kind in range(seen.by_rank.shape[1]):
+            for k in range(seen.ranks.size):
+                rank = seen.ranks[k]
+                seen.by_rank[instance, kind, rank] = fleet.by_rank[instance, kind, rank]
 
 
 @inner

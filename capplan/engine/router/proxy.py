@@ -20,6 +20,7 @@ from capplan.engine.router.supervisor import InstanceFleet, InstanceSupervisor
 from capplan.engine.server.http_protocol import CLIENT, ClientLink
 from capplan.engine.server.limiter import ServerSettings, ServerState
 from capplan.engine.server.protocol import MAX_MODEL_NAME, ApiError, error_code, parsed
+from capplan.spec.routing import BYTES_PER_TOKEN
 
 QUEUE_FULL_RETRY_S: Final = 5
 
@@ -31,8 +32,6 @@ _FORWARDED_HEADERS: Final[tuple[bytes, ...]] = (
 )
 _EVENTS: Final = b"text/event-stream"
 _END_OF_EVENT: Final = b"\n\n"
-_BYTES_PER_TOKEN: Final = 4
-"""Of a request body, to estimate the length of its prompt."""
 _RETRIED_CODES: Final = ("engine_failed", "engine_stopped", "shutting_down")
 """Error codes of an instance that accepts no requests and has not started this one."""
 _NO_ADAPTER: Final = "No instance can fetch the adapter of this model at the moment"
@@ -189,7 +188,7 @@ class _Exchange:
     @property
     def _prompt_tokens(self) -> int:
         """Estimate of the length of the prompt, which only the instance tokenizes."""
-        return len(self._request) // _BYTES_PER_TOKEN
+        return len(self._request) // BYTES_PER_TOKEN
 
     async def _forward(self, adapter: str | None) -> None:
         tried: list[InstanceSupervisor] = []

@@ -50,6 +50,8 @@ class ReportedState(BaseModel):
     adapters: Annotated[dict[str, int], Field(max_length=_MAX_ADAPTERS)]
     answers: _Count = 0
     answer_tokens: _Count = 0
+    awaiting: Annotated[dict[str, tuple[_Count, _Count]], Field(max_length=_MAX_ADAPTERS)] = {}
+    """Requests that wait for the transfer of an adapter, which are in no other count, and prompt tokens."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ class InstanceRouter:
         rule = rule._replace(credit=rule.credit.copy(), turn=rule.turn.copy())
         copied = Fleet(fleet.instances.copy(), fleet.by_rank.copy(), fleet.ranks, fleet.standing.copy())
         route(rule, copied, self._placement, ArrivingRequest(0, 0, 1, 1.0, 0.0, 0))
-        note(copied, self._placement, 0, 0, 1)
+        note(copied, self._placement, 0, 0, 1, 1)
 
     def __contains__(self, adapter: object) -> bool:
         return adapter in self._number
@@ -304,10 +306,13 @@ class InstanceRouter:
         sent = self._sent[instance]
         while sent and sent[0].at_ns < asked_ns:
             sent.popleft()
-        for each in sent:
-            place = place_of[each.adapter]
-            note(fleet, self._placement, place, each.rank, each.prompt_tokens)
-            marked.add(place)
+        waiting = [(place_of[each.adapter], each.rank, 1, each.prompt_tokens) for each in sent]
+        for name, (requests, tokens) in state.awaiting.items():
+            place = place_of.get(name, place_of[None])
+            waiting.append((place, self._rank[self._number.get(name, 0)], requests, tokens))
+        for each in waiting:
+            note(fleet, self._placement, *each)
+            marked.add(each[0])
 
     def forget(self, instance: int) -> None:
         """Forget the state of an instance, which has ended or reports another one."""

@@ -23,11 +23,10 @@ from capplan.engine.router.rebalancing import RebalanceLoop, RebalancingConfig
 from capplan.engine.router.routing import InstanceRouter, RoutingSettings
 from capplan.engine.server.limiter import ServerSettings
 from capplan.errors import InputError
+from capplan.serving.routers.fleet import report_time_ns
 
 InstanceState = Literal["starting", "up", "stalled", "down", "failed"]
 
-_READ_AT_ONCE: Final = 8
-"""Instances whose states are read in the same iteration of the event loop."""
 _STATE_TIMEOUT_S: Final = 5.0
 """For the state of an instance, whose engine answers between two steps."""
 
@@ -391,13 +390,11 @@ class InstanceFleet:
     async def _watch_state(self, index: int) -> None:
         """Read the state of an instance periodically; forget it when the instance has ended.
 
-        The first few instances are read at the same time, as in the cluster twin, the others in groups that
-        are spread over the period.
+        The instances take turns, as in the cluster twin.
         """
         instance, known = self.instances[index], None
-        period_s, groups = self._state_period_s, math.ceil(len(self.instances) / _READ_AT_ONCE)
-        now_s = asyncio.get_running_loop().time
-        next_s = now_s() + period_s * (index // _READ_AT_ONCE) / groups
+        period_s, now_s = self._state_period_s, asyncio.get_running_loop().time
+        next_s = now_s() + 1e-9 * report_time_ns(index, len(self.instances), round(1e9 * period_s))
         while True:
             await asyncio.sleep(next_s - now_s())
             client = instance.client

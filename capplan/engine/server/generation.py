@@ -79,8 +79,9 @@ class Generation:
         with ExitStack() as held:
             with service.holding(len(data)):
                 body = parsed(data, CompletionRequest)
+                size = len(data)
                 del data
-                adapter = await service.served_adapter(body.model, held)
+                adapter = await service.served_adapter(body.model, size, held)
                 max_tokens = body.max_tokens or _COMPLETION_TOKENS
                 if not body.prompts():
                     raise ApiError(400, "There must be at least one prompt", "prompt")
@@ -96,8 +97,9 @@ class Generation:
         with ExitStack() as held:
             with service.holding(len(data)):
                 body = parsed(data, ChatRequest)
+                size = len(data)
                 del data
-                adapter = await service.served_adapter(body.model, held)
+                adapter = await service.served_adapter(body.model, size, held)
                 limit = body.max_completion_tokens or body.max_tokens
                 text = await service.apply_chat_template(body.messages)
                 (prompt,) = await service.encode([text], limit, special=service.template.adds_special)

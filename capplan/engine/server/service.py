@@ -24,6 +24,7 @@ from capplan.engine.server.protocol import RETRY, ApiError, ChatMessage, engine_
 from capplan.engine.state_report import StateReport
 from capplan.engine.tokenizer import load_tokenizer
 from capplan.errors import InputError
+from capplan.spec.routing import BYTES_PER_TOKEN
 
 if TYPE_CHECKING:
     from capplan.engine.server.adapter_pool import AdapterPool
@@ -70,6 +71,7 @@ class Service(ServerState):
         self.pool: AdapterPool | None = None
         self._template_places = asyncio.Semaphore(_TEMPLATE_PROCESSES)
         self._preparing = 0
+        self._awaiting: dict[str, tuple[int, int]] = {}
         self.vocab_size = ready.config.vocab_size
         self._core_pid = ready.pid
         self._core_is_stopped = False
@@ -90,11 +92,13 @@ class Service(ServerState):
         self.pool = pool
         self.metrics.register(pool)
 
-    async def served_adapter(self, model: str, held: ExitStack) -> str | None:
+    async def served_adapter(self, model: str, body_bytes: int, held: ExitStack) -> str | None:
         """Return the adapter of a model name, which may have to be fetched first; None is the base model.
 
         Parameters
         ----------
+        body_bytes
+            Size of the request, from which its prompt is estimated for routers.
         held
             Keeps the adapter served while it is open.
 
@@ -106,7 +110,7 @@ class Service(ServerState):
         if self.pool is not None and model != self.settings.model_name:
             self.refuse_if_full()
             held.enter_context(self.adapters.pinned(model))
-            with self._prepared(1):
+            with self._prepared(1), self._awaited(model, body_bytes // BYTES_PER_TOKEN):
                 await self.pool.require(model)
         return self.adapter_of(model)
 
@@ -203,6 +207,18 @@ class Service(ServerState):
         finally:
             self._preparing -= prompts
 
+    @contextlib.contextmanager
+    def _awaited(self, adapter: str, prompt_tokens: int) -> Iterator[None]:
+        """Count a request in the context: it waits for its adapter."""
+        requests, tokens = self._awaiting.get(adapter, (0, 0))
+        self._awaiting[adapter] = requests + 1, tokens + prompt_tokens
+        try:
+            yield
+        finally:
+            requests, tokens = self._awaiting.pop(adapter)
+            if requests > 1:
+                self._awaiting[adapter] = requests - 1, tokens - prompt_tokens
+
     def _encode(self, prompt: str | list[int], max_tokens: int | None, special: bool) -> list[int]:
         tokens = prompt if isinstance(prompt, list) else self._tokens(prompt, special)
         if not tokens:
@@ -237,14 +253,18 @@ class Service(ServerState):
     async def state(self) -> dict[str, Any]:
         """Return the state that routers read, between two steps.
 
+        ``awaiting``: requests that wait for an adapter that is fetched, and their prompt tokens. The engine
+        does not know them yet.
+
         Raises
         ------
         EngineDeadError, TimeoutError
             If the engine does not answer.
         """
+        awaiting = dict(self._awaiting)
         report: StateReport = await asyncio.wait_for(self.engine.call("state_report"), _GAUGES_TIMEOUT_S)
         answers = {"answers": self.metrics.answers, "answer_tokens": self.metrics.answer_tokens}
-        return {**report._asdict(), **answers}
+        return {**report._asdict(), **answers, "awaiting": awaiting}
 
     async def metrics_text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""

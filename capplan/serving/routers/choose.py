@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from capplan.compile import by_reference, inner, jit
 from capplan.errors import InputError
 from capplan.serving.routers.first_fit import first_fit
-from capplan.serving.routers.fleet import ArrivingRequest, Fleet, Placement, note_sent
+from capplan.serving.routers.fleet import ArrivingRequest, Fleet, Placement, note_waiting
 from capplan.serving.routers.gateway import highest_score
 from capplan.serving.routers.least_loaded import least_loaded
 from capplan.serving.routers.least_tokens import fewest_tokens
@@ -177,14 +177,16 @@ def route(rule: RoutingRule, fleet: Fleet, placement: Placement, request: Arrivi
     if not rule.looks:
         return choose_blindly(rule, fleet, placement, request.adapter, request.draw)
     place = choose_by_looking(rule, fleet, placement, request)
-    note_sent(fleet, placement, place, request.rank, request.prompt_tokens)
+    note_waiting(fleet, placement, place, request.rank, 1, request.prompt_tokens)
     return place
 
 
 @jit
-def note(fleet: Fleet, placement: Placement, place: int, rank: int, prompt_tokens: int) -> None:
-    """Add a request sent to the instance at a place to its reported state."""
-    note_sent(fleet, placement, place, rank, prompt_tokens)
+def note(
+    fleet: Fleet, placement: Placement, place: int, rank: int, requests: int, prompt_tokens: int
+) -> None:
+    """Add requests of the adapter at a place to the reported state of the instance there."""
+    note_waiting(fleet, placement, place, rank, requests, prompt_tokens)
 
 
 @inner

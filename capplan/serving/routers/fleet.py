@@ -3,7 +3,8 @@
 Flat arrays, which the cluster twin and the router of `capplan serve PLAN` keep up to date and compiled rules
 read. A rule looks at the *holders* of the request's adapter, places ``first`` to ``last - 1`` of the
 placement, and returns one of them. The state may be older than the request: then it contains what the
-instance reported last and the requests that the router has sent there since (`note_sent`).
+instance reported last and the requests that the router has sent there since (`note_waiting`). Requests that
+wait at an instance for the transfer of their adapter count there as waiting ones.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import by_reference, inner
+from capplan.compile import by_reference, inner, jit
 from capplan.serving.structures import Records, int_fields
 
 
@@ -34,10 +35,10 @@ class Placement(NamedTuple):
 
 _INSTANCE = int_fields(
     "running",  # requests in the batch
-    "queued",  # requests that wait, also those that the scheduler has not seen yet
+    "queued",  # requests that wait, also for a transfer, and those that the scheduler has not seen yet
     "free_blocks",  # and those of cached adapters that no running request uses
     "active_adapters",  # adapters of running requests
-    "queued_adapters",  # adapters of waiting requests, and adapters on their way
+    "queued_adapters",  # adapters of waiting requests, and adapters on their way to GPU memory
     "running_tokens",  # of running requests: with KV, and of prompts not computed yet
     "partial_tokens",  # of prompts of running requests that are not computed yet
     "seen_ns",  # time of the state; NEVER_SEEN before the first one
@@ -49,7 +50,7 @@ _INSTANCE = int_fields(
 )
 
 PRESENT = 0  # rows of `Fleet.by_rank`: unfinished requests at the instance,
-QUEUED = 1  # waiting ones, including those that its scheduler has not seen,
+QUEUED = 1  # waiting ones, as in `queued`,
 QUEUED_TOKENS = 2  # and their prompt tokens
 ACTIVE = 1  # bits of `Fleet.standing`: requests of the adapter run,
 AWAITED = 2  # or wait,
@@ -112,18 +113,35 @@ def new_fleet(instances: int, ranks: NDArray[np.int64], by_rank: bool, places: i
 
 
 @inner
-def note_sent(fleet: Fleet, placement: Placement, place: int, rank: int, prompt_tokens: int) -> None:
-    """Add a request sent to the instance at a place to its state, which is older than the request."""
-    instance = placement.instance[place]
-    fleet.instances.queued[instance] += 1
+def add_waiting(fleet: Fleet, instance: int, rank: int, requests: int, prompt_tokens: int) -> None:
+    """Add waiting requests of a rank to the counts of an instance; numbers below 0 remove some."""
+    fleet.instances.queued[instance] += requests
     if fleet.by_rank.shape[2] > 0:
-        fleet.by_rank[instance, PRESENT, rank] += 1
-        fleet.by_rank[instance, QUEUED, rank] += 1
+        fleet.by_rank[instance, PRESENT, rank] += requests
+        fleet.by_rank[instance, QUEUED, rank] += requests
         fleet.by_rank[instance, QUEUED_TOKENS, rank] += prompt_tokens
+
+
+@inner
+def note_waiting(
+    fleet: Fleet, placement: Placement, place: int, rank: int, requests: int, prompt_tokens: int
+) -> None:
+    """Add requests of the adapter at a place to the state of its instance, which does not contain them."""
+    instance = placement.instance[place]
+    add_waiting(fleet, instance, rank, requests, prompt_tokens)
     if fleet.standing.size > 0 and rank > 0:
         if not fleet.standing[place] & (ACTIVE | AWAITED):
             fleet.instances.queued_adapters[instance] += 1
         fleet.standing[place] |= AWAITED
+
+
+@jit
+def report_time_ns(number: int, instances: int, period_ns: int) -> int:
+    """Return the time of a report, counted from 0 over all instances, after the start of a router.
+
+    The reports of the instances, in their order, are spread evenly over the period.
+    """
+    return number // instances * period_ns + number % instances * period_ns // instances
 
 
 @inner

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan.serving.routers import ROUTERS, Dlora, LeastWorkLeft, Toppings
-from capplan.twin.cluster import NamedRouter
+from capplan.twin.cluster import NamedRouter, simulate_cluster
 from capplan.twin.cluster.layout import with_rows
 from capplan.twin.cluster.reference import Candidate, RoutedRequest, run_with
 from capplan.twin.cluster.reference_routers import LeastAddedWork, RankAware, reference_router
@@ -31,6 +31,7 @@ from tests.twin.cluster.scenarios import (
     report_period_s,
     seeded_cluster,
 )
+from tests.twin.cluster.workloads import even, same
 from tests.twin.comparison import assert_same
 from tests.twin.pooled import seeded_pooled
 from tests.twin.scenarios import scenarios, seeded_scenario
@@ -147,6 +148,20 @@ def test_compiled_routers_decide_as_reference_ones(
     np.testing.assert_array_equal(compiled.instance, readable.instance)
     for ours, theirs in zip(compiled.traces, readable.traces, strict=True):
         assert_same(ours, theirs)  # although instances are advanced in other parts
+
+
+def test_the_instances_report_in_turn() -> None:
+    period_s, ages = 1.0, []
+
+    def first_candidate(request: RoutedRequest, candidates: Sequence[Candidate]) -> int:
+        for each in candidates if request.arrival_s > period_s else ():
+            since_s = (request.arrival_s - each.instance * period_s / 4) % period_s
+            ages.append((each.age_ns * 1e-9, since_s))
+        return 0
+
+    simulate_cluster(even(4, 20.0), same(4), router=first_candidate, duration_s=5.0, state_period_s=period_s)
+    found, expected = zip(*ages, strict=True)
+    np.testing.assert_allclose(found, expected, atol=2e-9)
 
 
 @given(clusters(shared=True), st.integers(0, 99))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,12 +14,20 @@ from capplan import InputError, Workload
 from capplan.serving.rebalancing import RebalanceSettings
 from capplan.serving.routers import ROUTERS, LeastWorkLeft, Toppings
 from capplan.spec import Trace
-from capplan.twin.cluster import Crash, Faults, Instance, NamedRouter, Rebalancing, simulate_cluster
-from capplan.twin.cluster.reference import run_with
+from capplan.twin.cluster import (
+    Crash,
+    Faults,
+    Instance,
+    NamedRouter,
+    Rebalancing,
+    TransferLink,
+    simulate_cluster,
+)
+from capplan.twin.cluster.reference import Candidate, RoutedRequest, run_with
 from capplan.twin.cluster.reference_routers import LeastAddedWork, RankAware, reference_router
 from capplan.twin.cluster.routers import build_rule, served_router
 from capplan.twin.cluster.run import run_cluster
-from capplan.twin.per_request import REJECTED
+from capplan.twin.per_request import LOST, REJECTED
 from tests.serving.worlds import seeded
 from tests.twin.cluster.movable import World, assert_integrity, movable_clusters
 from tests.twin.cluster.scenarios import make_performance, make_work_model, report_period_s
@@ -154,8 +163,45 @@ def test_a_crash_sends_requests_to_the_other_instance_and_loses_those_with_a_tok
     requests = result.requests
     down = (requests.arrival_s > 30.0) & (requests.arrival_s < 50.0)
     assert set(requests.instance[down].tolist()) == {1}
-    assert np.isnan(requests.e2e_s[requests.status == REJECTED]).all()
-    assert int((requests.status == REJECTED).sum()) == moves.lost
+    lost = requests.status == LOST
+    assert np.isnan(requests.e2e_s[lost]).all()
+    assert not np.isnan(requests.ttft_s[lost]).any()
+    assert int(lost.sum()) == moves.lost == result.lost
+    assert result.rejected == 0
+    assert not (requests.status == REJECTED).any()
+
+
+@pytest.mark.parametrize("state_period_s", [0.0, 0.1])
+def test_requests_that_wait_for_a_transfer_are_load_of_their_instance(state_period_s: float) -> None:
+    workload, waiting = even(8, 20.0), []
+
+    def first_candidate(request: RoutedRequest, candidates: Sequence[Candidate]) -> int:
+        if request.arrival_s >= 30.0 and request.adapter <= 4:  # of the instance that has crashed
+            [only] = candidates
+            waiting.append(request)
+            if len(waiting) > 1:
+                assert len(only.queued) >= len(waiting) - 1
+                assert only.queued_tokens >= sum(each.prompt_tokens for each in waiting[:-1])
+                assert only.queued_adapters >= len({each.adapter for each in waiting[:-1]})
+                assert only.is_queued == (request.adapter in {each.adapter for each in waiting[:-1]})
+        return 0
+
+    stuck = Rebalancing(
+        RebalanceSettings(),
+        POINTS,
+        link=TransferLink(bytes_per_s=1.0, location_bytes_per_s=1.0),
+        faults=Faults((Crash(0, 30.0, 1e6),)),
+    )
+    result = simulate_cluster(
+        workload,
+        halves(workload),
+        router=first_candidate,
+        duration_s=60.0,
+        state_period_s=state_period_s,
+        rebalance=stuck,
+    )
+    assert result.moves is not None
+    assert result.moves.waited == len(waiting) > 100
 
 
 def test_invalid_crashes_and_routers_are_rejected() -> None:
