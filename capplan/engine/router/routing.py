@@ -16,7 +16,14 @@ from capplan.engine.router.routing_table import RoutingTable, normalised
 from capplan.serving.routers import Placement
 from capplan.serving.routers import smooth_shares as shares_rule
 from capplan.serving.routers.choose import ASK_RANKS, RoutingRule, note, route
-from capplan.serving.routers.fleet import NEVER_SEEN, ArrivingRequest, Fleet, new_fleet
+from capplan.serving.routers.fleet import (
+    ACTIVE,
+    AWAITED,
+    NEVER_SEEN,
+    ArrivingRequest,
+    Fleet,
+    new_fleet,
+)
 from capplan.spec.routing import STATE_PERIOD_S
 
 # The plain Python function: nothing is compiled before the first request.
@@ -308,11 +315,22 @@ class InstanceRouter:
             sent.popleft()
         waiting = [(place_of[each.adapter], each.rank, 1, each.prompt_tokens) for each in sent]
         for name, (requests, tokens) in state.awaiting.items():
-            place = place_of.get(name, place_of[None])
-            waiting.append((place, self._rank[self._number.get(name, 0)], requests, tokens))
+            rank = self._rank[self._number.get(name, 0)]
+            if name in place_of:
+                waiting.append((place_of[name], rank, requests, tokens))
+            else:
+                is_new = not state.adapters.get(name, 0) & (ACTIVE | AWAITED)
+                self._add_unplaced(instance, rank, (requests, requests, tokens), is_new)
         for each in waiting:
             note(fleet, self._placement, *each)
             marked.add(each[0])
+
+    def _add_unplaced(self, instance: int, rank: int, counts: tuple[int, int, int], is_new: bool) -> None:
+        """Add waiting requests of an adapter that an instance fetches and does not hold; `counts` by rank."""
+        self._records["queued"][instance] += counts[0]
+        self._records["queued_adapters"][instance] += is_new
+        if rank in self._known_ranks:
+            self._fleet.by_rank[instance, :, rank] += counts
 
     def forget(self, instance: int) -> None:
         """Forget the state of an instance, which has ended or reports another one."""
