@@ -139,11 +139,8 @@ def moves_lines(fleet: SimulatedFleet, result: ClusterResult) -> list[str]:
         f"{moves.transfer_s:.2f} s; {counted(moves.waited, 'request')} waited for one; adapters stored per "
         f"instance: {moves.stored_mean:.1f} on average",
     ]
-    if moves.lost or moves.returned:
-        lines.append(
-            f"crashes: {counted(moves.lost, 'request')} lost after the first token, "
-            f"{counted(moves.returned, 'request')} routed again"
-        )
+    if moves.lost:
+        lines.append(f"crashes: {counted(moves.lost, 'request')} lost")
     overloaded = [each for each in moves.rounds if each.target > 1.0]
     if overloaded:
         worst = max(each.target for each in overloaded)

@@ -164,16 +164,6 @@ def new_trace(
     )
 
 
-def forget(trace: TwinTrace, requests: NDArray[np.int64]) -> None:
-    """Remove requests without a token from the record."""
-    trace.first_ns[requests] = trace.finish_ns[requests] = NEVER
-    trace.stalled_ns[requests] = 0
-    trace.status[requests] = 0
-    if trace.admitted_ns.size:
-        trace.admitted_ns[requests] = NEVER
-        trace.skipped_ns[requests] = trace.held_up_ns[requests] = 0
-
-
 @jit
 def gap_bin(gap_ns: int) -> int:
     """Return the bin of a gap between tokens."""

@@ -100,9 +100,7 @@ class FleetMoves:
     waited: int
     """Requests that waited for a transfer."""
     lost: int
-    """Requests that a crash ended after their first token."""
-    returned: int
-    """Requests that were routed again after a crash."""
+    """Requests that a crash ended."""
     stored_mean: float
     """Adapters stored per instance, mean over time."""
     events: tuple[StorageEvent, ...]
@@ -161,7 +159,7 @@ class FleetChanges:
         self._counted = 0
         self._events = self._schedule(scenario.instances)
         self._rounds: list[RebalanceRound] = []
-        self._waited = self._lost = self._returned = 0
+        self._waited = self._lost = 0
 
     def _schedule(self, instances: int) -> list[tuple[int, int, int]]:
         """Return the heap of times, kinds and instances of periods and crashes."""
@@ -234,7 +232,6 @@ class FleetChanges:
             failed_transfers=len(began) - len(ended) - len(self._storage.under_way),
             waited=self._waited,
             lost=self._lost,
-            returned=self._returned,
             stored_mean=stored_ns / horizon_ns / len(self._storage.up),
             events=tuple(events),
         )
@@ -253,28 +250,18 @@ class FleetChanges:
         hand_to(self.laid.cluster, instance, adapter, request, now_ns)
 
     def _crash(self, instance: int, now_ns: int) -> None:
-        """Take an instance down at the end of its step.
+        """Take an instance down at the end of its step; the requests that it has are lost.
 
-        Requests with a token are lost, since their clients have read it; the others are routed again.
+        The router of a served plan sends no request again that an instance has received.
         """
-        cluster = self.laid.cluster
         trace = self.laid.members[instance].trace
-        waiting = self._storage.take_down(instance, now_ns)
-        at_instance = cluster.instance == instance
-        at_instance[waiting] = False
-        present = np.flatnonzero(at_instance & (trace.finish_ns == t.NEVER) & (trace.status == 0))
-        has_token = trace.first_ns[present] != t.NEVER
-        lost, returned = present[has_token], present[~has_token]
+        self._storage.take_down(instance, now_ns)
+        is_here = self.laid.cluster.instance == instance
+        lost = np.flatnonzero(is_here & (trace.finish_ns == t.NEVER) & (trace.status == 0))
         trace.status[lost] = t.STATUS_LOST
-        t.forget(trace, returned)
         restart_member(self.laid, instance)
         self._lost += lost.size
         self._rebalance(now_ns, "crash")
-        again = sorted([*returned.tolist(), *waiting])
-        self._returned += len(again)
-        for request in again:
-            cluster.instance[request] = NONE
-            self.route(request, now_ns)
 
     def _rebalance(self, now_ns: int, reason: Reason) -> None:
         """Replace the routing table; the demand of a period is that of the requests that arrived in it."""

@@ -183,24 +183,19 @@ class AdapterStorage:
         self._note(now_ns, "stored", transfer)
         return self.waiting.pop((transfer.instance, transfer.adapter))
 
-    def take_down(self, instance: int, now_ns: int) -> list[int]:
-        """Abort the transfers of an instance that crashes; return the requests that waited for those to it.
-
-        Transfers from it are tried with other holders.
-        """
+    def take_down(self, instance: int, now_ns: int) -> None:
+        """Abort the transfers of an instance that crashes; those from it are tried with other holders."""
         self.up[instance] = False
         aborted = [each for each in self.under_way if instance in (each.source, each.instance)]
         self._under_way = [each for each in self._under_way if each not in aborted]
         heapq.heapify(self._under_way)
-        returned: list[int] = []
         for transfer in aborted:
             self._note(now_ns, "aborted", transfer)
             if transfer.instance == instance:
-                returned += self.waiting.pop((instance, transfer.adapter))
+                del self.waiting[instance, transfer.adapter]
             else:
                 self._start(transfer.adapter, transfer.instance, now_ns, transfer.tried)
         self._in_free_ns[instance] = self._out_free_ns[instance] = now_ns
-        return sorted(returned)
 
     def remove_unused(
         self, is_used: NDArray[np.bool_], now_ns: int, adapters: Collection[int] | None = None
