@@ -325,4 +325,5 @@ def require_extra(extra: str, modules: Sequence[str]) -> None:
     """
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
-        raise InputError(f"is missing: pip install 'capplan[{extra}]'", missing, f"extra {extra!r}")
+        rule = f"is missing: pip install '.[{extra}]', in the checkout"
+        raise InputError(rule, missing, f"extra {extra!r}")

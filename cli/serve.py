@@ -263,8 +263,7 @@ def serve(args: ServeArgs) -> None:
     """Serve a model and its adapters over HTTP until SIGTERM or Ctrl-C, then drain and exit 0.
 
     OpenAI's clients work unchanged; an adapter is chosen by its name as the model. With a PLAN all its
-    instances are started, behind the router that it names, by default smooth-shares; flags come before the
-    plan.
+    instances are started, behind the router that it names, by default smooth-shares.
     """
     require_extra("engine", ENGINE)
     if args.host not in _LOOPBACK and args.api_key is None:

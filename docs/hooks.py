@@ -95,6 +95,9 @@ def _options(command: Any) -> list[str]:
             names = ", ".join([*parameter.opts, *parameter.secondary_opts])
             name = f"{names} {metavar}".strip()
         text = (getattr(parameter, "help", None) or "").replace("|", "\\|").replace("\n", " ")
+        if parameter.envvar:
+            variables = [parameter.envvar] if isinstance(parameter.envvar, str) else parameter.envvar
+            text += f" Environment: {', '.join(f'`{each}`' for each in variables)}."
         rows.append(f"| `{name}` | {text} | {_default(parameter)} |")
     return ["| option | meaning | default |", "|---|---|---|", *rows, ""] if rows else []
 

@@ -2,12 +2,16 @@
 
 import re
 import runpy
+import subprocess
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
+TEXT = frozenset(
+    (".cfg", ".in", ".j2", ".json", ".md", ".out", ".py", ".svg", ".toml", ".txt", ".yaml", ".yml")
+)
 PROGRAMS = (
     "start/first-plan.md",
     "how-it-works/twin.md",
@@ -62,6 +66,25 @@ def test_links_of_top_level_pages_exist() -> None:
         targets = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
         local = [target for target in targets if "://" not in target]
         assert [target for target in local if not (page.parent / target).exists()] == []
+
+
+def test_the_command_line_reference_names_environment_variables() -> None:
+    page = runpy.run_path(str(DOCS / "hooks.py"))["cli_page"]()
+    (row,) = re.findall(r"^\| `--admin-api-key[^|]*\|([^|]*)\|", page, re.MULTILINE)
+    assert "`CAPPLAN_ADMIN_API_KEY`" in row
+
+
+def test_no_tracked_file_has_a_merge_conflict() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    marker = re.compile(r"^(<<<<<<<|=======|>>>>>>>)( |$)", re.MULTILINE)
+    found = []
+    for name in listed.stdout.splitlines():
+        path = ROOT / name
+        if path.suffix in TEXT and path.is_file() and marker.search(path.read_text(encoding="utf-8")):
+            found.append(name)
+    assert found == []
 
 
 @pytest.mark.parametrize("page", PROGRAMS)

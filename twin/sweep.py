@@ -232,7 +232,7 @@ def imported_ray() -> ModuleType:
     try:
         import ray
     except ImportError:
-        raise InputError("needs Ray: pip install 'capplan[ray]'", location=_ARGUMENT) from None
+        raise InputError("needs Ray: pip install '.[ray]', in the checkout", location=_ARGUMENT) from None
     module: ModuleType = ray
     return module
 

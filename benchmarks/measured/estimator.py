@@ -85,6 +85,6 @@ def engine_of(model: str, gpu: str, tp: int) -> Any:
     try:
         from aiconfigurator_core.sdk.engine import EngineHandle
     except ImportError:
-        rule = "needs the operator tables: pip install 'capplan[measured]'"
+        rule = "needs the operator tables: pip install '.[measured]', in the checkout"
         raise InputError(rule, location="estimator") from None
     return EngineHandle.compile(model, system_of(gpu).key, "vllm", tp_size=tp)

@@ -127,9 +127,8 @@ def operator_tables(gpu: str) -> OperatorTables:
 def _data_folder() -> Path:
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
-        raise InputError(
-            "needs the operator tables: pip install 'capplan[measured]'", location="capplan profile compose"
-        )
+        rule = "needs the operator tables: pip install '.[measured]', in the checkout"
+        raise InputError(rule, location="capplan profile compose")
     return Path(spec.submodule_search_locations[0]) / "systems" / "data"
 
 

@@ -130,7 +130,7 @@ def test_invalid_flags_are_one_line_errors(run: Run, flags: str, message: str) -
 def test_a_missing_extra_is_a_one_line_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "find_spec", lambda name: None if name == "fastapi" else object())
     line = error_line(run("serve", "--model", "tiny-llama"))
-    assert "pip install 'capplan[engine]'" in line
+    assert "pip install '.[engine]', in the checkout" in line
     assert "fastapi" in line
 
 

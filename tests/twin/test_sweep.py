@@ -148,7 +148,7 @@ def test_a_missing_ray_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(InputError) as caught:
         sweep(jobs(), ray_address="auto")
-    assert str(caught.value) == "ray_address: needs Ray: pip install 'capplan[ray]'"
+    assert str(caught.value) == "ray_address: needs Ray: pip install '.[ray]', in the checkout"
 
 
 @pytest.mark.slow
