@@ -162,7 +162,7 @@ def _write(file: Path, log: Path, server: str) -> None:
             if rng.random() < 0.5:
                 registry.hold(name, entry(name).digest or "", server)
             else:
-                registry.release(name, server)
+                registry.release(name, server, keeper=f"s{rng.randrange(_WRITERS)}")
 
 
 def _commits(file: Path) -> int:

@@ -98,6 +98,11 @@ class ServeArgs:
     server_url: str | None = typer.Option(
         None, metavar="URL", help="Where other servers reach this one; default: where it listens."
     )
+    max_stored_gib: float | None = typer.Option(
+        None,
+        metavar="GIB",
+        help="With --registry and --lora-root, of the adapters that an instance stores; default: 64.",
+    )
     router: RouterOption = None
     state_period_s: float = typer.Option(
         STATE_PERIOD_S, metavar="S", help="Time between reports of an instance to the router of a plan."
@@ -319,14 +324,16 @@ def _pool(args: ServeArgs) -> PoolSettings | None:
     """Return the settings of the distributed pool; None without a registry."""
     from capplan.engine.server import PoolSettings
 
-    for name in ("server_name", "server_url"):
-        if getattr(args, name) is not None and None in (args.registry, args.lora_root):
+    chosen = {name: getattr(args, name) for name in ("server_name", "server_url", "max_stored_gib")}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    for name in chosen:
+        if None in (args.registry, args.lora_root):
             flag = f"--{name.replace('_', '-')}"
             raise InputError("goes with --registry and --lora-root", getattr(args, name), flag)
     if args.registry is None:
         return None
     require_extra("engine", ("aiohttp",))
-    return PoolSettings(args.registry, args.server_name, args.server_url)
+    return PoolSettings(args.registry, **chosen)
 
 
 def _engine_settings(args: ServeArgs, adapters: int) -> dict[str, Any]:

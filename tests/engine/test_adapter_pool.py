@@ -12,66 +12,22 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
 
-from capplan.engine.server import PoolSettings, ServerLimits
-from capplan.engine.server.adapter_pool import PoolParams
+from capplan.engine.server import ServerLimits
+from capplan.engine.server.adapter_copies import PoolParams
 from capplan.engine.server.transfer import TransferParams
-from capplan.spec.registry import AdapterRegistry, RegisteredAdapter, read_adapter
-from tests.engine.live import ADMIN_KEY, TINY, Live, live
-from tests.engine.test_faults import Answer, complete, post, send, tokens_of
-from tests.engine.test_generate import spoil_number, write_adapter
+from capplan.spec.registry import RegisteredAdapter, read_adapter
+from tests.engine.adapter_fleet import NAMES, Fleet, answer, ask, refusal, right_answers, share
+from tests.engine.live import ADMIN_KEY, live
+from tests.engine.test_faults import post, send, tokens_of
+from tests.engine.test_generate import spoil_number
 
-QUICK = PoolParams(3600.0, 0.0, 0.2, TransferParams(0.3, 0.3, 4))
-NAMES = ("a", "b", "c")
 PEER = "peer"
-
-
-class Fleet:
-    """A registry with adapters by folder, and servers that share it."""
-
-    def __init__(self, top: Path, names: tuple[str, ...] = NAMES) -> None:
-        self.top = top
-        self.file = top / "registry.db"
-        self.registry = AdapterRegistry(self.file, create=True, timeout_s=0.2)
-        for scale, name in enumerate(names, start=1):
-            folder = top / "source" / name
-            folder.parent.mkdir(exist_ok=True)
-            write_adapter(folder, SimpleNamespace(config=TINY), scale=float(scale))  # type: ignore[arg-type]
-            self.registry.add(read_adapter(name, folder, "base"))
-
-    def root(self, name: str) -> Path:
-        return self.top / name
-
-    @contextlib.contextmanager
-    def server(self, name: str, **changes: Any) -> Iterator[Live]:
-        """Serve the registry's adapters; none is there at the start."""
-        self.root(name).mkdir(exist_ok=True)
-        pool = PoolSettings(str(self.file), server_name=name)
-        engine = {"max_adapters": changes.pop("max_adapters", 8), "max_loras": 2}
-        changes = {"lora_root": self.root(name), "pool": pool, "pool_params": QUICK} | changes
-        with live({}, engine, **changes) as running:
-            yield running
-
-    def lose_source(self, name: str) -> None:
-        shutil.rmtree(self.top / "source" / name)
-
-    def holders(self, name: str) -> tuple[str, ...]:
-        return self.registry.get(name).holders
-
-    def check(self, *servers: str) -> None:
-        """Check that registry and files agree, and that nothing half-written is left."""
-        for server in servers:
-            held = {adapter.digest for adapter in self.registry.adapters(server=server)}
-            assert {path.name for path in self.root(server).iterdir()} == held
-            for adapter in self.registry.adapters(server=server):
-                stored = read_adapter(adapter.name, self.root(server) / str(adapter.digest), "base")
-                assert (stored.digest, stored.size_bytes) == (adapter.digest, adapter.size_bytes)
 
 
 @pytest.fixture
@@ -83,36 +39,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 
 @pytest.fixture(scope="module")
 def right(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
-    """Answers of a server that has all adapters from the start."""
-    fleet = Fleet(tmp_path_factory.mktemp("right"))
-    with live({name: fleet.top / "source" / name for name in NAMES}) as server:
-        answers = {name: answer(server, name) for name in NAMES}
-    fleet.registry.close()
-    assert len({tuple(tokens) for tokens in answers.values()}) == len(NAMES)
-    return answers
-
-
-def ask(server: Live, name: str, **fields: Any) -> Answer:
-    return complete(server, **({"model": name, "max_tokens": 12, "return_token_ids": True} | fields))
-
-
-def answer(server: Live, name: str) -> list[int]:
-    return tokens_of(ask(server, name))
-
-
-def refusal(server: Live, name: str) -> tuple[int, str]:
-    refused = ask(server, name)
-    return refused.status, refused.error["code"]
-
-
-def share(server: Live, **shares: float) -> None:
-    """Set shares, and remove copies."""
-    body = json.dumps({"shares": shares}).encode()
-    set_ = send(server, "POST", "/v1/adapter_shares", body, Authorization=f"Bearer {ADMIN_KEY}")
-    assert set_.status == 200, set_.body
-    pool = server.service.pool
-    assert pool is not None
-    server.run(pool.remove_copies())
+    return right_answers(tmp_path_factory.mktemp("right"))
 
 
 def test_an_adapter_is_fetched_from_its_location_and_then_from_a_server(

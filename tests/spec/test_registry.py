@@ -106,11 +106,17 @@ class RegistryMachine(RuleBasedStateMachine):
             self.registries[side].hold(name, digest, server)
             self.holders[name].add(server)
 
-    @rule(side=st.booleans(), name=st.sampled_from(NAMES), server=st.sampled_from(SERVERS))
-    def release(self, side: bool, name: str, server: str) -> None:
+    @rule(
+        side=st.booleans(),
+        name=st.sampled_from(NAMES),
+        server=st.sampled_from(SERVERS),
+        keeper=st.sampled_from(SERVERS),
+    )
+    def release(self, side: bool, name: str, server: str, keeper: str) -> None:
         holders = self.holders.get(name, set())
-        assert self.registries[side].release(name, server) == (holders != {server})
-        if holders != {server}:
+        may_leave = keeper != server and keeper in holders
+        assert self.registries[side].release(name, server, keeper) == may_leave
+        if may_leave:
             holders.discard(server)
 
     @rule(side=st.booleans(), name=st.sampled_from(NAMES), server=st.sampled_from(SERVERS))

@@ -8,6 +8,7 @@ import hashlib
 import re
 import secrets
 import shutil
+import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from capplan.errors import InputError
 from capplan.spec.durable import sync
 from capplan.spec.lora_modules import ADAPTER_CONFIG
 from capplan.spec.peft_folder import MAX_CONFIG_BYTES, WEIGHTS_FILE
-from capplan.spec.registry.adapter import ADAPTER_FILES, digest_of
+from capplan.spec.registry.adapter import ADAPTER_FILES, digest_of, file_digest
 from capplan.spec.tensor_files import open_regular
 
 MAX_ADAPTER_BYTES: Final = 2**34
@@ -53,7 +54,45 @@ class AdapterStore:
 
     def __contains__(self, digest: str) -> bool:
         path = self._root / digest
-        return path.is_dir() and not path.is_symlink()
+        return bool(_DIGEST.fullmatch(digest)) and path.is_dir() and not path.is_symlink()
+
+    def size_bytes(self, digest: str) -> int:
+        """Return the bytes of a stored adapter; files that are missing have none."""
+        found = 0
+        for name in ADAPTER_FILES:
+            with contextlib.suppress(OSError):
+                found += (self._root / digest / name).lstat().st_size
+        return found
+
+    def is_intact(self, digest: str) -> bool:
+        """Return whether an adapter is stored and its bytes, which are read, have its digest.
+
+        Raises
+        ------
+        OSError
+            If the files cannot be opened for a reason that says nothing of them, such as too many open files.
+        """
+        if digest not in self:
+            return False
+        hashes = {}
+        for name in ADAPTER_FILES:
+            path = self._root / digest / name
+            try:
+                is_regular = stat.S_ISREG(path.lstat().st_mode)
+            except FileNotFoundError:
+                is_regular = False
+            if not is_regular:
+                return False
+            try:
+                with self.open(digest, name) as file:
+                    hashes[name] = file_digest(file)[1]
+            except InputError as error:
+                raise OSError(errno.EAGAIN, str(error)) from None
+            except OSError as error:
+                if error.errno == errno.EIO:
+                    return False
+                raise
+        return digest_of(hashes) == digest
 
     def folder(self, digest: str) -> PeftFolder:
         """Return a stored adapter; no link below the root is followed when it is read."""

@@ -2,33 +2,29 @@
 
 Each adapter of the registry is stored on at least one server, once a server has fetched it. The first request
 of an adapter at a server fetches it from a server that stores it, or else from its location. A server removes
-its copy when its share of the adapter's requests is zero and they have ended, unless it is the last one.
+its copy when its share of the adapter's requests is zero, they have ended, and another server has confirmed
+that its own copy is intact.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import BinaryIO, Final, TypeVar
-from weakref import WeakValueDictionary
+from typing import Any, BinaryIO, Final
 
-from prometheus_client.core import CounterMetricFamily
-from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.metrics_core import Metric
 
 from capplan.engine.lora.store import AdapterStore
+from capplan.engine.server.adapter_copies import AdapterCopies, PoolParams, PoolServer
 from capplan.engine.server.adapters import ServedAdapters
-from capplan.engine.server.limiter import ServerSettings
-from capplan.engine.server.metrics import metric_family
+from capplan.engine.server.limiter import PoolSettings, ServerSettings
+from capplan.engine.server.pool_metrics import PoolCounters
 from capplan.engine.server.protocol import RETRY, ApiError, overloaded, unknown_model
-from capplan.engine.server.transfer import Fetcher, Source, TransferError, TransferParams, location, peer
+from capplan.engine.server.transfer import Fetcher, Source, TransferError, location, peer
 from capplan.errors import InputError
 from capplan.spec.registry import AdapterRegistry, RegisteredAdapter, RegistryUnavailableError
 from capplan.spec.registry.adapter import ADAPTER_FILES
@@ -39,31 +35,7 @@ _MAX_NAME: Final = 256
 _THREADS: Final = 8
 """For calls of the registry, and for files."""
 
-T = TypeVar("T")
-
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class PoolParams:
-    """Times of a pool.
-
-    Attributes
-    ----------
-    round_s
-        Interval of rounds, which remove copies.
-    idle_s
-        Time without a request after which an adapter whose share is zero may be removed.
-    registry_timeout_s
-        Time to wait for a lock of the registry.
-    transfers
-        Times of transfers.
-    """
-
-    round_s: float = 5.0
-    idle_s: float = 5.0
-    registry_timeout_s: float = 5.0
-    transfers: TransferParams = field(default_factory=TransferParams)
 
 
 class AdapterPool:
@@ -95,56 +67,41 @@ class AdapterPool:
         served: ServedAdapters,
         settings: ServerSettings,
         url: str,
-        params: PoolParams = PoolParams(),
+        params: PoolParams,
     ) -> None:
         self._registry = registry
         self._store = store
         self._served = served
-        own = settings.pool
-        self._base_model = (own and own.base_model) or settings.model_name
-        self._key = settings.admin_api_key
+        pool = settings.pool or PoolSettings(registry.location)
+        self._base_model = pool.base_model or settings.model_name
         self._timeout_s = settings.limits.lora_timeout_s
         self._params = params
         self._threads = ThreadPoolExecutor(_THREADS, "adapter-pool")
         self._fetcher = Fetcher(params.transfers, served.readers, self._threads)
         self._places = asyncio.Semaphore(params.transfers.max_transfers)
-        self._name = (own and own.server_name) or url.partition("://")[2]
-        self._stored: dict[str, str] = {}
+        self._own = PoolServer(
+            pool.server_name or url.partition("://")[2],
+            pool.server_url or url,
+            settings.admin_api_key,
+            pool.max_stored_bytes,
+        )
+        self._counters = PoolCounters()
+        self._copies = AdapterCopies(
+            self._own, registry, store, served, self._fetcher, self._threads, self._counters
+        )
         self._unusable: dict[str, str] = {}
         self._causes: dict[str, str] = {}
-        self._shares: dict[str, float] = {}
-        self._used_s: OrderedDict[str, float] = OrderedDict()
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._loads: dict[str, asyncio.Task[None]] = {}
-        self._rounds: asyncio.Task[None] | None = None
-        self._transfers: Counter[tuple[str, str]] = Counter()
-        self._moved_bytes: Counter[str] = Counter()
-        self._moved_s: dict[str, float] = {}
-        self._removed = 0
-        self._reconcile((own and own.server_url) or url)
-
-    def _reconcile(self, url: str) -> None:
-        """Let registry and files agree: either may be ahead after a crash."""
-        self._registry.announce(self._name, url)
-        stored = self._store.digests()
-        for adapter in self._registry.adapters(server=self._name):
-            if adapter.digest not in stored:
-                self._registry.lose(adapter.name, self._name)
-        for digest in stored:
-            adapters = self._registry.with_digest(digest)
-            for adapter in adapters:
-                self._registry.hold(adapter.name, digest, self._name)
-                self._stored[adapter.name] = digest
-            if not adapters:
-                self._store.delete(digest)
+        self._background: set[asyncio.Task[None]] = set()
+        self._copies.reconcile()
 
     def start(self) -> None:
         """Remove copies from now on."""
-        self._rounds = asyncio.ensure_future(self._run_rounds())
+        self._spawn(self._run_rounds())
 
     async def close(self) -> None:
         """End transfers, and close all connections."""
-        tasks = [*self._loads.values(), *([] if self._rounds is None else [self._rounds])]
+        tasks = [*self._loads.values(), *self._background]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -164,14 +121,11 @@ class AdapterPool:
             be fetched or the registry cannot be used.
         """
         if name in self._served:
-            self._touch(name)
+            self._copies.touch(name)
             return
-        task = self._loads.get(name)
-        if task is None:
-            if len(self._loads) >= _MAX_LOADS:
-                raise overloaded("Too many adapters are being fetched")
-            task = self._loads[name] = asyncio.ensure_future(self._load(name))
-            task.add_done_callback(lambda done: self._on_loaded(name, done))
+        if name not in self._loads and len(self._loads) >= _MAX_LOADS:
+            raise overloaded("Too many adapters are being fetched")
+        task = self._start_load(name)
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -179,9 +133,18 @@ class AdapterPool:
                 raise ApiError(503, "The server shuts down", code="shutting_down", headers=RETRY) from None
             raise
 
-    def _touch(self, name: str) -> None:
-        self._used_s[name] = time.monotonic()
-        self._used_s.move_to_end(name)
+    def _start_load(self, name: str) -> asyncio.Task[None]:
+        """Return the load of an adapter, which others may have started."""
+        if name not in self._loads:
+            task = self._loads[name] = asyncio.ensure_future(self._load(name))
+            task.add_done_callback(lambda done: self._on_loaded(name, done))
+        return self._loads[name]
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run work until it ends, or the pool is closed."""
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     def _on_loaded(self, name: str, done: asyncio.Task[None]) -> None:
         del self._loads[name]
@@ -192,14 +155,13 @@ class AdapterPool:
         try:
             async with asyncio.timeout(self._timeout_s):
                 adapter, digest = await self._known(name)
-                async with self._lock_of(digest):
-                    if digest not in self._store:
-                        await self._fetch(adapter, digest)
-                    await self._in_thread(self._registry.hold, name, digest, self._name)
-                    self._stored[name] = digest
-                    removable = [each for each in self._used_s if each in self._stored]
-                    await self._served.serve(name, self._store.folder(digest), removable)
-                    self._touch(name)
+                async with self._copies.lock_of(digest):
+                    if not await self._copies.has(digest):
+                        async with self._copies.room(adapter.size_bytes or 0):
+                            await self._fetch(adapter, digest)
+                    await self._copies.hold(name, digest)
+                    await self._served.serve(name, self._store.folder(digest), self._copies.by_use())
+                    self._copies.touch(name)
         except RegistryUnavailableError as error:
             raise _unavailable(error) from None
         except InputError as error:  # the registry has changed meanwhile
@@ -214,7 +176,7 @@ class AdapterPool:
 
     async def _known(self, name: str) -> tuple[RegisteredAdapter, str]:
         """Return an adapter of the registry that this server can serve, and its digest."""
-        adapter = await self._in_thread(self._registry.find, name) if len(name) <= _MAX_NAME else None
+        adapter = await self._copies.in_thread(self._registry.find, name) if len(name) <= _MAX_NAME else None
         if adapter is None:
             raise unknown_model(name)
         if adapter.base_model != self._base_model:
@@ -242,10 +204,15 @@ class AdapterPool:
             if cause is None:
                 self._log_causes(adapter.name, causes)
                 return
-            causes.setdefault(cause, []).append(source.name)
+            causes.setdefault(cause, []).append(str(source))
+            if source.kind == "server":  # its copy may be broken
+                self._spawn(self._ask_to_check(source, adapter.size_bytes or 0))
         self._log_causes(adapter.name, causes)
         message = f"None of {len(sources)} sources delivers the adapter {adapter.name!r}"
         raise ApiError(503, message, "model", "adapter_unavailable", RETRY)
+
+    async def _ask_to_check(self, source: Source, size_bytes: int) -> None:
+        await self._fetcher.confirms(source, size_bytes)
 
     def _log_causes(self, name: str, causes: Mapping[str, Sequence[str]]) -> None:
         """Log which sources do not deliver an adapter, unless the last line was the same."""
@@ -263,7 +230,7 @@ class AdapterPool:
         Raises
         ------
         ApiError
-            If the bytes are those that the registry knows, and cannot be served.
+            If the bytes are those that the registry knows, and cannot be served or stored.
         """
         readers, begin_s = self._served.readers, time.monotonic()
         with self._store.receiving(digest, adapter.size_bytes) as incoming:
@@ -271,28 +238,26 @@ class AdapterPool:
                 await self._fetcher.fetch(source, incoming, timeout_s)
                 incoming.require_digest()
             except (TransferError, InputError) as error:
-                self._transfers[source.kind, "failed"] += 1
+                self._counters.transfers[source.kind, "failed"] += 1
                 return str(error)
             try:
                 await readers.run(lambda: self._served.check(incoming.peft))
             except InputError as error:
-                self._transfers[source.kind, "unusable"] += 1
+                self._counters.transfers[source.kind, "unusable"] += 1
                 self._unusable[digest] = str(error)
                 raise self._refusal(digest) from None
-            await readers.run(incoming.store)
-        self._transfers[source.kind, "done"] += 1
-        self._moved_bytes[source.kind] += incoming.size_bytes
-        took_s = time.monotonic() - begin_s
-        self._moved_s[source.kind] = self._moved_s.get(source.kind, 0.0) + took_s
+            async with self._copies.room(incoming.size_bytes if adapter.size_bytes is None else 0):
+                await readers.run(incoming.store)
+        self._counters.on_transfer(source.kind, incoming.size_bytes, time.monotonic() - begin_s)
         return None
 
     async def _sources(self, adapter: RegisteredAdapter, digest: str) -> list[Source]:
         """Return the servers that store an adapter, in random order, and its location."""
-        urls = await self._in_thread(self._registry.servers)
-        holders = [name for name in adapter.holders if name != self._name and name in urls]
+        urls = await self._copies.in_thread(self._registry.servers)
+        holders = [name for name in adapter.holders if name != self._own.name and name in urls]
         random.shuffle(holders)
         return [
-            *(peer(name, urls[name], digest, self._key) for name in holders),
+            *(peer(name, urls[name], digest, self._own.key) for name in holders),
             location(adapter.location),
         ]
 
@@ -308,18 +273,50 @@ class AdapterPool:
         if name not in ADAPTER_FILES:
             raise missing
         try:
-            known = await self._in_thread(self._registry.with_digest, digest)
+            known = await self._copies.in_thread(self._registry.with_digest, digest)
             if not known or digest not in self._store:
                 raise missing
-            return await self._in_thread(self._store.open, digest, name)
+            return await self._copies.in_thread(self._store.open, digest, name)
         except RegistryUnavailableError as error:
             raise _unavailable(error) from None
         except InputError:  # removed meanwhile
             raise missing from None
 
+    async def check(self, digest: str) -> dict[str, object]:
+        """Return whether the copy of an adapter is intact, by reading it, and the name of this server.
+
+        A broken copy is removed, and fetched again unless the share of its adapter is zero.
+
+        Raises
+        ------
+        ApiError
+            503 if the copy cannot be read.
+        """
+        try:
+            is_intact = await self._copies.check(digest)
+        except OSError as error:
+            raise ApiError(503, f"The copy cannot be read: {error.strerror}", code="storage") from None
+        if not is_intact:
+            self._spawn(self._repair(digest))
+        return {"server": self._own.name, "intact": is_intact}
+
+    async def _repair(self, digest: str) -> None:
+        """Remove a broken copy, and fetch it again for the adapters that have a share or requests here."""
+        try:
+            async with self._copies.lock_of(digest):
+                if await self._copies.check(digest):  # loaded meanwhile
+                    return
+                names = await self._copies.discard(digest)
+        except (ApiError, InputError, OSError) as error:
+            _log.warning("a broken copy is not removed: %s", error)
+            return
+        for name in names:
+            if name in self._served or not self._copies.has_no_share(name):
+                self._start_load(name)
+
     def set_shares(self, shares: Mapping[str, float]) -> None:
         """Set shares of the requests of adapters; copies of those with a share of zero are removed."""
-        self._shares |= shares
+        self._copies.set_shares(shares)
 
     async def _run_rounds(self) -> None:
         while True:
@@ -331,61 +328,12 @@ class AdapterPool:
 
     async def remove_copies(self) -> None:
         """Remove copies whose share is zero, or whose bytes the registry does not know any more."""
-        stored = dict(self._stored)
-
-        def outdated() -> set[str]:
-            known = {name: self._registry.find(name) for name in stored}
-            return {name for name, each in known.items() if each is None or each.digest != stored[name]}
-
-        unknown = await self._in_thread(outdated)
-        for name, digest in stored.items():
-            if name in unknown or self._shares.get(name) == 0:
-                await self._remove(name, digest, last_too=name in unknown)
-
-    async def _remove(self, name: str, digest: str, last_too: bool) -> None:
-        """Remove a copy if no request uses it and, unless `last_too`, another server has one."""
-        async with self._lock_of(digest):
-            if self._stored.get(name) != digest:
-                return
-            if time.monotonic() - self._used_s.get(name, -math.inf) < self._params.idle_s:
-                return
-            if not await self._served.withdraw(name):
-                return
-            # First the registry: no server is sent here for files that are gone.
-            if not last_too and not await self._in_thread(self._registry.release, name, self._name):
-                return
-            del self._stored[name]
-            self._removed += 1
-            self._used_s.pop(name, None)
-            if digest not in self._stored.values():
-                await self._in_thread(self._store.delete, digest)
+        await self._copies.remove_unwanted(self._params.idle_s)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the pool."""
-        stored = [((), float(len(self._stored)))]
-        yield metric_family(Gauge, "capplan:adapters_stored", "Adapters stored by this server", (), stored)
-        outcomes = [(labels, float(count)) for labels, count in sorted(self._transfers.items())]
-        help_text = "Transfers of adapters to this server"
-        labels = ("source", "outcome")
-        yield metric_family(CounterMetricFamily, "capplan:adapter_transfers", help_text, labels, outcomes)
-        for counts, name, help_text in (
-            (self._moved_bytes, "bytes", "Bytes of adapters transferred to this server"),
-            (self._moved_s, "seconds", "Time of these transfers, with checks and writing"),
-        ):
-            rows = [((source,), float(count)) for source, count in sorted(counts.items())]
-            name = f"capplan:adapter_transfer_{name}"
-            yield metric_family(CounterMetricFamily, name, help_text, ("source",), rows)
-        removed = [((), float(self._removed))]
-        help_text = "Copies of adapters removed from this server"
-        yield metric_family(CounterMetricFamily, "capplan:adapter_copies_removed", help_text, (), removed)
-
-    async def _in_thread(self, function: Callable[..., T], *arguments: object) -> T:
-        """Return what a function returns, in threads of the pool: a locked registry delays nothing else."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
-
-    def _lock_of(self, digest: str) -> asyncio.Lock:
-        """Return the lock of those who load or remove an adapter; it exists as long as one of them does."""
-        return self._locks.setdefault(digest, asyncio.Lock())
+        copies = self._copies
+        return self._counters.collect(len(copies.stored), copies.stored_bytes, self._own.max_bytes)
 
 
 def _unavailable(error: RegistryUnavailableError) -> ApiError:
@@ -396,7 +344,7 @@ def _unavailable(error: RegistryUnavailableError) -> ApiError:
 
 
 def open_pool(
-    settings: ServerSettings, served: ServedAdapters, url: str, params: PoolParams = PoolParams()
+    settings: ServerSettings, served: ServedAdapters, url: str, params: PoolParams | None = None
 ) -> AdapterPool:
     """Return the pool of a server that listens at a URL.
 
@@ -408,6 +356,7 @@ def open_pool(
     pool, root = settings.pool, settings.lora_root
     if pool is None or root is None:
         raise ValueError("the server has no registry")
+    params = params or PoolParams()
     registry = AdapterRegistry(pool.registry, timeout_s=params.registry_timeout_s)
     try:
         store = AdapterStore(root.resolve())

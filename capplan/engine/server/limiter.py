@@ -41,17 +41,27 @@ class PoolSettings:
         Where other servers reach this one; None: where it listens.
     base_model
         Base model in the registry of the adapters to serve; None: the name of the server's.
+    max_stored_gib
+        Limit of the files of all adapters that the server stores.
     """
 
     registry: str
     server_name: str | None = None
     server_url: str | None = None
     base_model: str | None = None
+    max_stored_gib: float = 64.0
 
     def __post_init__(self) -> None:
         for name in ("registry", "server_name", "server_url"):
             if getattr(self, name) == "":
                 raise InputError("must not be empty", location=name)
+        if not 0 < self.max_stored_gib < float("inf"):
+            raise InputError("must be a finite number > 0", self.max_stored_gib, "max_stored_gib")
+
+    @property
+    def max_stored_bytes(self) -> int:
+        """Limit in bytes."""
+        return int(self.max_stored_gib * 2**30)
 
 
 @dataclass(frozen=True)

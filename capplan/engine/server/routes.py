@@ -128,6 +128,12 @@ async def adapter_file(digest: str, name: str, request: Request) -> Response:
     return StreamingResponse(_parts(file), headers=headers, media_type="application/octet-stream")
 
 
+@router.post("/v1/adapter_files/{digest}")
+async def check_adapter(digest: str, request: Request) -> JSONResponse:
+    """Compare files of a stored adapter with their digest, for a server that would remove its own copy."""
+    return JSONResponse(await _pool(request).check(digest))
+
+
 async def _parts(file: BinaryIO) -> AsyncIterator[bytes]:
     with file:
         while part := await asyncio.to_thread(file.read, _PART_BYTES):

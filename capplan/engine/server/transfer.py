@@ -16,14 +16,15 @@ import aiohttp
 from capplan.engine.lora.store import IncomingAdapter
 from capplan.engine.server.adapters import ReaderThreads
 from capplan.errors import InputError
-from capplan.spec.files import error_reason
+from capplan.spec.files import error_reason, parse_json
 from capplan.spec.registry.adapter import ADAPTER_FILES
 from capplan.spec.tensor_files import open_regular
 
 PEER_PATH: Final = "/v1/adapter_files"
-"""Of servers that send files: ``PEER_PATH/DIGEST/FILE``."""
+"""Of servers that send files, ``PEER_PATH/DIGEST/FILE``, and check them, ``PEER_PATH/DIGEST``."""
 
 _PART_BYTES: Final = 2**20
+_MAX_ANSWER_BYTES: Final = 4096
 
 
 class TransferError(Exception):
@@ -42,14 +43,17 @@ class TransferParams:
         Time without any bytes after which a source is given up.
     max_transfers
         Transfers to a server at a time; further ones wait.
+    check_bytes_per_s
+        Rate at which a server reads a copy to check it, at least; slower ones do not confirm their copies.
     """
 
     connect_timeout_s: float = 3.0
     stall_timeout_s: float = 5.0
     max_transfers: int = 4
+    check_bytes_per_s: float = 5e7
 
     def __post_init__(self) -> None:
-        for name in ("connect_timeout_s", "stall_timeout_s", "max_transfers"):
+        for name in ("connect_timeout_s", "stall_timeout_s", "max_transfers", "check_bytes_per_s"):
             if not getattr(self, name) > 0:
                 raise InputError("must be > 0", getattr(self, name), name)
 
@@ -60,8 +64,10 @@ class Source:
 
     Attributes
     ----------
-    kind, name
-        Shown in metrics and messages.
+    kind
+        Shown in metrics.
+    name
+        Of the server in the registry; of a location empty.
     at
         URL of the folder, or its path on this machine.
     key
@@ -73,15 +79,18 @@ class Source:
     at: str
     key: str | None = None
 
+    def __str__(self) -> str:
+        return f"server {self.name}" if self.kind == "server" else "its location"
+
 
 def peer(server: str, url: str, digest: str, key: str | None) -> Source:
     """Return the source of an adapter on another server."""
-    return Source("server", f"server {server}", f"{url.rstrip('/')}{PEER_PATH}/{digest}", key)
+    return Source("server", server, f"{url.rstrip('/')}{PEER_PATH}/{digest}", key)
 
 
 def location(at: str) -> Source:
     """Return the source of an adapter at its location."""
-    return Source("location", "its location", at.removeprefix("file://"))
+    return Source("location", "", at.removeprefix("file://"))
 
 
 class Fetcher:
@@ -118,6 +127,29 @@ class Fetcher:
                     raise TransferError("it is neither a folder nor an http(s) URL")
                 else:
                     await self._readers.run(lambda: _copy(Path(source.at), adapter))
+
+    async def confirms(self, source: Source, size_bytes: int) -> bool | None:
+        """Let a server check its copy; return whether it is intact, or None if the server does not tell.
+
+        Parameters
+        ----------
+        size_bytes
+            Bytes of the adapter.
+        """
+        headers = {} if source.key is None else {"Authorization": f"Bearer {source.key}"}
+        timeout_s = self._params.stall_timeout_s + size_bytes / self._params.check_bytes_per_s
+        timeout = aiohttp.ClientTimeout(timeout_s, self._params.connect_timeout_s)
+        try:
+            answer = self._connected().post(
+                source.at, headers=headers, timeout=timeout, allow_redirects=False
+            )
+            async with answer as response:
+                found = parse_json((await response.content.read(_MAX_ANSWER_BYTES)).decode(), "answer")
+                # Another server may listen at a former address.
+                is_own = isinstance(found, dict) and found.get("server") == source.name
+                return found.get("intact") is True if is_own and response.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError, InputError, OSError, ValueError):
+            return None
 
     async def _download(self, source: Source, name: str, adapter: IncomingAdapter) -> None:
         headers = {} if source.key is None else {"Authorization": f"Bearer {source.key}"}

@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from pydantic import Field
 
@@ -74,7 +74,7 @@ def read_adapter(
     if not base_model:
         where = f"{files.config}: base_model_name_or_path"
         raise InputError("is required, or --base-model", location=where)
-    hashed = [_file_digest(file, str(file)) for file in (files.config, files.weights)]
+    hashed = [_file_digest(file) for file in (files.config, files.weights)]
     return RegisteredAdapter(
         name=name,
         base_model=base_model,
@@ -92,11 +92,15 @@ def digest_of(files: Mapping[str, str]) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def _file_digest(file: Path, location: str) -> tuple[int, str]:
-    """Return the bytes of a file and their SHA-256."""
+def file_digest(file: BinaryIO) -> tuple[int, str]:
+    """Return the remaining bytes of a file and their SHA-256."""
     total_bytes, hashed = 0, hashlib.sha256()
-    with open_regular(file, None, location) as opened:
-        while part := opened.read(_PART_BYTES):
-            total_bytes += len(part)
-            hashed.update(part)
+    while part := file.read(_PART_BYTES):
+        total_bytes += len(part)
+        hashed.update(part)
     return total_bytes, hashed.hexdigest()
+
+
+def _file_digest(file: Path) -> tuple[int, str]:
+    with open_regular(file, None, str(file)) as opened:
+        return file_digest(opened)

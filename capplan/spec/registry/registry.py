@@ -207,19 +207,19 @@ class AdapterRegistry:
             if not _holds(connection, name, server):
                 connection.execute(sa.insert(HOLDERS).values(adapter=name, server=server))
 
-    def release(self, name: str, server: str) -> bool:
-        """Remove a server from the holders of an adapter, unless it is the last one.
+    def release(self, name: str, server: str, keeper: str) -> bool:
+        """Remove a server from the holders of an adapter if another one, `keeper`, stays among them.
+
+        The caller has let `keeper` check its copy. Of two servers that have checked each other's copies only
+        one leaves: transactions follow each other, and the second one finds that its keeper has left.
 
         Returns
         -------
         bool
-            Whether the server may delete its copy. False: no other server holds the adapter.
+            Whether the server may delete its copy. False: `keeper` does not hold the adapter.
         """
         with self._database.writing() as connection:
-            if not _holds(connection, name, server):
-                return True
-            others = (HOLDERS.c.adapter == name) & (HOLDERS.c.server != server)
-            if connection.execute(sa.select(HOLDERS.c.server).where(others)).first() is None:
+            if keeper == server or not _holds(connection, name, keeper):
                 return False
             _drop(connection, name, server)
             return True
