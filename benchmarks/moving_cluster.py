@@ -1,14 +1,15 @@
 """Cluster of small engines whose adapters move: real processes, a real router, and checks.
 
-An adapter must be stored by a server at every moment, a request answered once with the tokens of its adapter
-or refused with a reason, and the registry agree with the files. Used by ``benchmarks.running_cluster`` and by
-tests.
+An intact copy of each adapter must be stored by a server at every moment, a request answered once with the
+tokens of its adapter or refused with a reason, and the registry agree with the files. Used by
+``benchmarks.running_cluster`` and by tests.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import random
@@ -38,7 +39,8 @@ from capplan.engine.router.supervisor import InstanceFleet, RestartPolicy, Route
 from capplan.engine.server import PoolSettings, ServerSettings, bind, url_of
 from capplan.serving.rebalancing import AdapterDemand, Rebalancer, RebalanceSettings
 from capplan.spec import PlanAdapter, Totals, Verification
-from capplan.spec.registry import AdapterRegistry, read_adapter
+from capplan.spec.registry import AdapterRegistry, digest_of, read_adapter
+from capplan.spec.registry.adapter import ADAPTER_FILES
 
 MODEL: Final = "tiny-llama"
 ADMIN_KEY: Final = "admin"
@@ -52,7 +54,7 @@ REASONS: Final = frozenset(
     }
 )
 """Codes with which a request may be refused while instances and registry fail."""
-EVENTS: Final = MappingProxyType({"rebalance": 6, "drift": 2, "kill": 1, "freeze": 1, "lock": 1})
+EVENTS: Final = MappingProxyType({"rebalance": 6, "drift": 2, "kill": 1, "freeze": 1, "lock": 1, "damage": 2})
 """Events of a random schedule, and their weights."""
 CLIENTS: Final = 6
 CLIENT_RPS: Final = 20.0
@@ -255,15 +257,43 @@ class MovingCluster:
             self.outcomes.wrong.append(f"{name}: {tokens} instead of {self.right[name]}")
 
     def stored(self) -> dict[str, set[str]]:
-        """Return the servers that have the files of each adapter."""
+        """Return the servers that have the files of each adapter, with all their bytes right."""
         root = self.top / "servers"
         found: dict[str, set[str]] = {name: set() for name in self.names}
         for server in root.iterdir():
-            there = {path.name for path in server.iterdir()}
             for name, digest in self._digests.items():
-                if digest in there:
+                if is_intact(server / digest):
                     found[name].add(server.name)
         return found
+
+    def damage(self, rng: random.Random) -> bool:
+        """Change a byte of a copy; return whether there was one that may break.
+
+        Another server must have a share of the adapter and an intact copy: one without a share may just be
+        removing its copy, after it has seen this one intact.
+        """
+        shares, _ = self.fleet.router.shares()
+        holders = {each.name: set(each.holders) for each in self._registry.adapters()}
+        serving = {
+            name: {spec.name for spec, own in zip(self.specs, shares, strict=True) if own.get(name)}
+            for name in self.names
+        }
+        copies = [
+            (name, server)
+            for name, there in self.stored().items()
+            for server in sorted(there)
+            if (there & holders[name] & serving[name]) - {server}
+        ]
+        if not copies:
+            return False
+        name, server = rng.choice(copies)
+        file = self.top / "servers" / server / self._digests[name] / "adapter_model.safetensors"
+        with contextlib.suppress(FileNotFoundError), file.open("r+b") as opened:  # it may be leaving
+            opened.seek(-1, os.SEEK_END)
+            last = opened.read(1)
+            opened.seek(-1, os.SEEK_END)
+            opened.write(bytes([last[0] ^ 1]))
+        return True
 
     def check_stored(self) -> None:
         """Check that every adapter is stored by a server that the registry has among its holders."""
@@ -315,6 +345,15 @@ class MovingCluster:
         async with asyncio.timeout(timeout_s):
             while not all(each.is_up for each in self.fleet.instances):
                 await asyncio.sleep(0.05)
+
+
+def is_intact(copy: Path) -> bool:
+    """Return whether a folder holds the files of the adapter that it is named by."""
+    try:
+        hashes = {name: hashlib.sha256((copy / name).read_bytes()).hexdigest() for name in ADAPTER_FILES}
+    except OSError:
+        return False
+    return digest_of(hashes) == copy.name
 
 
 def _tokens_and_error(body: bytes, stream: bool) -> tuple[list[int], str | None]:
@@ -402,6 +441,8 @@ class RandomSchedule:
             return kind if cluster.kill(index) else "kill of an instance that is down"
         elif kind == "freeze":
             await cluster.freeze(index, rng.uniform(0.2, 2.0))
+        elif kind == "damage":
+            return kind if cluster.damage(rng) else "damage without a choice"
         else:
             await cluster.lock_registry(rng.uniform(0.1, 1.5))
         return kind

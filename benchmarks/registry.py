@@ -8,10 +8,14 @@ Eight processes then write to another file: adapters in pairs, each pair one tra
 shared adapters, which they hold and release at random. Every few milliseconds one is killed by SIGKILL and
 replaced. Afterwards the file must be intact, each acknowledged pair there, no pair halved, and each shared
 adapter with a holder.
+
+``--url postgresql+psycopg://user:password@host/postgres`` does both in databases of their own on this server,
+by any SQLAlchemy URL of a user who may create databases; warm look-ups have no bar then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -19,19 +23,22 @@ import sqlite3
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from benchmarks.common import command_line, records_table
+from benchmarks.scratch_database import scratch_database
 from capplan.spec.registry import AdapterRegistry, RegisteredAdapter
+from capplan.spec.registry.database import Database
 
 BAR_US: Final = 50.0
 _WRITERS: Final = 8
 _SHARED: Final = 4
 _MAX_LIFE_S: Final = 0.05
+_MAX_REMOTE_LIFE_S: Final = 0.3
+"""Of writers that connect to a server first."""
 _COLD: Final = 2_000
 _LOCK_TIMEOUT_S: Final = 60.0
 
@@ -47,29 +54,27 @@ def entry(name: str) -> RegisteredAdapter:
     )
 
 
-def look_ups(adapters: int, count: int) -> list[dict[str, object]]:
+def look_ups(where: str, adapters: int, count: int, bar_us: float | None) -> list[dict[str, object]]:
     names = [f"adapter-{number}" for number in range(adapters)]
     rng = random.Random(0)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "adapters.db"
-        with AdapterRegistry(file, create=True) as registry, AdapterRegistry(file) as other:
-            begin_s = time.perf_counter()
-            registry.add(*map(entry, names))
-            add_s = time.perf_counter() - begin_s
-            cold_us = _timed_us(registry, rng.sample(names, min(_COLD, adapters)))
-            for name in names:
-                registry.find(name)
-            warm_us = _timed_us(registry, rng.choices(names, k=count))
-            other.announce("server", "http://server")
-            begin_s = time.perf_counter()
-            found = registry.adapters()
-            list_s = time.perf_counter() - begin_s
-            assert len(found) == adapters
+    with AdapterRegistry(where, create=True) as registry, AdapterRegistry(where) as other:
+        begin_s = time.perf_counter()
+        registry.add(*map(entry, names))
+        add_s = time.perf_counter() - begin_s
+        cold_us = _timed_us(registry, rng.sample(names, min(_COLD, adapters)))
+        for name in names:
+            registry.find(name)
+        warm_us = _timed_us(registry, rng.choices(names, k=count))
+        other.announce("server", "http://server")
+        begin_s = time.perf_counter()
+        found = registry.adapters()
+        list_s = time.perf_counter() - begin_s
+        assert len(found) == adapters
     return [
         {"operation": "add all, one transaction", "median": f"{add_s:.1f} s", "p99": "", "holds": ""},
         {"operation": "list all", "median": f"{list_s:.1f} s", "p99": "", "holds": ""},
         _row("look-up, cold", cold_us, None),
-        _row("look-up, warm", warm_us, BAR_US),
+        _row("look-up, warm", warm_us, bar_us),
     ]
 
 
@@ -104,41 +109,39 @@ class Outcome(NamedTuple):
     faults: list[str]
 
 
-def killed_writers(seconds: float, seed: int) -> Outcome:
+def killed_writers(where: str, log: Path, seconds: float, seed: int) -> Outcome:
     """Let processes write, kill them at random moments, and check the registry."""
     rng = random.Random(seed)
     kills = 0
-    with tempfile.TemporaryDirectory() as folder:
-        file, log = Path(folder) / "adapters.db", Path(folder) / "acknowledged"
-        with AdapterRegistry(file, create=True) as registry:
-            for writer in range(_WRITERS):
-                registry.announce(f"s{writer}", f"http://s{writer}")
-            for name in _shared():
-                registry.add(entry(name))
-                registry.hold(name, entry(name).digest or "", "s0")
-        pids = [_fork(file, log, writer) for writer in range(_WRITERS)]
-        until_s = time.monotonic() + seconds
-        while time.monotonic() < until_s:
-            time.sleep(rng.uniform(0, _MAX_LIFE_S))
-            victim = rng.randrange(_WRITERS)
-            _kill(pids[victim])
-            pids[victim] = _fork(file, log, victim)
-            kills += 1
-        for pid in pids:
-            _kill(pid)
-        acknowledged = log.read_text(encoding="utf-8").split() if log.exists() else []
-        return Outcome(kills, _commits(file), len(acknowledged), _faults(file, acknowledged))
+    with AdapterRegistry(where, create=True) as registry:
+        for writer in range(_WRITERS):
+            registry.announce(f"s{writer}", f"http://s{writer}")
+        for name in _shared():
+            registry.add(entry(name))
+            registry.hold(name, entry(name).digest or "", "s0")
+    pids = [_fork(where, log, writer) for writer in range(_WRITERS)]
+    until_s = time.monotonic() + seconds
+    while time.monotonic() < until_s:
+        time.sleep(rng.uniform(0, _MAX_LIFE_S if "://" not in where else _MAX_REMOTE_LIFE_S))
+        victim = rng.randrange(_WRITERS)
+        _kill(pids[victim])
+        pids[victim] = _fork(where, log, victim)
+        kills += 1
+    for pid in pids:
+        _kill(pid)
+    acknowledged = log.read_text(encoding="utf-8").split() if log.exists() else []
+    return Outcome(kills, _commits(where), len(acknowledged), _faults(where, acknowledged))
 
 
 def _shared() -> list[str]:
     return [f"shared-{number}" for number in range(_SHARED)]
 
 
-def _fork(file: Path, log: Path, writer: int) -> int:
+def _fork(where: str, log: Path, writer: int) -> int:
     pid = os.fork()
     if pid == 0:
         try:
-            _write(file, log, f"s{writer}")
+            _write(where, log, f"s{writer}")
         finally:
             os._exit(1)
     return pid
@@ -150,10 +153,10 @@ def _kill(pid: int) -> None:
     assert os.WIFSIGNALED(status), "a writer ended by itself"
 
 
-def _write(file: Path, log: Path, server: str) -> None:
+def _write(where: str, log: Path, server: str) -> None:
     rng = random.Random(os.getpid())
     acknowledged = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    with AdapterRegistry(file, timeout_s=_LOCK_TIMEOUT_S) as registry:
+    with AdapterRegistry(where, timeout_s=_LOCK_TIMEOUT_S) as registry:
         for number in range(1_000_000):
             pair = f"{server}-{os.getpid()}-{number}"
             registry.add(entry(f"{pair}.a"), entry(f"{pair}.b"))
@@ -165,17 +168,22 @@ def _write(file: Path, log: Path, server: str) -> None:
                 registry.release(name, server, keeper=f"s{rng.randrange(_WRITERS)}")
 
 
-def _commits(file: Path) -> int:
-    with closing(sqlite3.connect(file)) as connection:
-        return int(connection.execute("SELECT changes FROM capplan_registry").fetchone()[0])
+def _commits(where: str) -> int:
+    database = Database(where, create=False, timeout_s=_LOCK_TIMEOUT_S)
+    with contextlib.closing(database):
+        return database.changes()
 
 
-def _faults(file: Path, acknowledged: Sequence[str]) -> list[str]:
-    with closing(sqlite3.connect(file)) as connection:
+def _file_faults(file: str) -> list[str]:
+    with contextlib.closing(sqlite3.connect(file)) as connection:
         checks = connection.execute("PRAGMA integrity_check").fetchall()
-        faults = [str(row) for row in checks if row != ("ok",)]
-        faults += [str(row) for row in connection.execute("PRAGMA foreign_key_check")]
-    with AdapterRegistry(file) as registry:
+        found = [str(row) for row in checks if row != ("ok",)]
+        return found + [str(row) for row in connection.execute("PRAGMA foreign_key_check")]
+
+
+def _faults(where: str, acknowledged: Sequence[str]) -> list[str]:
+    faults = [] if "://" in where else _file_faults(where)
+    with AdapterRegistry(where) as registry:
         found = {adapter.name: adapter for adapter in registry.adapters()}
     halves = {half: {name[:-2] for name in found if name.endswith(half)} for half in (".a", ".b")}
     faults += [f"half a pair: {pair}" for pair in halves[".a"] ^ halves[".b"]]
@@ -191,9 +199,20 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=20.0, help="of writers that are killed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only-writers", action="store_true")
+    parser.add_argument("--url", help="of a database server; default: SQLite files")
     given = parser.parse_args()
-    outcome = killed_writers(given.seconds, given.seed)
-    rows = [] if given.only_writers else look_ups(given.adapters, given.look_ups)
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as databases:
+
+        def place(name: str) -> str:
+            if given.url is None:
+                return str(Path(folder) / name)
+            return databases.enter_context(scratch_database(given.url))
+
+        outcome = killed_writers(place("killed.db"), Path(folder) / "log", given.seconds, given.seed)
+        if not given.only_writers:
+            bar_us = BAR_US if given.url is None else None
+            rows = look_ups(place("adapters.db"), given.adapters, given.look_ups, bar_us)
     if rows:
         print(records_table(rows))
     print(

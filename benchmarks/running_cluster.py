@@ -13,7 +13,8 @@ becoming popular at the same time; only requests after that are measured. P95 of
 re-balanced, and with all adapters on both instances behind `least-work-left`, beside the twin's with the
 final shares of each. The share of each core in use is stated, with router and client.
 
-``schedules``: requests, re-balancing, crashes, stalls and locks at random (`benchmarks.moving_cluster`).
+``schedules``: requests, re-balancing, crashes, stalls, locks and broken copies at random
+(`benchmarks.moving_cluster`).
 """
 
 from __future__ import annotations

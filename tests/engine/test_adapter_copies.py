@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
 
+from benchmarks.moving_cluster import is_intact
 from capplan import InputError
 from capplan.engine.lora.store import AdapterStore
 from capplan.spec.registry import AdapterRegistry
@@ -81,8 +82,8 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 def intact_copies(fleet: Fleet, name: str) -> set[str]:
     """Return the servers whose files of an adapter have its digest."""
     adapter = fleet.registry.get(name)
-    roots = (path for path in fleet.top.iterdir() if path.is_dir())
-    return {root.name for root in roots if AdapterStore(root).is_intact(str(adapter.digest))}
+    copies = fleet.top.glob(f"s?/{adapter.digest}")
+    return {copy.parent.name for copy in copies if is_intact(copy)}
 
 
 @contextlib.contextmanager

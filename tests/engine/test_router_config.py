@@ -330,6 +330,7 @@ def test_the_instances_of_a_plan_share_adapters_below_one_folder(
     root.mkdir()
     AdapterRegistry(registry, create=True).close()
     flags = ["--lora-root", root, "--registry", registry, "--admin-api-key", "admin"]
+    flags += ["--max-stored-gib", "0.5"]
     flags += [] if prefix is None else ["--server-name", prefix]
     result = run("serve", plan_file, "--model", "tiny-llama", *flags)
     assert result.exit_code == 0, result.output
@@ -341,7 +342,9 @@ def test_the_instances_of_a_plan_share_adapters_below_one_folder(
         server = launcher.server_settings(fields["server"])
         assert (server.lora_root, server.admin_api_key) == (root / spec.name, "admin")
         name = spec.name if prefix is None else f"east-{spec.name}"
-        assert server.pool == PoolSettings(str(registry), name, base_model=tiny_plan().base_model)
+        assert server.pool == PoolSettings(
+            str(registry), name, base_model=tiny_plan().base_model, max_stored_gib=0.5
+        )
     assert cluster.server.lora_root is cluster.server.pool is None
 
 
@@ -421,6 +424,11 @@ def test_what_cannot_be_rebalanced_is_a_one_line_error(
         ),
         ("--model tiny-llama --registry r.db --lora-root .", "--lora-root: requires --admin-api-key"),
         ("--model tiny-llama --server-name x", "--server-name: goes with --registry"),
+        ("--model tiny-llama --max-stored-gib 8", "--max-stored-gib: goes with --registry and --lora-root"),
+        (
+            "--model tiny-llama --registry r.db --lora-root . --admin-api-key k --max-stored-gib 0",
+            "--max-stored-gib: must be a finite number > 0",
+        ),
         ("--model tiny-llama --server-url http://x --registry r.db", "--server-url: does not go with a plan"),
         ("--model tiny-llama --registry none.db", "none.db: is missing"),
         ("--model no-such-model", "model: must be a folder"),

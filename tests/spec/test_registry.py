@@ -6,8 +6,9 @@ import sqlite3
 import struct
 import subprocess
 import sys
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -34,14 +35,16 @@ class RegistryMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        import tempfile
-
-        self.folder = tempfile.TemporaryDirectory()
-        file = Path(self.folder.name) / "adapters.db"
-        self.registries = [AdapterRegistry(file, create=True), AdapterRegistry(file)]
+        self.databases = ExitStack()
+        where = self.new_database()
+        self.registries = [AdapterRegistry(where, create=True), AdapterRegistry(where)]
         self.adapters: dict[str, RegisteredAdapter] = {}
         self.holders: dict[str, set[str]] = {}
         self.servers: set[str] = set()
+
+    def new_database(self) -> str:
+        """Return where to make the registry."""
+        return f"{self.databases.enter_context(TemporaryDirectory())}/adapters.db"
 
     @rule(side=st.booleans(), names=st.sets(st.sampled_from(NAMES)), version=st.integers(0, 1))
     def add(self, side: bool, names: set[str], version: int) -> None:
@@ -140,7 +143,7 @@ class RegistryMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for registry in self.registries:
             registry.close()
-        self.folder.cleanup()
+        self.databases.close()
 
 
 TestRegistryMachine = RegistryMachine.TestCase

@@ -112,7 +112,6 @@ class AdapterCopies:
         self.stored: dict[str, str] = {}
         self._sizes: dict[str, int] = {}
         self._reserved_bytes = 0
-        self._intact: set[str] = set()
         self._shares: dict[str, float] = {}
         self._used_s: OrderedDict[str, float] = OrderedDict()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -172,9 +171,9 @@ class AdapterCopies:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     async def has(self, digest: str) -> bool:
-        """Return whether an intact copy is stored; a broken one is discarded. Its lock must be held.
+        """Return whether an intact copy is stored, by reading it; a broken one is discarded.
 
-        Bytes are read once in the life of the process, and not if it has received them.
+        Its lock must be held.
 
         Raises
         ------
@@ -183,12 +182,10 @@ class AdapterCopies:
         """
         if digest not in self._store:
             return False
-        if digest not in self._intact:
-            if not await self._is_intact(digest):
-                await self.discard(digest)
-                return False
-            self._intact.add(digest)
-        return True
+        if await self._is_intact(digest):
+            return True
+        await self.discard(digest)
+        return False
 
     async def check(self, digest: str) -> bool:
         """Return whether an intact copy is stored, by reading it.
@@ -219,7 +216,6 @@ class AdapterCopies:
         InputError
             If the registry has changed or cannot be used.
         """
-        self._intact.add(digest)
         self._sizes[digest] = size_bytes or self._sizes.get(digest) or self._store.size_bytes(digest)
         try:
             await self.in_thread(self._registry.hold, name, digest, self._own.name)
@@ -257,7 +253,6 @@ class AdapterCopies:
         return names
 
     async def _delete(self, digest: str) -> None:
-        self._intact.discard(digest)
         self._sizes.pop(digest, None)
         await self.in_thread(self._store.delete, digest)
 

@@ -3,21 +3,63 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import sqlalchemy as sa
 from sqlalchemy import event
+from sqlalchemy.dialects import mysql
 
 from capplan.errors import InputError
 
 SCHEMA_VERSION: Final = 1
 _WRITES: Final = "capplan_writes"
 _RETRY_S: Final = 0.05
+_CREATE_ATTEMPTS: Final = 5
 
-_NAME = sa.String(256)
+_MYSQL: Final = ("mysql", "mariadb")
+_MAX_NAME: Final = 256
+_UTF8_BYTES: Final = 4
+_IDLE_S: Final = 60
+"""Time after which PostgreSQL ends an idle transaction: the machine of its process may be gone."""
+_SILENT_S: Final = 30
+"""Time, beyond that for locks, after which a connection that does not respond is given up."""
+_CONNECT_TIMEOUTS: Final = ("psycopg", "psycopg2", "pymysql", "mysqldb", "mariadbconnector")
+"""Drivers with an argument of this name."""
+
+
+class _ExactName(sa.types.TypeDecorator[str]):
+    """Name that equals another one if all its bytes do.
+
+    Collations of MySQL and MariaDB take letters of both cases, or names with spaces behind, for equal.
+    """
+
+    impl = sa.String(_MAX_NAME)
+    cache_ok = True
+
+    def load_dialect_impl(self, dialect: sa.Dialect) -> sa.types.TypeEngine[Any]:
+        """Return the type in a kind of database."""
+        if dialect.name not in _MYSQL:
+            return dialect.type_descriptor(sa.String(_MAX_NAME))
+        return dialect.type_descriptor(mysql.VARBINARY(_UTF8_BYTES * _MAX_NAME))
+
+    def process_bind_param(self, value: str | None, dialect: sa.Dialect) -> Any:
+        """Return a value for the database."""
+        return value if value is None or dialect.name not in _MYSQL else value.encode()
+
+    def process_result_value(self, value: Any, dialect: sa.Dialect) -> str | None:
+        """Return a value from the database."""
+        return bytes(value).decode() if isinstance(value, bytes | bytearray | memoryview) else value
+
+
+_TABLE: Final[Mapping[str, Any]] = MappingProxyType(
+    {f"{name}_charset": "utf8mb4" for name in _MYSQL} | {f"{name}_engine": "InnoDB" for name in _MYSQL}
+)
+_NAME = _ExactName()
 _METADATA = sa.MetaData()
 
 STATE = sa.Table(
@@ -26,6 +68,7 @@ STATE = sa.Table(
     sa.Column("id", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("schema_version", sa.Integer, nullable=False),
     sa.Column("changes", sa.BigInteger, nullable=False),
+    **_TABLE,
 )
 """One row, which every transaction that writes updates first: such transactions follow each other."""
 
@@ -39,6 +82,7 @@ ADAPTERS = sa.Table(
     sa.Column("size_bytes", sa.BigInteger),
     sa.Column("digest", sa.String(64), index=True),
     sa.Column("location", sa.Text, nullable=False),
+    **_TABLE,
 )
 
 SERVERS = sa.Table(
@@ -46,6 +90,7 @@ SERVERS = sa.Table(
     _METADATA,
     sa.Column("name", _NAME, primary_key=True),
     sa.Column("url", sa.Text, nullable=False),
+    **_TABLE,
 )
 
 HOLDERS = sa.Table(
@@ -53,6 +98,7 @@ HOLDERS = sa.Table(
     _METADATA,
     sa.Column("adapter", _NAME, sa.ForeignKey(ADAPTERS.c.name), primary_key=True),
     sa.Column("server", _NAME, sa.ForeignKey(SERVERS.c.name), primary_key=True, index=True),
+    **_TABLE,
 )
 
 
@@ -87,14 +133,18 @@ class Database:
         if self._file is not None and not create:
             self._require_file()
         try:
-            self._engine = sa.create_engine(url, connect_args=self._connect_args(url))
-        except (sa.exc.ArgumentError, ImportError) as error:
+            self._engine = sa.create_engine(
+                url, connect_args=self._connect_args(url), pool_pre_ping=not self._is_sqlite
+            )
+        except ImportError as error:
+            rule = f"needs a driver, for example of the extra `databases`: {error}"
+            raise InputError(rule, location=self.location) from None
+        except sa.exc.ArgumentError as error:
             raise InputError(
                 f"must be a file or an SQLAlchemy URL: {error}", location=self.location
             ) from None
         event.listen(self._engine, "begin", _begin)
-        if self._is_sqlite:
-            event.listen(self._engine, "connect", _prepare_sqlite)
+        event.listen(self._engine, "connect", self._prepare)
         if create:
             self._create()
         self._require_registry()
@@ -117,7 +167,37 @@ class Database:
         return url
 
     def _connect_args(self, url: sa.URL) -> dict[str, Any]:
-        return {"timeout": self._timeout_s} if url.get_backend_name() == "sqlite" else {}
+        """Return the time-outs of a driver."""
+        if self._is_sqlite:
+            return {"timeout": self._timeout_s}
+        driver, seconds = url.get_driver_name(), max(2, math.ceil(self._timeout_s))
+        found = {"connect_timeout": seconds} if driver in _CONNECT_TIMEOUTS else {}
+        if driver in ("psycopg", "psycopg2"):
+            found["tcp_user_timeout"] = 1000 * _SILENT_S
+        elif driver in ("pymysql", "mysqldb"):
+            found |= dict.fromkeys(("read_timeout", "write_timeout"), seconds + _SILENT_S)
+        return found
+
+    def _prepare(self, connection: Any, _record: Any) -> None:
+        """Set up a new connection."""
+        if self._is_sqlite:
+            connection.isolation_level = None  # transactions begin where `_begin` says
+            connection.execute("PRAGMA foreign_keys = ON")
+            return
+        settings = {
+            "postgresql": (
+                f"SET lock_timeout = {math.ceil(1000 * self._timeout_s)}",
+                f"SET idle_in_transaction_session_timeout = {1000 * _IDLE_S}",
+            ),
+            **dict.fromkeys(
+                _MYSQL, (f"SET SESSION innodb_lock_wait_timeout = {max(1, math.ceil(self._timeout_s))}",)
+            ),
+        }
+        cursor = connection.cursor()
+        for setting in settings.get(self._engine.dialect.name, ()):
+            cursor.execute(setting)
+        cursor.close()
+        connection.commit()
 
     def _require_file(self) -> None:
         if self._file is not None and not self._file.is_file():
@@ -125,18 +205,37 @@ class Database:
             raise RegistryUnavailableError(rule, location=self.location)
 
     def _create(self) -> None:
-        with self._errors():
-            if self._is_sqlite:
-                self._use_wal()
-            with (
-                self._engine.connect().execution_options(**{_WRITES: True}) as connection,
-                connection.begin(),
-            ):
-                _METADATA.create_all(connection)
-                if connection.execute(sa.select(STATE.c.id)).first() is None:
-                    connection.execute(
-                        sa.insert(STATE).values(id=1, schema_version=SCHEMA_VERSION, changes=0)
-                    )
+        for attempts_left in reversed(range(_CREATE_ATTEMPTS)):
+            try:
+                with self._errors():
+                    if self._is_sqlite:
+                        self._use_wal()
+                    self._create_tables()
+                return
+            except RegistryUnavailableError:  # another process may have made some of the tables meanwhile
+                if self._is_sqlite or not attempts_left:
+                    raise
+                time.sleep(_RETRY_S)
+
+    def _create_tables(self) -> None:
+        with self._connected(writes=True) as connection:
+            _METADATA.create_all(connection)
+            if connection.execute(sa.select(STATE.c.id)).first() is None:
+                row = {"id": 1, "schema_version": SCHEMA_VERSION, "changes": 0}
+                connection.execute(sa.insert(STATE).values(**row))
+
+    @contextlib.contextmanager
+    def _connected(self, *, writes: bool) -> Iterator[sa.Connection]:
+        """Open a transaction.
+
+        One that reads sees one state of the registry. One that writes sees what was committed before it got
+        its turn.
+        """
+        options: dict[str, Any] = {_WRITES: writes}
+        if not self._is_sqlite:
+            options["isolation_level"] = "READ COMMITTED" if writes else "REPEATABLE READ"
+        with self._engine.connect() as connection, connection.execution_options(**options).begin():
+            yield connection
 
     def _use_wal(self) -> None:
         """Let readers and a writer of an SQLite file work beside each other."""
@@ -165,18 +264,14 @@ class Database:
     def reading(self) -> Iterator[sa.Connection]:
         """Open a transaction that reads one state of the registry."""
         self._require_file()
-        with self._errors(), self._engine.connect() as connection, connection.begin():
+        with self._errors(), self._connected(writes=False) as connection:
             yield connection
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[sa.Connection]:
         """Open a transaction that writes: all of it or nothing, and alone."""
         self._require_file()
-        with (
-            self._errors(),
-            self._engine.connect().execution_options(**{_WRITES: True}) as connection,
-            connection.begin(),
-        ):
+        with self._errors(), self._connected(writes=True) as connection:
             connection.execute(sa.update(STATE).values(changes=STATE.c.changes + 1))
             yield connection
 
@@ -184,18 +279,27 @@ class Database:
         """Return the number of committed writes, by any process, at the least cost; not for two threads."""
         self._require_file()
         with self._errors():
-            try:
-                if self._counter is None:
-                    self._counter = self._engine.raw_connection()
-                cursor = self._counter.cursor()
-                cursor.execute(f"SELECT changes FROM {STATE.name}")  # noqa: S608 - a constant
-                found = int(cursor.fetchone()[0])
-                cursor.close()
-                if not self._is_sqlite:  # which has begun no transaction
-                    self._counter.rollback()
-            except BaseException:
-                self._close_counter()
-                raise
+            if self._counter is not None:
+                try:
+                    return self._read_counter()
+                except self._engine.dialect.loaded_dbapi.Error:
+                    if self._is_sqlite:
+                        raise
+                    # The database may have ended a connection that was idle.
+            self._counter = self._engine.raw_connection()
+            return self._read_counter()
+
+    def _read_counter(self) -> int:
+        try:
+            cursor = self._counter.cursor()
+            cursor.execute(f"SELECT changes FROM {STATE.name}")  # noqa: S608 - a constant
+            found = int(cursor.fetchone()[0])
+            cursor.close()
+            if not self._is_sqlite:  # which has begun no transaction
+                self._counter.rollback()
+        except BaseException:
+            self._close_counter()
+            raise
         return found
 
     def _close_counter(self) -> None:
@@ -210,8 +314,9 @@ class Database:
             yield
         except (sa.exc.SQLAlchemyError, self._engine.dialect.loaded_dbapi.Error) as error:
             original = getattr(error, "orig", None) or error
-            reason = (str(original).strip().splitlines() or [type(original).__name__])[0]
-            if "locked" in reason:
+            text = original.args[1] if _has_number(original) else str(original)
+            reason = (str(text).strip().splitlines() or [type(original).__name__])[0]
+            if "locked" in reason or ("lock" in reason.lower() and "timeout" in reason.lower()):
                 reason = f"another process has locked it for over {self._timeout_s:g} s"
             rule = f"cannot be used: {reason}"
             raise RegistryUnavailableError(rule, location=self.location) from None
@@ -222,9 +327,9 @@ class Database:
         self._engine.dispose()
 
 
-def _prepare_sqlite(connection: Any, _record: Any) -> None:
-    connection.isolation_level = None  # transactions begin where `_begin` says
-    connection.execute("PRAGMA foreign_keys = ON")
+def _has_number(error: BaseException) -> bool:
+    """Return whether an error of a driver is a number and a text."""
+    return len(error.args) == 2 and isinstance(error.args[0], int)
 
 
 def _begin(connection: sa.Connection) -> None:
