@@ -32,7 +32,7 @@ _MIB: Final = 2**20
 _MAX_CHECKS: Final = 2
 """Copies read at a time for other servers; loads of adapters need threads, too."""
 
-Kept = Literal["in use", "without a confirmed other copy", "being loaded or removed"]
+Kept = Literal["with a share here", "in use", "without a confirmed other copy", "being loaded or removed"]
 """Why a copy stays."""
 T = TypeVar("T")
 
@@ -158,6 +158,9 @@ class AdapterCopies:
     def has_no_share(self, name: str) -> bool:
         """Return whether the share of an adapter has been set to zero."""
         return self._shares.get(name) == 0
+
+    def _has_share(self, name: str) -> bool:
+        return self._shares.get(name, 0.0) > 0.0
 
     def lock_of(self, digest: str) -> asyncio.Lock:
         """Return the lock of those who load or remove an adapter; it exists as long as one of them does.
@@ -301,9 +304,7 @@ class AdapterCopies:
         for name in self.by_use() if size_bytes <= self._own.max_bytes else ():
             if size_bytes <= self._free_bytes:
                 return
-            if self._shares.get(name, 0.0) > 0.0:
-                kept["with a share here"] += 1
-            elif (digest := self.stored.get(name)) is not None:
+            if (digest := self.stored.get(name)) is not None:
                 kept[await self._release(name, digest, silent) or ""] += 1
         if size_bytes > self._free_bytes:
             del kept[""]
@@ -323,6 +324,8 @@ class AdapterCopies:
         silent
             Servers that have not responded lately and are not asked; others are added.
         """
+        if self._has_share(name):
+            return "with a share here"
         if self.lock_of(digest).locked():
             return "being loaded or removed"
         keeper = await self._keeper(name, digest, silent)
@@ -360,6 +363,8 @@ class AdapterCopies:
         if lock.locked():  # a load that makes room holds another one
             return "being loaded or removed"
         async with lock:
+            if keeper is not None and self._has_share(name):  # since it was asked
+                return "with a share here"
             if self.stored.get(name) != digest or not await self._served.withdraw(name):
                 return "in use"
             # First the registry: no server is sent here for files that are gone.

@@ -290,13 +290,16 @@ class AdapterPool:
         Raises
         ------
         ApiError
-            503 if the copy cannot be read.
+            503 if the copy cannot be read, or the registry cannot be used.
         """
         try:
-            is_intact = await self._copies.check(digest)
+            known = await self._copies.in_thread(self._registry.with_digest, digest)
+            is_intact = bool(known) and await self._copies.check(digest)
+        except RegistryUnavailableError as error:
+            raise _unavailable(error) from None
         except OSError as error:
             raise ApiError(503, f"The copy cannot be read: {error.strerror}", code="storage") from None
-        if not is_intact:
+        if known and not is_intact:
             self._spawn(self._repair(digest))
         return {"server": self._own.name, "intact": is_intact}
 
