@@ -271,6 +271,15 @@ def test_only_holders_of_the_admin_key_let_copies_be_checked(fleet: Fleet) -> No
         assert fleet.file.is_file()
 
 
+def answered(server: Live, name: str) -> list[int]:
+    """Return the first answer; until copies have been fetched again there may be refusals."""
+    end_s = time.monotonic() + 10
+    while (asked := ask(server, name)).status == 503 and time.monotonic() < end_s:
+        assert asked.error["code"] == "adapter_unavailable"
+        time.sleep(0.01)
+    return tokens_of(asked)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_random_damages_and_removals_lose_no_adapter(
     seed: int, fleet: Fleet, right: dict[str, list[int]]
@@ -286,9 +295,9 @@ def test_random_damages_and_removals_lose_no_adapter(
             server, adapter = rng.choice(names), rng.choice(NAMES)
             match rng.choice(("ask", "ask", "zero", "zero", "damage", "restart")):
                 case "ask":
-                    assert answer(running[server], adapter) == right[adapter]
+                    assert answered(running[server], adapter) == right[adapter]
                 case "damage":
-                    there = intact_copies(fleet, adapter)
+                    there = intact_copies(fleet, adapter) & set(fleet.holders(adapter))
                     if len(there) > 1:
                         flip_a_bit(fleet.copy(rng.choice(sorted(there)), adapter))
                 case "restart":
@@ -300,5 +309,4 @@ def test_random_damages_and_removals_lose_no_adapter(
             assert all(intact_copies(fleet, each) & set(fleet.holders(each)) for each in NAMES)
         for server in names:
             for name in NAMES:
-                asked = ask(running[server], name)
-                assert tokens_of(asked) == right[name]
+                assert answered(running[server], name) == right[name]
