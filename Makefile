@@ -69,5 +69,5 @@ $(VENV)/.base: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
-	$(INSTALL) --editable '.[dev,docs,bench,engine,measured,oracle-hf,ray]' $(TORCH)
+	$(INSTALL) --editable '.[dev,docs,bench,databases,engine,measured,oracle-hf,ray]' $(TORCH)
 	@touch $@ $(VENV)/.base
