@@ -349,6 +349,8 @@ class MovingCluster:
 
 def is_intact(copy: Path) -> bool:
     """Return whether a folder holds the files of the adapter that it is named by."""
+    if any((copy / name).is_symlink() for name in ADAPTER_FILES):
+        return False
     try:
         hashes = {name: hashlib.sha256((copy / name).read_bytes()).hexdigest() for name in ADAPTER_FILES}
     except OSError:

@@ -248,7 +248,8 @@ class AdapterCopies:
 
         here = {name for name, each in self.stored.items() if each == digest}
         names = sorted(await self.in_thread(lose) | here)
-        _log.error("the copy of adapter %s is broken, and is removed", ", ".join(names) or digest)
+        if names:
+            _log.error("the copy of adapter %s is broken, and is removed", ", ".join(names))
         for name in names:
             self.stored.pop(name, None)
             await self._served.withdraw(name)  # it may have been read when it was broken
