@@ -206,20 +206,15 @@ class AdapterCopies:
         self._counters.checks["intact" if intact else "broken"] += 1
         return intact
 
-    async def hold(self, name: str, digest: str, size_bytes: int | None = None) -> None:
+    async def hold(self, name: str, digest: str) -> None:
         """Record a copy that is stored and intact.
-
-        Parameters
-        ----------
-        size_bytes
-            Bytes received; None: the copy was there.
 
         Raises
         ------
         InputError
             If the registry has changed or cannot be used.
         """
-        self._sizes[digest] = size_bytes or self._sizes.get(digest) or self._store.size_bytes(digest)
+        self._sizes[digest] = self._store.size_bytes(digest)
         try:
             await self.in_thread(self._registry.hold, name, digest, self._own.name)
         except RegistryUnavailableError:
