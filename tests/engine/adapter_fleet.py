@@ -18,13 +18,16 @@ from tests.engine.test_faults import Answer, complete, send, tokens_of
 from tests.engine.test_generate import write_adapter
 
 QUICK = PoolParams(3600.0, 0.0, 0.2, TransferParams(0.3, 0.3, 4))
+PATIENT = PoolParams(3600.0, 0.0)
+"""For tests in which no source stalls: a busy machine ends no transfer."""
 NAMES = ("a", "b", "c")
 
 
 class Fleet:
     """A registry with adapters by folder, and servers that share it."""
 
-    def __init__(self, top: Path, names: tuple[str, ...] = NAMES) -> None:
+    def __init__(self, top: Path, names: tuple[str, ...] = NAMES, params: PoolParams = QUICK) -> None:
+        self.params = params
         self.top = top
         self.file = top / "registry.db"
         self.registry = AdapterRegistry(self.file, create=True, timeout_s=0.2)
@@ -43,7 +46,7 @@ class Fleet:
         self.root(name).mkdir(exist_ok=True)
         pool = PoolSettings(str(self.file), server_name=name, **changes.pop("pool", {}))
         engine = {"max_adapters": changes.pop("max_adapters", 8), "max_loras": 2}
-        changes = {"lora_root": self.root(name), "pool": pool, "pool_params": QUICK} | changes
+        changes = {"lora_root": self.root(name), "pool": pool, "pool_params": self.params} | changes
         with live({}, engine, **changes) as running:
             yield running
 

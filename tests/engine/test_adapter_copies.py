@@ -21,6 +21,7 @@ from capplan.engine.lora.store import AdapterStore
 from capplan.spec.registry import AdapterRegistry
 from tests.engine.adapter_fleet import (
     NAMES,
+    PATIENT,
     Fleet,
     answer,
     ask,
@@ -39,7 +40,7 @@ ADMIN: Any = {"Authorization": f"Bearer {ADMIN_KEY}"}
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    made = Fleet(tmp_path)
+    made = Fleet(tmp_path, params=PATIENT)
     yield made
     made.registry.close()
 

@@ -13,14 +13,14 @@ pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
 
 from capplan import InputError
 from capplan.engine.server import PoolSettings
-from tests.engine.adapter_fleet import NAMES, Fleet, answer, ask, right_answers, set_shares, until
+from tests.engine.adapter_fleet import NAMES, PATIENT, Fleet, answer, ask, right_answers, set_shares, until
 from tests.engine.live import Live
 from tests.engine.test_faults import send, tokens_of
 
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    made = Fleet(tmp_path)
+    made = Fleet(tmp_path, params=PATIENT)
     yield made
     made.registry.close()
 
