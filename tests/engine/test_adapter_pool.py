@@ -20,6 +20,7 @@ pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
 
 from capplan.engine.server import ServerLimits
 from capplan.engine.server.adapter_copies import PoolParams
+from capplan.engine.server.limiter import transfer_key
 from capplan.engine.server.transfer import TransferParams
 from capplan.spec.registry import RegisteredAdapter, read_adapter
 from tests.engine.adapter_fleet import NAMES, Fleet, answer, ask, refusal, right_answers, share
@@ -338,7 +339,12 @@ def test_files_go_to_holders_of_the_admin_key_only(fleet: Fleet) -> None:
         assert send(s0, "POST", "/v1/completions", body, **client).status == 200
         path = f"/v1/adapter_files/{digest}/adapter_config.json"
         assert send(s0, "GET", path, **admin).status == 200
-        for headers in ({}, client, {"Authorization": f"Bearer {ADMIN_KEY}x"}):
+        own, foreign = (
+            {"Authorization": f"Bearer {transfer_key(ADMIN_KEY, each)}"} for each in (str(digest), "0" * 64)
+        )
+        assert send(s0, "GET", path, **own).status == 200
+        assert send(s0, "POST", "/v1/adapter_shares", b'{"shares": {}}', **own).status == 401
+        for headers in ({}, client, foreign, {"Authorization": f"Bearer {ADMIN_KEY}x"}):
             assert send(s0, "GET", path, **headers).status == 401
             assert send(s0, "POST", "/v1/adapter_shares", b'{"shares": {}}', **headers).status == 401
         (fleet.root("s0") / ("1" * 64)).mkdir()

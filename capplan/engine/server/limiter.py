@@ -24,7 +24,9 @@ from capplan.errors import InputError
 
 GENERATION_PATHS: Final = ("/v1/completions", "/v1/chat/completions")
 _ADMIN_PATHS: Final = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-_POOL_PATHS: Final = ("/v1/adapter_files/", "/v1/adapter_shares")
+PEER_PATH: Final = "/v1/adapter_files"
+"""Of servers that send files, ``PEER_PATH/DIGEST/FILE``, and check them, ``PEER_PATH/DIGEST``."""
+_POOL_PATHS: Final = (f"{PEER_PATH}/", "/v1/adapter_shares")
 
 
 @dataclass(frozen=True)
@@ -259,14 +261,14 @@ class RequestLimiter:
             if settings.lora_root is None:
                 message = "Adapters cannot be loaded or unloaded: the server has no --lora-root"
                 raise ApiError(403, message, code="no_lora_root")
-            _require_key(headers, settings.admin_api_key, "admin API key")
+            _require_key(headers, "admin API key", settings.admin_api_key)
         elif path.startswith(_POOL_PATHS):
             if settings.pool is None:
                 message = "Adapters are not shared with other servers: the server has no --registry"
                 raise ApiError(403, message, code="no_registry")
-            _require_key(headers, settings.admin_api_key, "admin API key")
+            _require_key(headers, "admin API key", *_pool_keys(path, settings.admin_api_key))
         elif path.startswith("/v1/"):
-            _require_key(headers, settings.api_key, "API key")
+            _require_key(headers, "API key", settings.api_key)
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length[:20]) > self._state.max_body_bytes:
             raise _too_large(self._state.max_body_bytes, self._state.refusals)
@@ -275,13 +277,32 @@ class RequestLimiter:
             self._state.refuse_if_late()
 
 
-def _require_key(headers: Headers, key: str | None, name: str) -> None:
-    """Check the key of a request; None: none is required."""
-    if key is None:
+def transfer_key(admin_key: str, digest: str) -> str:
+    """Return the key by which servers of a pool ask each other for one adapter.
+
+    The address of a server that has ended may belong to another process, which learns this key and not the
+    admin key.
+    """
+    return hmac.new(admin_key.encode(), digest.encode(), "sha256").hexdigest()
+
+
+def _pool_keys(path: str, admin_key: str | None) -> tuple[str | None, ...]:
+    """Return the keys that a request of another server may have."""
+    if admin_key is None or not path.startswith(f"{PEER_PATH}/"):
+        return (admin_key,)
+    digest = path.removeprefix(f"{PEER_PATH}/").partition("/")[0]
+    return admin_key, transfer_key(admin_key, digest)
+
+
+def _require_key(headers: Headers, name: str, *keys: str | None) -> None:
+    """Check the key of a request, which must be one of `keys`; None: none is required."""
+    if None in keys:
         return
     scheme, _, given = headers.get("authorization", "").partition(" ")
+    found = given.strip().encode("latin-1")
     # The comparison takes the same time wherever the keys differ.
-    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode("latin-1"), key.encode()):
+    is_valid = [hmac.compare_digest(found, str(key).encode()) for key in keys]
+    if scheme.lower() != "bearer" or not any(is_valid):
         header = {"WWW-Authenticate": "Bearer"}
         raise ApiError(401, f"A valid {name} is required", None, "invalid_api_key", header)
 

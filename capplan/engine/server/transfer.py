@@ -15,13 +15,11 @@ import aiohttp
 
 from capplan.engine.lora.store import IncomingAdapter
 from capplan.engine.server.adapters import ReaderThreads
+from capplan.engine.server.limiter import PEER_PATH, transfer_key
 from capplan.errors import InputError
 from capplan.spec.files import error_reason, parse_json
 from capplan.spec.registry.adapter import ADAPTER_FILES
 from capplan.spec.tensor_files import open_regular
-
-PEER_PATH: Final = "/v1/adapter_files"
-"""Of servers that send files, ``PEER_PATH/DIGEST/FILE``, and check them, ``PEER_PATH/DIGEST``."""
 
 _PART_BYTES: Final = 2**20
 _MAX_ANSWER_BYTES: Final = 4096
@@ -71,7 +69,7 @@ class Source:
     at
         URL of the folder, or its path on this machine.
     key
-        Admin key that a server requires; None: none is sent.
+        Key that a server requires for the adapter; None: none is sent.
     """
 
     kind: Literal["server", "location"]
@@ -83,8 +81,9 @@ class Source:
         return f"server {self.name}" if self.kind == "server" else "its location"
 
 
-def peer(server: str, url: str, digest: str, key: str | None) -> Source:
+def peer(server: str, url: str, digest: str, admin_key: str | None) -> Source:
     """Return the source of an adapter on another server."""
+    key = None if admin_key is None else transfer_key(admin_key, digest)
     return Source("server", server, f"{url.rstrip('/')}{PEER_PATH}/{digest}", key)
 
 
