@@ -54,7 +54,7 @@ class ReportedState(BaseModel):
     running_tokens: _Count
     partial_tokens: _Count
     by_rank: dict[Annotated[int, Field(ge=0)], tuple[_Count, _Count, _Count]]
-    adapters: Annotated[dict[str, int], Field(max_length=_MAX_ADAPTERS)]
+    adapters: Annotated[dict[str, _Count], Field(max_length=_MAX_ADAPTERS)]
     answers: _Count = 0
     answer_tokens: _Count = 0
     awaiting: Annotated[dict[str, tuple[_Count, _Count]], Field(max_length=_MAX_ADAPTERS)] = {}
