@@ -52,11 +52,12 @@ def preload() -> None:
     """Import and load what commands use, once for all cases."""
     import capplan.cli.report.page  # noqa: F401
     from capplan.cli.app import _COMMANDS, _load
-    from tests.compile import main as compile_entries
+    from tests.compile import PARTS
 
     for path in _COMMANDS:
         _load(path)
-    compile_entries()
+    for compile_part in PARTS.values():
+        compile_part()
 
 
 def run_case(case: Case, base: Path, root: Path) -> tuple[Outcome, list[str]]:

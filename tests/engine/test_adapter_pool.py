@@ -114,7 +114,8 @@ class Peer:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 peer.requests.append(self.path)
-                assert self.headers["Authorization"] == f"Bearer {ADMIN_KEY}"
+                key = transfer_key(ADMIN_KEY, self.path.split("/")[3])
+                assert self.headers["Authorization"] == f"Bearer {key}"
                 with contextlib.suppress(OSError):
                     send_file(self, (source / self.path.rpartition("/")[2]).read_bytes())
 

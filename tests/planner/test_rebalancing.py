@@ -80,7 +80,7 @@ def test_a_running_rebalancer_requires_a_workload_with_the_traffic_of_the_plan(p
     less = workload.model_copy(update={"adapters": workload.adapters[1:]})
     missing = workload.adapters[0].name
     with pytest.raises(InputError, match=f"must have all 12 adapters of the plan .got 'no {missing}'"):
-        served_rebalancer(made, made.groups, SETTINGS, {}, less)
+        served_rebalancer(made, made.groups, SETTINGS, {}, {PROFILE.name: PROFILE}, less)
 
 
 def test_rebalancing_needs_equal_gpus() -> None:

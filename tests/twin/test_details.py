@@ -155,6 +155,7 @@ def test_missing_times_are_null_in_parquet(tmp_path: Path) -> None:
     assert len(read) == len(table) == busy().result.submitted
     counts = {name: int((table.status == code).sum()) for code, name in enumerate(STATUSES)}
     assert read["status"].value_counts().to_dict() == counts
+    assert counts.pop("lost") == 0, "without a crash"
     assert min(counts.values()) > 0
     assert set(read["adapter"]) == {f"a{i}" for i in range(5)}
     assert read["finish_s"].isna().sum() == (table.status != FINISHED).sum() > 0

@@ -216,7 +216,7 @@ def test_an_interrupt_ends_a_simulation_and_changes_nothing_otherwise() -> None:
             workload, same(2), router=router, duration_s=10 * MINUTE, interrupt=lambda: calls.append(1)
         )
         assert as_single(watched) == as_single(plain)
-        assert 5 <= len(calls) <= 10
+        assert len(calls) >= 5, "every simulated minute, or sooner where simulation is slow"
         calls.clear()
 
     def stop() -> None:
