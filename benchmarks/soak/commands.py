@@ -52,12 +52,11 @@ def preload() -> None:
     """Import and load what commands use, once for all cases."""
     import capplan.cli.report.page  # noqa: F401
     from capplan.cli.app import _COMMANDS, _load
-    from tests.compile import PARTS
+    from tests.compile import compile_slots
 
     for path in _COMMANDS:
         _load(path)
-    for compile_part in PARTS.values():
-        compile_part()
+    compile_slots()
 
 
 def run_case(case: Case, base: Path, root: Path) -> tuple[Outcome, list[str]]:
