@@ -86,10 +86,7 @@ class Generation:
                 if not body.prompts():
                     raise ApiError(400, "There must be at least one prompt", "prompt")
                 prompts = await service.encode(body.prompts(), max_tokens)
-            form = CompletionFormat(
-                body.model, service.tokenizer, body.include_usage(), bool(body.return_token_ids)
-            )
-            return self._response(body, prompts, adapter, max_tokens, body.logprobs, form)
+            return self._response(body, prompts, adapter, max_tokens, body.logprobs, CompletionFormat)
 
     async def chat_completions(self, request: Request) -> FullResponse:
         """Complete a conversation."""
@@ -104,11 +101,8 @@ class Generation:
                 text = await service.apply_chat_template(body.messages)
                 (prompt,) = await service.encode([text], limit, special=service.template.adds_special)
             logprobs = (body.top_logprobs or 0) if body.logprobs else None
-            form = ChatFormat(
-                body.model, service.tokenizer, body.include_usage(), bool(body.return_token_ids)
-            )
             max_tokens = limit or service.max_model_len - len(prompt)
-            return self._response(body, [prompt], adapter, max_tokens, logprobs, form)
+            return self._response(body, [prompt], adapter, max_tokens, logprobs, ChatFormat)
 
     def _response(
         self,
@@ -117,7 +111,7 @@ class Generation:
         adapter: str | None,
         max_tokens: int,
         logprobs: int | None,
-        form: ResponseFormat,
+        format_type: type[ResponseFormat],
     ) -> FullResponse:
         service = self._service
         service.refuse_if_full(len(prompts))
@@ -126,8 +120,7 @@ class Generation:
         except InputError as error:
             field = error.location.rpartition(".")[2]
             raise bad_request(InputError(error.rule, error.value, field)) from None
-        streamed = bool(body.stream)
-        stream = OutputStream(
-            service.engine, service.tokenizer, prompts, adapter, params, body.stops(), streamed
-        )
+        tokenizer, streamed = service.tokenizer, bool(body.stream)
+        form = format_type(body.model, tokenizer, body.include_usage(), bool(body.return_token_ids))
+        stream = OutputStream(service.engine, tokenizer, prompts, adapter, params, body.stops(), streamed)
         return EventStreamResponse(stream, form) if streamed else FullResponse(stream, form)
