@@ -1,8 +1,9 @@
 """Stand-in servers, each on a free loopback port that it prints.
 
 ``python -m benchmarks.stand_in_servers null`` answers every completion immediately: the ceiling of a load
-generator. ``python -m benchmarks.stand_in_servers toy '{"base_ms": 15}'`` has known step times, adapter slots
-and loads.
+generator. ``python -m benchmarks.stand_in_servers paced '{"gap_ms": 5}'`` writes a token to every stream per
+step, as an engine does; with ``"close": true`` a connection carries one request.
+``python -m benchmarks.stand_in_servers toy '{"base_ms": 15}'`` has known step times, adapter slots and loads.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import json
 import subprocess
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Final
+from functools import lru_cache, partial
+from typing import Any, ClassVar, Final
 
 STREAM_HEAD: Final = (
     b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -80,12 +81,62 @@ class NullServer(asyncio.Protocol):
                 return
             body = self._received[body_at : body_at + length]
             self._received = self._received[body_at + length :]
-            self._transport.write(_answer(head, body))
+            self.respond(head, body)
+
+    def respond(self, head: bytes, body: bytes) -> None:
+        """Answer a request."""
+        self._transport.write(_answer(head, body))
+
+
+class PacedServer(NullServer):
+    """One connection to a server that writes the tokens of all streams at once, every `gap_ms`."""
+
+    streams: ClassVar[dict[PacedServer, int]] = {}
+    """Tokens left."""
+
+    def __init__(self, close: bool) -> None:
+        super().__init__()
+        self._head = STREAM_HEAD.replace(b"OK\r\n", b"OK\r\nConnection: close\r\n") if close else STREAM_HEAD
+        self._close = close
+
+    def respond(self, head: bytes, body: bytes) -> None:
+        """Start a stream; the first token comes with the next step."""
+        if b'"stream": true' not in body:
+            super().respond(head, body)
+            return
+        self._transport.write(self._head)
+        self.streams[self] = _max_tokens(body)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the stream."""
+        self.streams.pop(self, None)
+
+    def step(self) -> None:
+        """Write a token, and the end after the last."""
+        self.streams[self] -= 1
+        self._transport.write(_PACED_EVENT)
+        if not self.streams[self]:
+            del self.streams[self]
+            self._transport.write(_PACED_END)
+            if self._close:
+                self._transport.close()
+
+    @classmethod
+    async def steps(cls, gap_ms: float) -> None:
+        """Step until cancelled."""
+        while True:
+            await asyncio.sleep(gap_ms / 1e3)
+            for stream in list(cls.streams):
+                stream.step()
+
+
+def _max_tokens(body: bytes) -> int:
+    return int(body.split(b'"max_tokens":', 1)[1].split(b",", 1)[0].rstrip(b"}"))
 
 
 def _answer(head: bytes, body: bytes) -> bytes:
     if head.startswith(b"POST"):
-        tokens = int(body.split(b'"max_tokens":', 1)[1].split(b",", 1)[0].rstrip(b"}"))
+        tokens = _max_tokens(body)
         if b'"stream": true' in body:
             return _stream(tokens, body[body.find(b'"prompt":') :].count(b",") + 1)
         return whole(b'{"choices": [{"text": "a"}]}')
@@ -97,6 +148,10 @@ def _answer(head: bytes, body: bytes) -> bytes:
 @lru_cache(maxsize=4096)
 def _stream(tokens: int, prompt_tokens: int) -> bytes:
     return STREAM_HEAD + chunk(event(" a") * tokens + usage(prompt_tokens, tokens)) + b"0\r\n\r\n"
+
+
+_PACED_EVENT: Final = chunk(event(" a"))
+_PACED_END: Final = chunk(usage(1, 1)) + b"0\r\n\r\n"
 
 
 @dataclass
@@ -193,15 +248,21 @@ def running(kind: str, **settings: Any) -> Iterator[str]:
             server.terminate()
 
 
-async def _main(kind: str, settings: str = "{}") -> None:
-    if kind == "null":
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(NullServer, "127.0.0.1", 0, backlog=4096)
+async def _main(kind: str, text: str = "{}") -> None:
+    settings = json.loads(text)
+    steps: asyncio.Task[None] | None = None
+    if kind == "toy":
+        server = await ToyServer(**settings).start()
     else:
-        server = await ToyServer(**json.loads(settings)).start()
+        made: Callable[[], NullServer] = NullServer
+        if kind == "paced":
+            made = partial(PacedServer, settings.get("close", False))
+            steps = asyncio.create_task(PacedServer.steps(settings["gap_ms"]))
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(made, "127.0.0.1", 0, backlog=4096)
     sys.stdout.write(f"{server.sockets[0].getsockname()[1]}\n")
     sys.stdout.flush()
-    await server.serve_forever()
+    await asyncio.gather(server.serve_forever(), *([] if steps is None else [steps]))
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def _measured(args: BenchArgs) -> BenchResult:
     if args.workload is None or args.url is None:
         missing = "WORKLOAD" if args.workload is None else "--url"
         raise InputError("is required, unless a result is read (--read)", location=missing)
-    require_extra("bench", ("aiohttp",))
+    require_extra("bench", ("httptools",))
     from capplan.processes import raise_file_limit
     from capplan.profiling.load.bench import BenchOptions
     from capplan.profiling.load.bench import bench as measure

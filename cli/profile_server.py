@@ -72,7 +72,7 @@ def server(args: ProfileServerArgs) -> None:
     Closed loops over batch, adapters, prompt and output lengths give a step table; idle responses and
     adapter switches give runs and loads; the server's metrics, if any, give its KV memory.
     """
-    require_extra("bench", ("aiohttp",))
+    require_extra("bench", ("httptools",))
     from capplan.profiling.load.requests import Target
     from capplan.profiling.server.profiler import EngineSetting, ServerProfilingOptions, profile_server
     from capplan.profiling.tables import MeasurementFolder

@@ -74,7 +74,7 @@ def validate(args: ValidateArgs) -> None:
     Exit status 1: throughput or mean ITL is off by more than its tolerance, a verdict on starvation is wrong,
     or the measurement is void.
     """
-    require_extra("bench", ("aiohttp",))
+    require_extra("bench", ("httptools",))
     if not args.url:
         require_extra("engine", ENGINE)
     from capplan.profiling.validation.validate import Tolerances, ValidationOptions

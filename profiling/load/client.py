@@ -1,18 +1,24 @@
-"""Streamed completions over aiohttp, and the outcome of each."""
+"""Streamed completions over `capplan.http_connection`, and the outcome of each."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import json
-from collections.abc import Callable
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+from urllib.parse import urljoin, urlsplit
 
-import aiohttp
-from aiohttp import hdrs, http_exceptions
-from yarl import URL
-
+from capplan.http_connection import (
+    ConnectionLostError,
+    ConnectionPool,
+    HttpConnection,
+    MalformedResponseError,
+    PoolLimits,
+)
 from capplan.profiling.load.record import (
     BAD_RESPONSE,
     CLIENT_LIMIT,
@@ -24,17 +30,12 @@ from capplan.profiling.load.record import (
     UNFINISHED,
     RequestOutcome,
 )
-from capplan.profiling.load.requests import Target
-
-if TYPE_CHECKING:
-    from aiohttp.connector import Connection
+from capplan.profiling.load.requests import Target, escaped_path
 
 _EVENT: Final = b"\ndata:"
 _DONE: Final = b"[DONE]"
 _TAIL_BYTES: Final = 2048
 _READ: Final = 3  # the last token, the usage, [DONE]
-_MOST_INFORMATIONAL: Final = 16
-"""Responses such as 100 Continue before the final one."""
 _EVENTS_PER_TOKEN: Final = 4
 _MORE_EVENTS: Final = 64
 """Events of an answer beyond those of its tokens."""
@@ -42,119 +43,191 @@ _MOST_TOKENS: Final = 1 << 30
 """Limit on the token counts of an answer; a larger count is an error of the server."""
 _SHOWN_BYTES: Final = 300
 _OK: Final = 200
-_KEEPALIVE_S: Final = 2.0
-"""Lifetime of an idle connection: shorter than a server's (uvicorn: 5 s), which would lose a request."""
+_LIMITS: Final = PoolLimits(max_idle_s=2.0, connect_timeout_s=None)
+"""An idle connection lives shorter than a server's (uvicorn: 5 s). Connecting counts as part of a request."""
+_REDIRECTIONS: Final = (301, 302, 303, 307, 308)
+_MOST_REDIRECTIONS: Final = 5
 _EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS)
-_NO_HEADERS: Final = (hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.USER_AGENT)
-"""Headers that aiohttp adds by default; compression would hold tokens back."""
+_JSON: Final = b"application/json"
 
 
-def open_session(target: Target) -> aiohttp.ClientSession:
-    """Return a session with the headers of the target and any number of connections.
-
-    It must be opened inside a running event loop.
-    """
-    return aiohttp.ClientSession(
-        headers=target.headers(),
-        skip_auto_headers=_NO_HEADERS,
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
-        connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=None, keepalive_timeout=_KEEPALIVE_S),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        auto_decompress=False,  # not requested, and without a limit
-        response_class=_Response,
-    )
+@asynccontextmanager
+async def open_session(target: Target) -> AsyncIterator[ConnectionPool]:
+    """Open connections with the API key of the target, in any number."""
+    pool = ConnectionPool(target.url, target.headers(), _LIMITS)
+    try:
+        yield pool
+    finally:
+        pool.close()
+        await asyncio.sleep(0)  # sockets are closed by the event loop
 
 
-class _Response(aiohttp.ClientResponse):
-    """Response after a limited number of informational ones, which aiohttp skips without a limit."""
+async def fetch(
+    pool: ConnectionPool, path: str, max_bytes: int, data: bytes | None = None
+) -> tuple[int, str]:
+    """Return status and text of a GET request, or of a POST request with `data`.
 
-    async def start(self, connection: Connection) -> aiohttp.ClientResponse:
-        protocol: Any = connection.protocol
-        read, count = protocol.read, 0
-
-        async def limited() -> Any:
-            nonlocal count
-            count += 1
-            if count > _MOST_INFORMATIONAL:
-                raise aiohttp.ClientPayloadError(f"more than {_MOST_INFORMATIONAL} informational responses")
-            return await read()
-
-        protocol.read = limited
-        try:
-            return await super().start(connection)
-        finally:
-            del protocol.read
-
-
-async def read_at_most(response: aiohttp.ClientResponse, max_bytes: int) -> str:
-    """Return the text of a response.
+    A GET request follows redirections to other paths of the server, as frameworks send them for ``/metrics``.
 
     Raises
     ------
-    aiohttp.ClientPayloadError
-        If it is longer than `max_bytes`.
+    ConnectionLostError
+        If the response is not whole, or longer than `max_bytes`.
+    OSError
+        If there is no connection.
     """
-    data = bytearray()
-    async for part in response.content.iter_any():
-        data += part
-        if len(data) > max_bytes:
-            raise aiohttp.ClientPayloadError(f"a response of more than {max_bytes} bytes")
-    return data.decode("utf-8", "replace")
+    for _ in range(_MOST_REDIRECTIONS):
+        status, text, location = await _fetch_once(pool, path, max_bytes, data)
+        if data is not None or status not in _REDIRECTIONS:
+            break
+        parts = urlsplit(urljoin(path, location))
+        if parts.netloc not in ("", pool.authority):
+            break
+        path = escaped_path(parts.path)
+    return status, text
+
+
+async def _fetch_once(
+    pool: ConnectionPool, path: str, max_bytes: int, data: bytes | None
+) -> tuple[int, str, str]:
+    """Return status, text and location."""
+    connection = await pool.connection()
+    try:
+        if data is None:
+            pool.get(connection, path)
+        else:
+            pool.post(connection, path, data, _JSON)
+        await connection.wait_for_head()
+        text = bytearray()
+        while part := await _next_part(connection):
+            text += part
+            if len(text) > max_bytes:
+                raise ConnectionLostError(f"a response of more than {max_bytes} bytes")
+        location = connection.headers.get(b"location", b"").decode("latin-1")
+        return connection.status, text.decode("utf-8", "replace"), location
+    finally:
+        pool.release(connection)
+
+
+async def _next_part(connection: HttpConnection) -> bytes:
+    try:
+        return await connection.next_part()
+    except ConnectionLostError:
+        if connection.ends_unframed:
+            return b""
+        raise
 
 
 class CompletionClient:
     """Client for streamed completions; `timeout_s` limits one completion, `clock` is that of the run."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, target: Target, timeout_s: float, clock: Callable[[], float]
+        self, session: ConnectionPool, target: Target, timeout_s: float, clock: Callable[[], float]
     ) -> None:
-        self._session = session
-        self._url = URL(target.at("/v1/completions"))
+        self._pool = session
+        self._path = target.path("/v1/completions")
         self._timeout_s = timeout_s
         self._clock = clock
+        self._loop = asyncio.get_running_loop()
 
     async def complete(self, number: int, body: bytes, output_tokens: int) -> RequestOutcome:
         """Send a request for a number of tokens and read its answer to the end.
 
         Failures and cancellation are outcomes, not exceptions.
         """
-        most_events = _EVENTS_PER_TOKEN * output_tokens + _MORE_EVENTS
-        sent_s, events = self._clock(), EventCounter()
+        sent_s, until_s = self._clock(), self._loop.time() + self._timeout_s
+        answer = _Answer(self._clock, _EVENTS_PER_TOKEN * output_tokens + _MORE_EVENTS)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                refusal = await self._exchange(body, events, most_events)
+            connection = self._pool.idle_connection()
+            if connection is None:
+                async with asyncio.timeout_at(until_s):
+                    connection = await self._connected(answer)
+            if connection is not None:
+                await self._exchange(connection, body, answer, until_s)
         except TimeoutError:
-            failure = TIMEOUT, f"took longer than {self._timeout_s:g} s"
+            answer.fail(TIMEOUT, f"took longer than {self._timeout_s:g} s")
         except asyncio.CancelledError:
-            failure = UNFINISHED, ""
-        except (aiohttp.ClientError, http_exceptions.HttpProcessingError, OSError) as error:
-            failure = _failure_kind(error), " ".join(str(error).split()) or type(error).__name__
-        else:
-            if refusal is None:
-                return _answered(number, sent_s, self._clock(), events)
-            failure = refusal
-        return RequestOutcome(number, failure[0], sent_s, self._clock(), events.times, message=failure[1])
+            answer.fail(UNFINISHED, "")
+        if answer.failure is None:
+            return _answered(number, sent_s, answer.ended_s, answer.events)
+        kind, message = answer.failure
+        return RequestOutcome(number, kind, sent_s, answer.ended_s, answer.events.times, message=message)
 
-    async def _exchange(self, body: bytes, events: EventCounter, most_events: int) -> tuple[str, str] | None:
-        """Read one answer into `events`; return kind and message if it is none, or has too many events."""
-        async with self._session.post(self._url, data=body, allow_redirects=False) as response:
-            if response.status != _OK:
-                text = await response.content.read(_SHOWN_BYTES)
-                return f"{HTTP_PREFIX}{response.status}", text.decode("utf-8", "replace")
-            async for content in response.content.iter_any():
-                events.feed(content, self._clock())
-                if len(events.times) > most_events:
-                    del events.times[most_events:]
-                    return BAD_RESPONSE, f"an answer of more than {most_events} events"
-        return None
+    async def _connected(self, answer: _Answer) -> HttpConnection | None:
+        try:
+            return await self._pool.connection()
+        except OSError as error:
+            kind = CLIENT_LIMIT if error.errno in _EXHAUSTED else REFUSED
+            answer.fail(kind, f"no connection: {' '.join(str(error).split()) or type(error).__name__}")
+            return None
+
+    async def _exchange(
+        self, connection: HttpConnection, body: bytes, answer: _Answer, until_s: float
+    ) -> None:
+        """Read one answer, in calls of its connection: no task is woken by an event."""
+        answer.connection = connection
+        answer.done = self._loop.create_future()
+        message = f"took longer than {self._timeout_s:g} s"
+        timer = self._loop.call_at(until_s, answer.fail, TIMEOUT, message)
+        try:
+            self._pool.post(connection, self._path, body, _JSON, answer.on_progress)
+            await answer.done
+        finally:
+            timer.cancel()
+            self._pool.release(connection)
 
 
-def _failure_kind(error: Exception) -> str:
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return CLIENT_LIMIT if error.errno in _EXHAUSTED else REFUSED
-    if isinstance(error, OSError | aiohttp.ServerDisconnectedError | aiohttp.ClientPayloadError):
-        return DISCONNECTED
-    return BAD_RESPONSE
+class _Answer:
+    """Answer to one request; it ends once, whole or with a failure."""
+
+    __slots__ = ("_clock", "_most_events", "connection", "done", "ended_s", "events", "failure")
+
+    connection: HttpConnection
+    done: asyncio.Future[None] | None
+
+    def __init__(self, clock: Callable[[], float], most_events: int) -> None:
+        self._clock = clock
+        self._most_events = most_events
+        self.events = EventCounter()
+        self.failure: tuple[str, str] | None = None
+        self.ended_s = math.nan
+        self.done = None
+
+    def on_progress(self) -> None:
+        """Record what has arrived."""
+        if not math.isnan(self.ended_s):
+            return
+        connection, now_s = self.connection, self._clock()
+        part = connection.take()
+        if connection.status == _OK:
+            if part:
+                times = self.events.times
+                self.events.feed(part, now_s)
+                if len(times) > self._most_events:
+                    del times[self._most_events :]
+                    self.fail(BAD_RESPONSE, f"an answer of more than {self._most_events} events")
+                    return
+        elif connection.has_head and (part or connection.is_complete or connection.ends_unframed):
+            text = part[:_SHOWN_BYTES].decode("utf-8", "replace")
+            self.fail(f"{HTTP_PREFIX}{connection.status}", text)
+            return
+        if connection.is_complete or (not connection.is_open and connection.ends_unframed):
+            self._end(now_s)
+        elif not connection.is_open:
+            error = connection.lost_error()
+            kind = BAD_RESPONSE if isinstance(error, MalformedResponseError) else DISCONNECTED
+            self.fail(kind, " ".join(str(error).split()))
+
+    def fail(self, kind: str, message: str) -> None:
+        """End with a failure."""
+        if math.isnan(self.ended_s):
+            self.failure = kind, message
+            self._end(self._clock())
+
+    def _end(self, now_s: float) -> None:
+        self.ended_s = now_s
+        if self.done is not None and not self.done.done():
+            self.done.set_result(None)
 
 
 def _answered(number: int, sent_s: float, ended_s: float, events: EventCounter) -> RequestOutcome:

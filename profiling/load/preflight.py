@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-import aiohttp
-
 from capplan.errors import InputError
-from capplan.profiling.load.client import open_session, read_at_most
+from capplan.http_connection import ConnectionLostError, ConnectionPool
+from capplan.profiling.load.client import fetch, open_session
 from capplan.profiling.load.requests import PromptForm, PromptWriter, RequestBodies, Target
 from capplan.profiling.load.result import ServerSample
 
@@ -98,11 +97,11 @@ def bodies_for(found: Preflight, target: Target, names: Sequence[str], used: Seq
 
 
 class _Probe:
-    def __init__(self, session: aiohttp.ClientSession, target: Target) -> None:
+    def __init__(self, session: ConnectionPool, target: Target) -> None:
         self._session, self._target = session, target
 
     async def models(self) -> tuple[tuple[str, ...], int | None]:
-        status, document = await self._exchange("GET", "/v1/models", None)
+        status, document = await self._exchange("/v1/models")
         listed = document.get("data") if status == _OK and isinstance(document, dict) else None
         if listed is not None and not isinstance(listed, list):
             raise InputError("must list models at /v1/models", listed, self._target.shown)
@@ -130,25 +129,22 @@ class _Probe:
         del body["stream"], body["stream_options"]
         if prompts.form is not PromptForm.TEXT:
             body["prompt"][-1] = prompts.highest_id
-        return await self._exchange("POST", "/v1/completions", json.dumps(body).encode())
+        return await self._exchange("/v1/completions", json.dumps(body).encode())
 
-    async def _exchange(self, method: str, path: str, data: bytes | None) -> tuple[int, Any]:
+    async def _exchange(self, path: str, data: bytes | None = None) -> tuple[int, Any]:
         try:
-            async with (
-                asyncio.timeout(_PROBE_TIMEOUT_S),
-                self._session.request(method, self._target.at(path), data=data) as response,
-            ):
-                text = await read_at_most(response, _MAX_RESPONSE_BYTES)
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                status, text = await fetch(self._session, self._target.path(path), _MAX_RESPONSE_BYTES, data)
         except TimeoutError:
             rule = f"did not answer within {_PROBE_TIMEOUT_S:g} s"
             raise InputError(rule, location=self._target.shown) from None
-        except (aiohttp.ClientError, OSError) as error:
+        except (ConnectionLostError, OSError) as error:
             message = " ".join(str(error).split())
             raise InputError(f"does not answer: {message}", location=self._target.shown) from None
         try:
-            return response.status, json.loads(text)
+            return status, json.loads(text)
         except (ValueError, RecursionError):
-            return response.status, text[:_SHOWN]
+            return status, text[:_SHOWN]
 
 
 def _extra_tokens(document: Any) -> int:
@@ -163,21 +159,21 @@ def _error_message(document: Any) -> str:
     return str(inner.get("message", inner) if isinstance(inner, dict) else inner)[:_SHOWN]
 
 
-async def fetch_metrics(session: aiohttp.ClientSession, target: Target) -> str | None:
+async def fetch_metrics(session: ConnectionPool, target: Target) -> str | None:
     """Return the text of ``/metrics``; None if the server has none."""
     try:
-        async with asyncio.timeout(_METRICS_TIMEOUT_S), session.get(target.at("/metrics")) as response:
-            text = await read_at_most(response, _MAX_RESPONSE_BYTES)
-            return text if response.status == _OK else None
-    except (TimeoutError, OSError, aiohttp.ClientError):
+        async with asyncio.timeout(_METRICS_TIMEOUT_S):
+            status, text = await fetch(session, target.path("/metrics"), _MAX_RESPONSE_BYTES)
+    except (TimeoutError, OSError, ConnectionLostError):
         return None
+    return text if status == _OK else None
 
 
 class MetricsSampler:
     """Samples ``/metrics`` every `interval_s` seconds; never, if it is 0."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, target: Target, interval_s: float, clock: Callable[[], float]
+        self, session: ConnectionPool, target: Target, interval_s: float, clock: Callable[[], float]
     ) -> None:
         self.samples: list[ServerSample] = []
         self._session, self._target = session, target

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import quote, urlsplit, urlunsplit
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _VERSION_PATH = "/v1"
 _LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
+_PATH_CHARACTERS: Final = "/:@!$&'()*+,;=~%"
+"""Not escaped in a path, beside letters and digits."""
 DEFAULT_MAX_MODEL_LEN: Final = 8192
 _NS_PER_S: Final = 1e9
 BASE: Final = ""
@@ -55,19 +57,27 @@ class Target:
         rule = "must be the http:// or https:// address of a server"
         try:
             parts = urlsplit(self.url)
-            known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:  # of a port that is no number, or half of an IPv6 address
+            host = parts.hostname or ""
+            known = parts.scheme in ("http", "https") and host.encode("idna") and parts.port != 0
+            known = known and not any(character <= " " for character in host)
+        except ValueError:  # of a port that is no number, half of an IPv6 address, or no name of a host
             known = False
         if "@" in self.url.rpartition("://")[2].partition("/")[0]:  # not shown: it may hold a password
             raise InputError("must hold no user and no password; servers take an API key", location="url")
         if not known:
             raise InputError(rule, self.url, "url")
+        if self.api_key is not None and any(character < " " for character in self.api_key):  # not shown
+            raise InputError("must be one line without control characters", location="api_key")
 
     def at(self, path: str) -> str:
         """Return the address of ``path``, such as ``/v1/completions``."""
         parts = urlsplit(self.url)
         root = parts.path.rstrip("/").removesuffix(_VERSION_PATH)
         return urlunsplit((parts.scheme, parts.netloc, root + path, "", ""))
+
+    def path(self, path: str) -> str:
+        """Return the path of the address of `path`, escaped as in a request."""
+        return escaped_path(urlsplit(self.at(path)).path)
 
     @property
     def shown(self) -> str:
@@ -89,9 +99,13 @@ class Target:
         return self.base_model
 
     def headers(self) -> dict[str, str]:
-        """Return the request headers."""
-        known = {"Content-Type": "application/json"}
-        return known if self.api_key is None else known | {"Authorization": f"Bearer {self.api_key}"}
+        """Return the headers of every request."""
+        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+
+
+def escaped_path(path: str) -> str:
+    """Return a path with its other characters escaped; escapes stay."""
+    return quote(path, safe=_PATH_CHARACTERS)
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,7 @@ from typing import Final, TypeVar
 
 import aiohttp
 
-from capplan.engine.router.connection import (
-    CONNECT_TIMEOUT_S,
-    ConnectionLostError,
-    ConnectionPool,
-    HttpConnection,
-)
+from capplan.http_connection import ConnectionLostError, ConnectionPool, HttpConnection, PoolLimits
 
 T = TypeVar("T")
 
@@ -116,13 +111,15 @@ class InstanceClient:
     def __init__(self, url: str, key: str) -> None:
         self.running = 0
         self.progress_s = -math.inf
-        self.pool = ConnectionPool(url, key)
+        headers = {"Authorization": f"Bearer {key}"}
+        limits = PoolLimits()
+        self.pool = ConnectionPool(url, headers, limits)
         self._session = aiohttp.ClientSession(
             base_url=url,
-            headers={"Authorization": f"Bearer {key}"},
+            headers=headers,
             connector=aiohttp.TCPConnector(limit=0),
             # Responses may take any time; the supervisor detects dead processes.
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.connect_timeout_s),
             auto_decompress=False,
         )
 

@@ -13,13 +13,13 @@ from typing import Annotated, Final, cast
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
-from capplan.engine.router.connection import ConnectionLostError, HttpConnection
 from capplan.engine.router.demand import CountedRequest
 from capplan.engine.router.instance_client import FileLimitError, InstanceClient, InstanceGoneError
 from capplan.engine.router.supervisor import InstanceFleet, InstanceSupervisor
 from capplan.engine.server.http_protocol import CLIENT, ClientLink
 from capplan.engine.server.limiter import ServerSettings, ServerState
 from capplan.engine.server.protocol import MAX_MODEL_NAME, ApiError, error_code, parsed
+from capplan.http_connection import ConnectionLostError, HttpConnection
 from capplan.spec.routing import BYTES_PER_TOKEN
 
 QUEUE_FULL_RETRY_S: Final = 5

@@ -15,7 +15,6 @@ from typing import Final, Literal
 
 import aiohttp
 
-from capplan.engine.router.connection import ConnectionLostError
 from capplan.engine.router.instance_client import FileLimitError, InstanceClient
 from capplan.engine.router.instances import InstanceSpec
 from capplan.engine.router.launcher import InstanceHandle, Launcher, LaunchError
@@ -23,6 +22,7 @@ from capplan.engine.router.rebalancing import RebalanceLoop, RebalancingConfig
 from capplan.engine.router.routing import InstanceRouter, RoutingSettings
 from capplan.engine.server.limiter import ServerSettings
 from capplan.errors import InputError
+from capplan.http_connection import ConnectionLostError
 from capplan.serving.routers.fleet import report_time_ns
 
 InstanceState = Literal["starting", "up", "stalled", "down", "failed"]

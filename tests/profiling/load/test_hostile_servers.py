@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-pytest.importorskip("aiohttp", reason="the load generator needs aiohttp (extra `bench`)")
+pytest.importorskip("httptools", reason="the load generator needs httptools (extra `bench`)")
 
 from capplan import InputError
 from capplan.profiling.load.client import CompletionClient, open_session

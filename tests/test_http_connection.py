@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("httptools", reason="the router needs httptools (extra `engine`)")
 
-from capplan.engine.router.connection import ConnectionLostError, ConnectionPool, HttpConnection
+from capplan.http_connection import ConnectionLostError, ConnectionPool, HttpConnection
 
 BODY = b'{"text": "' + b"x" * 200 + b'"}'
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (
@@ -59,7 +59,7 @@ class Server:
 async def pool_of(server: Server) -> AsyncIterator[ConnectionPool]:
     listening = await asyncio.start_server(server.handle, "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
-    pool = ConnectionPool(f"http://127.0.0.1:{port}", "secret")
+    pool = ConnectionPool(f"http://127.0.0.1:{port}", {"Authorization": "Bearer secret"})
     try:
         yield pool
     finally:
