@@ -92,6 +92,7 @@ class HttpConnection(asyncio.Protocol):
         `listener` is called when bytes have arrived, once for all that arrived together, and when the
         connection has ended.
         """
+        self.status = 0
         self.headers = {}
         self._head_bytes = self._interim = 0
         self.has_head = self.is_complete = False

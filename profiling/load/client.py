@@ -211,7 +211,7 @@ class _Answer:
             text = part[:_SHOWN_BYTES].decode("utf-8", "replace")
             self.fail(f"{HTTP_PREFIX}{connection.status}", text)
             return
-        if connection.is_complete or (not connection.is_open and connection.ends_unframed):
+        if connection.is_complete or connection.ends_unframed:
             self._end(now_s)
         elif not connection.is_open:
             error = connection.lost_error()
