@@ -80,10 +80,13 @@ async def fetch(
         status, text, location = await _fetch_once(pool, path, max_bytes, data)
         if data is not None or status not in _REDIRECTIONS:
             break
-        parts = urlsplit(urljoin(path, location))
+        try:
+            parts = urlsplit(urljoin(path, location))
+        except ValueError:
+            break
         if parts.netloc not in ("", pool.authority):
             break
-        path = escaped_path(parts.path)
+        path = escaped_path(parts.path or "/")
     return status, text
 
 

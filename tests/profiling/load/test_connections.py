@@ -155,9 +155,10 @@ def test_metrics_may_be_redirected(location: str) -> None:
     server.run(check)
 
 
-def test_endless_redirections_end() -> None:
+@pytest.mark.parametrize("location", ["/metrics", "http://[::1", "http://elsewhere.invalid/metrics", ""])
+def test_other_redirections_are_not_followed_without_end(location: str) -> None:
     async def answer(path: str, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 307 X\r\nLocation: /metrics\r\nContent-Length: 0\r\n\r\n")
+        writer.write(b"HTTP/1.1 307 X\r\nLocation: %s\r\nContent-Length: 0\r\n\r\n" % location.encode())
 
     async def check(pool: ConnectionPool, target: Target) -> None:
         assert await fetch_metrics(pool, target) is None
