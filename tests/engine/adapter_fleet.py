@@ -11,6 +11,7 @@ from typing import Any
 
 from capplan.engine.server import PoolSettings
 from capplan.engine.server.adapter_copies import PoolParams
+from capplan.engine.server.server_claim import OWNER_FILE
 from capplan.engine.server.transfer import TransferParams
 from capplan.spec.registry import AdapterRegistry, read_adapter
 from tests.engine.live import ADMIN_KEY, TINY, Live, live
@@ -53,6 +54,10 @@ class Fleet:
     def lose_source(self, name: str) -> None:
         shutil.rmtree(self.top / "source" / name)
 
+    def files(self, server: str) -> set[str]:
+        """Return the names in the folder of a server, except the file that it has from its start."""
+        return {path.name for path in self.root(server).iterdir()} - {OWNER_FILE}
+
     def copy(self, server: str, name: str) -> Path:
         """Return the folder of a copy."""
         return self.root(server) / str(self.registry.get(name).digest)
@@ -64,7 +69,7 @@ class Fleet:
         """Check that registry and files agree, and that nothing half-written is left."""
         for server in servers:
             held = {adapter.digest for adapter in self.registry.adapters(server=server)}
-            assert {path.name for path in self.root(server).iterdir()} == held
+            assert self.files(server) == held
             for adapter in self.registry.adapters(server=server):
                 stored = read_adapter(adapter.name, self.root(server) / str(adapter.digest), "base")
                 assert (stored.digest, stored.size_bytes) == (adapter.digest, adapter.size_bytes)

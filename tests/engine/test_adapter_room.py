@@ -40,7 +40,7 @@ def room_for(fleet: Fleet, adapters: float) -> dict[str, Any]:
 
 
 def stored_bytes(fleet: Fleet, server: str) -> int:
-    return sum(file.stat().st_size for file in fleet.root(server).rglob("*") if file.is_file())
+    return sum(file.stat().st_size for file in fleet.root(server).glob("*/*"))
 
 
 def refused_message(server: Live, name: str) -> str:

@@ -23,6 +23,7 @@ from capplan.spec.registry.database import Database
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("a", "b", "c")
 SERVERS = ("s0", "s1", "s2")
+OWNERS = ("host-1/a", "host-2/a")
 
 
 def entry(name: str, version: int = 0, **fields: Any) -> RegisteredAdapter:
@@ -41,6 +42,7 @@ class RegistryMachine(RuleBasedStateMachine):
         self.adapters: dict[str, RegisteredAdapter] = {}
         self.holders: dict[str, set[str]] = {}
         self.servers: set[str] = set()
+        self.owners: dict[str, str] = {}
 
     def new_database(self) -> str:
         """Return where to make the registry."""
@@ -90,8 +92,50 @@ class RegistryMachine(RuleBasedStateMachine):
             return
         self.registries[side].forget(server)
         self.servers.remove(server)
+        self.owners.pop(server, None)
         for holders in self.holders.values():
             holders.discard(server)
+
+    @rule(side=st.booleans(), server=st.sampled_from(SERVERS), owner=st.sampled_from(OWNERS))
+    def claim(self, side: bool, server: str, owner: str) -> None:
+        """Only the owner, or anybody if there is none, gets a name."""
+        other = self.registries[side].announce(server, f"http://{server}", owner)
+        self.servers.add(server)
+        assert (other and other.owner) == (self.owners.get(server) if other else None)
+        assert (other is None) == (self.owners.setdefault(server, owner) == owner)
+
+    @rule(
+        sides=st.tuples(st.booleans(), st.booleans()),
+        server=st.sampled_from(SERVERS),
+        owner=st.sampled_from(OWNERS),
+        renews=st.booleans(),
+    )
+    def claim_after_a_while(self, sides: tuple[bool, bool], server: str, owner: str, renews: bool) -> None:
+        """A name is taken over unless its owner has renewed it."""
+        other = self.registries[sides[0]].announce(server, f"http://{server}", owner)
+        self.servers.add(server)
+        if other is None:
+            self.owners[server] = owner
+            return
+        if renews:
+            assert self.registries[sides[1]].renew(server, other.owner)
+        taken = self.registries[sides[0]].announce(server, "http://new", owner, unrenewed=other)
+        assert (taken is None) == (not renews)
+        if not renews:
+            self.owners[server] = owner
+
+    @rule(side=st.booleans(), server=st.sampled_from(SERVERS), owner=st.sampled_from(OWNERS))
+    def renew(self, side: bool, server: str, owner: str) -> None:
+        keeps = self.owners.get(server, owner) == owner
+        assert self.registries[side].renew(server, owner) == keeps
+        if keeps and server in self.servers:
+            self.owners[server] = owner
+
+    @rule(side=st.booleans(), server=st.sampled_from(SERVERS), owner=st.sampled_from(OWNERS))
+    def leave(self, side: bool, server: str, owner: str) -> None:
+        self.registries[side].leave(server, owner)
+        if self.owners.get(server) == owner:
+            del self.owners[server]
 
     @rule(
         side=st.booleans(),

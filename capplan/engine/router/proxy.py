@@ -40,6 +40,7 @@ _REFUSALS: Final = MappingProxyType(
         "overloaded": "The instances of this model are overloaded",
         "adapter_unavailable": _NO_ADAPTER,
         "registry_unavailable": _NO_ADAPTER,
+        "server_name_taken": _NO_ADAPTER,
         "storage": _NO_ADAPTER,
     }
 )

@@ -53,12 +53,15 @@ class PoolParams:
         Time to wait for a lock of the registry.
     transfers
         Times of transfers.
+    renew_s
+        Interval at which a server renews the claim to its name.
     """
 
     round_s: float = 5.0
     idle_s: float = 5.0
     registry_timeout_s: float = 5.0
     transfers: TransferParams = field(default_factory=TransferParams)
+    renew_s: float = 5.0
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,6 @@ class AdapterCopies:
     def reconcile(self) -> None:
         """Let registry and files agree: either may be ahead after a crash."""
         own = self._own
-        self._registry.announce(own.name, own.url)
         digests = self._store.digests()
         for adapter in self._registry.adapters(server=own.name):
             if adapter.digest not in digests:

@@ -9,6 +9,7 @@ that its own copy is intact.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -24,10 +25,11 @@ from capplan.engine.server.adapters import ServedAdapters
 from capplan.engine.server.limiter import PoolSettings, ServerSettings
 from capplan.engine.server.pool_metrics import PoolCounters
 from capplan.engine.server.protocol import RETRY, ApiError, overloaded, unknown_model
+from capplan.engine.server.server_claim import OwnedFolder, ServerClaim
 from capplan.engine.server.transfer import Fetcher, Source, TransferError, location, peer
 from capplan.errors import InputError
 from capplan.spec.registry import AdapterRegistry, RegisteredAdapter, RegistryUnavailableError
-from capplan.spec.registry.adapter import ADAPTER_FILES
+from capplan.spec.registry.adapter import ADAPTER_FILES, RegisteredServer
 
 _MAX_LOADS: Final = 256
 """Adapters that are fetched, or wait for a transfer, at a time."""
@@ -53,9 +55,13 @@ class AdapterPool:
         Settings of the server, with its name in the registry.
     url
         Where the server listens.
+    folder
+        Folder of the store, closed by `close`.
 
     Raises
     ------
+    InputError
+        If another running server has the name.
     RegistryUnavailableError
         If the registry cannot be used.
     """
@@ -67,6 +73,7 @@ class AdapterPool:
         served: ServedAdapters,
         settings: ServerSettings,
         url: str,
+        folder: OwnedFolder,
         params: PoolParams,
     ) -> None:
         self._registry = registry
@@ -85,6 +92,9 @@ class AdapterPool:
             settings.admin_api_key,
             pool.max_stored_bytes,
         )
+        own = RegisteredServer(name=self._own.name, url=self._own.url)
+        self._claim = ServerClaim(registry, own, folder, params.renew_s)
+        self._has_name = True
         self._counters = PoolCounters()
         self._copies = AdapterCopies(
             self._own, registry, store, served, self._fetcher, self._threads, self._counters
@@ -93,11 +103,13 @@ class AdapterPool:
         self._causes: dict[str, str] = {}
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
+        self._claim.take()
         self._copies.reconcile()
 
     def start(self) -> None:
-        """Remove copies from now on."""
+        """Remove copies, and renew the claim to the name, from now on."""
         self._spawn(self._run_rounds())
+        self._spawn(self._keep_name())
 
     async def close(self) -> None:
         """End transfers, and close all connections."""
@@ -106,6 +118,7 @@ class AdapterPool:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._fetcher.close()
+        await self._copies.in_thread(self._claim.leave)
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._registry.close()
 
@@ -176,6 +189,9 @@ class AdapterPool:
 
     async def _known(self, name: str) -> tuple[RegisteredAdapter, str]:
         """Return an adapter of the registry that this server can serve, and its digest."""
+        if not self._has_name:
+            message = "Another server has the name of this one, which fetches no adapters any more"
+            raise ApiError(503, message, "model", "server_name_taken", RETRY)
         adapter = await self._copies.in_thread(self._registry.find, name) if len(name) <= _MAX_NAME else None
         if adapter is None:
             raise unknown_model(name)
@@ -329,9 +345,20 @@ class AdapterPool:
             except (ApiError, InputError, OSError) as error:  # the next round tries again
                 _log.warning("copies of adapters are not removed: %s", error)
 
+    async def _keep_name(self) -> None:
+        """Renew the claim to the name until another server has it, which came while this one did not run."""
+        while self._has_name:
+            await asyncio.sleep(self._params.renew_s)
+            try:
+                self._has_name = await self._copies.in_thread(self._claim.renew)
+            except RegistryUnavailableError as error:  # the next renewal tries again
+                _log.warning("the server name is not renewed: %s", error)
+        _log.error("another server has the name %s in the registry; --server-name sets one", self._own.name)
+
     async def remove_copies(self) -> None:
         """Remove copies whose share is zero, or whose bytes the registry does not know any more."""
-        await self._copies.remove_unwanted(self._params.idle_s)
+        if self._has_name:
+            await self._copies.remove_unwanted(self._params.idle_s)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the pool."""
@@ -354,15 +381,21 @@ def open_pool(
     Raises
     ------
     InputError
-        If the registry or `lora_root` cannot be used.
+        If the registry or `lora_root` cannot be used, or another running server has the folder or the name.
     """
     pool, root = settings.pool, settings.lora_root
     if pool is None or root is None:
         raise ValueError("the server has no registry")
     params = params or PoolParams()
-    registry = AdapterRegistry(pool.registry, timeout_s=params.registry_timeout_s)
-    try:
-        store = AdapterStore(root.resolve())
-        return AdapterPool(registry, store, served, settings, url, params)
-    except OSError as error:
-        raise InputError(f"cannot be used: {error.strerror}", str(root), "lora_root") from None
+    with contextlib.ExitStack() as opened:
+        try:
+            folder = OwnedFolder(root.resolve())
+            opened.callback(folder.close)
+            registry = AdapterRegistry(pool.registry, timeout_s=params.registry_timeout_s)
+            opened.callback(registry.close)
+            store = AdapterStore(root.resolve())
+            made = AdapterPool(registry, store, served, settings, url, folder, params)
+        except OSError as error:
+            raise InputError(f"cannot be used: {error.strerror}", str(root), "lora_root") from None
+        opened.pop_all()
+        return made

@@ -16,7 +16,7 @@ from sqlalchemy.dialects import mysql
 
 from capplan.errors import InputError
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 _WRITES: Final = "capplan_writes"
 _RETRY_S: Final = 0.05
 _CREATE_ATTEMPTS: Final = 5
@@ -90,6 +90,8 @@ SERVERS = sa.Table(
     _METADATA,
     sa.Column("name", _NAME, primary_key=True),
     sa.Column("url", sa.Text, nullable=False),
+    sa.Column("owner", sa.Text),
+    sa.Column("renewals", sa.BigInteger, nullable=False),
     **_TABLE,
 )
 
@@ -268,15 +270,21 @@ class Database:
             yield connection
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[sa.Connection]:
-        """Open a transaction that writes: all of it or nothing, and alone."""
+    def writing(self, *, counts: bool = True) -> Iterator[sa.Connection]:
+        """Open a transaction that writes: all of it or nothing, and alone.
+
+        Parameters
+        ----------
+        counts
+            Whether it is one of the `changes`, after which nothing is answered from memory.
+        """
         self._require_file()
         with self._errors(), self._connected(writes=True) as connection:
-            connection.execute(sa.update(STATE).values(changes=STATE.c.changes + 1))
+            connection.execute(sa.update(STATE).values(changes=STATE.c.changes + int(counts)))
             yield connection
 
     def changes(self) -> int:
-        """Return the number of committed writes, by any process, at the least cost; not for two threads."""
+        """Return the number of committed changes, by any process, at the least cost; not for two threads."""
         self._require_file()
         with self._errors():
             if self._counter is not None:

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 import sqlalchemy as sa
 
@@ -19,6 +19,22 @@ from capplan.spec.validation import format_key, validate_document
 _MAX_CACHED: Final = 200_000
 _BATCH: Final = 500
 """Names of one query; databases bound the number of parameters."""
+
+
+class ServerOwner(NamedTuple):
+    """Running server that has a name.
+
+    Attributes
+    ----------
+    owner
+        Its identity.
+    renewals
+        Number that grows while it runs.
+    """
+
+    owner: str
+    url: str
+    renewals: int
 
 
 class AdapterRegistry:
@@ -159,21 +175,60 @@ class AdapterRegistry:
                 if connection.execute(sa.delete(ADAPTERS).where(ADAPTERS.c.name == name)).rowcount == 0:
                     raise self._unknown(name)
 
-    def announce(self, server: str, url: str) -> None:
-        """Set the URL of a server.
+    def announce(
+        self, server: str, url: str, owner: str | None = None, *, unrenewed: ServerOwner | None = None
+    ) -> ServerOwner | None:
+        """Set the URL of a server, and its owner, unless another one has the name.
+
+        Parameters
+        ----------
+        owner
+            Identity of the running server; None: the owner stays.
+        unrenewed
+            Owner that has not renewed for so long that its name is free, if that is still so.
+
+        Returns
+        -------
+        ServerOwner or None
+            The other owner, whose name it stays; None: the URL is set.
 
         Raises
         ------
         InputError
-            If one of them is not valid.
+            If name or URL is not valid.
         """
         RegisteredServer(name=server, url=url)
         with self._database.writing() as connection:
             known = SERVERS.c.name == server
-            if connection.execute(sa.select(SERVERS.c.name).where(known)).first() is None:
-                connection.execute(sa.insert(SERVERS).values(name=server, url=url))
-            else:
-                connection.execute(sa.update(SERVERS).where(known).values(url=url))
+            row = connection.execute(sa.select(SERVERS).where(known)).first()
+            if row is None:
+                new = {"name": server, "url": url, "owner": owner, "renewals": 0}
+                connection.execute(sa.insert(SERVERS).values(**new))
+                return None
+            if owner is not None and row.owner not in (None, owner):
+                other = ServerOwner(row.owner, row.url, row.renewals)
+                if other != unrenewed:
+                    return other
+            fields = {"url": url, "owner": owner or row.owner, "renewals": row.renewals + 1}
+            connection.execute(sa.update(SERVERS).where(known).values(**fields))
+            return None
+
+    def renew(self, server: str, owner: str) -> bool:
+        """Note that a server runs; return False if another owner has its name."""
+        with self._database.writing(counts=False) as connection:
+            known = SERVERS.c.name == server
+            row = connection.execute(sa.select(SERVERS.c.owner).where(known)).first()
+            if row is not None and row.owner not in (None, owner):
+                return False
+            fields = {"owner": owner, "renewals": SERVERS.c.renewals + 1}
+            connection.execute(sa.update(SERVERS).where(known).values(**fields))
+            return True
+
+    def leave(self, server: str, owner: str) -> None:
+        """Leave the name of a server, which has stopped, to any owner; it stays a holder."""
+        with self._database.writing(counts=False) as connection:
+            own = (SERVERS.c.name == server) & (SERVERS.c.owner == owner)
+            connection.execute(sa.update(SERVERS).where(own).values(owner=None))
 
     def forget(self, server: str) -> None:
         """Remove a server that does not come back, and what it holds.
