@@ -3,6 +3,8 @@
 import contextlib
 import json
 import random
+import sqlite3
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
 from benchmarks.moving_cluster import is_intact
 from capplan import InputError
 from capplan.engine.lora.store import AdapterStore
+from capplan.engine.server.adapter_copies import PoolParams
 from capplan.spec.registry import AdapterRegistry
 from tests.engine.adapter_fleet import (
     NAMES,
@@ -35,6 +38,7 @@ from tests.engine.live import ADMIN_KEY, Live
 from tests.engine.test_faults import send, tokens_of
 
 WEIGHTS = "adapter_model.safetensors"
+FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree")
 ADMIN: Any = {"Authorization": f"Bearer {ADMIN_KEY}"}
 
 
@@ -242,6 +246,89 @@ def test_a_server_that_sends_wrong_bytes_checks_its_copy(fleet: Fleet, right: di
         assert answer(s0, "a") == right["a"]
         until(lambda: intact_copies(fleet, "a") == {"s0", "s1"} and fleet.holders("a") == ("s0", "s1"))
         assert answer(s1, "a") == right["a"]
+
+
+def checks(server: Live, digest: str | None) -> bool:
+    """Return whether a server finds its copy intact."""
+    found = send(server, "POST", f"/v1/adapter_files/{digest}", **ADMIN)
+    return bool(json.loads(found.body)["intact"])
+
+
+def test_a_copy_that_cannot_be_fetched_again_is_fetched_by_a_later_round(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, params=PoolParams(0.1, 3600.0))
+    failed = 'capplan:adapter_transfers_total{outcome="failed",source="location"}'
+    with two_holders(fleet) as (s0, s1):
+        flip_a_bit(fleet.copy("s1", "a"))
+        s0.close()
+        assert not checks(s1, fleet.registry.get("a").digest)
+        until(lambda: failed in send(s1, "GET", "/metrics").body.decode())
+        assert fleet.holders("a") == ("s0",)
+        with fleet.server("s0"):
+            until(lambda: fleet.holders("a") == ("s0", "s1"))
+            assert intact_copies(fleet, "a") == {"s0", "s1"}
+    fleet.registry.close()
+
+
+def test_a_copy_that_does_not_fit_any_more_is_not_fetched_again(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, params=PoolParams(0.1, 3600.0))
+    with two_holders(fleet) as (_, s1):
+        pool = s1.service.pool
+        assert pool is not None
+        flip_a_bit(fleet.copy("s1", "a"))
+        fleet.registry.add(fleet.registry.get("a").replace(base_model="org/other"), replace=True)
+        assert not checks(s1, fleet.registry.get("a").digest)
+        until(lambda: fleet.holders("a") == ("s0",))
+        until(lambda: not s1.on_loop(lambda: pool._copies.missing | pool._loads.keys()))
+    fleet.registry.close()
+
+
+def test_a_broken_copy_that_cannot_be_removed_is_removed_by_a_later_round(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet = Fleet(tmp_path, params=PoolParams(0.1, 3600.0, 0.2))
+    with two_holders(fleet) as (_, s1):
+        flip_a_bit(fleet.copy("s1", "a"))
+        with contextlib.closing(sqlite3.connect(fleet.file)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            assert not checks(s1, fleet.registry.get("a").digest)
+            until(lambda: "a broken copy is not removed" in caplog.text)
+        until(lambda: intact_copies(fleet, "a") == {"s0", "s1"} and fleet.holders("a") == ("s0", "s1"))
+    fleet.registry.close()
+
+
+@contextlib.contextmanager
+def file_accesses(server: Live, top: Path) -> Iterator[list[str]]:
+    """Yield the accesses to files below a folder that the event loop of a server makes itself."""
+    found: list[str] = []
+    loop, ended = server.on_loop(threading.get_ident), threading.Event()
+
+    def on_event(event: str, arguments: tuple[Any, ...]) -> None:
+        is_own = event in FILE_EVENTS and threading.get_ident() == loop and not ended.is_set()
+        if is_own and str(arguments[0]).startswith(str(top)):
+            found.append(f"{event} {arguments[0]}")
+
+    sys.addaudithook(on_event)  # there is no way to remove one
+    yield found
+    ended.set()
+
+
+def test_files_of_adapters_are_used_outside_of_the_event_loop(
+    fleet: Fleet, right: dict[str, list[int]]
+) -> None:
+    """From a location, from a server, from one that sends wrong bytes, and when a copy is removed."""
+    with fleet.server("s0") as s0, fleet.server("s1") as s1:
+        answer(s1, "b")
+        answer(s1, "c")
+        flip_a_bit(fleet.copy("s1", "c"))
+        with file_accesses(s0, fleet.top) as found:
+            for name in NAMES:
+                assert answer(s0, name) == right[name]
+            answer(s1, "a")
+            share(s0, a=0)
+            assert fleet.holders("a") == ("s1",)
+            assert found == []
+            s0.on_loop(lambda: fleet.file.open("rb").close())
+            assert found == [f"open {fleet.file}"], "the events are seen"
 
 
 def test_a_copy_that_cannot_be_read_at_the_moment_neither_counts_nor_is_removed(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import os
 import re
 import secrets
 import shutil
 import stat
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -108,9 +108,8 @@ class AdapterStore:
         """
         return open_regular(self._root / digest / name, self._root, f"{digest}/{name}")
 
-    @contextlib.contextmanager
-    def receiving(self, digest: str, size_bytes: int | None) -> Iterator[IncomingAdapter]:
-        """Yield a new adapter to write; unless it is stored within the context, nothing is left of it.
+    def receive(self, digest: str, size_bytes: int | None) -> IncomingAdapter:
+        """Return a new adapter to write, which must be stored or discarded.
 
         Parameters
         ----------
@@ -118,12 +117,7 @@ class AdapterStore:
             Bytes of both files; None: at most `MAX_ADAPTER_BYTES`.
         """
         path = self._hidden(digest)
-        path.mkdir()
-        incoming = IncomingAdapter(path, self._root / digest, self._peft(path.name, digest), size_bytes)
-        try:
-            yield incoming
-        finally:
-            incoming.discard()
+        return IncomingAdapter(path, self._root / digest, self._peft(path.name, digest), size_bytes)
 
     def delete(self, digest: str) -> None:
         """Delete an adapter; files that are being read stay readable."""
@@ -149,6 +143,8 @@ class IncomingAdapter:
         Its files.
     size_bytes
         Bytes received.
+    is_stored
+        Whether it is in its place.
     """
 
     def __init__(self, path: Path, target: Path, peft: PeftFolder, size_bytes: int | None) -> None:
@@ -161,6 +157,7 @@ class IncomingAdapter:
         self._config_bytes = 0
         self._lock = threading.Lock()
         self._is_discarded = False
+        self.is_stored = False
 
     def write(self, name: str, data: bytes) -> None:
         """Append bytes to a file.
@@ -170,15 +167,19 @@ class IncomingAdapter:
         InputError
             If the adapter becomes larger than the registry says, or its config than a config may be.
         OSError
-            If they cannot be written.
+            If they cannot be written, or the adapter is discarded.
         """
         self._left_bytes -= len(data)
         if name == ADAPTER_CONFIG:
             self._config_bytes += len(data)
         if self._left_bytes < 0 or self._config_bytes > MAX_CONFIG_BYTES:
             raise InputError("must not be larger than the registry says", location=name)
-        with (self._path / name).open("ab") as file:
-            file.write(data)
+        with self._lock:
+            if self._is_discarded:
+                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+            self._path.mkdir(exist_ok=True)
+            with (self._path / name).open("ab") as file:
+                file.write(data)
         self._hashes[name].update(data)
         self.size_bytes += len(data)
 
@@ -195,7 +196,7 @@ class IncomingAdapter:
             raise InputError(f"must have the digest {self._target.name}", found, "files")
 
     def store(self) -> None:
-        """Flush the files to the disk and put the folder in its place."""
+        """Flush the files to the disk and put the folder in its place; one that is discarded is left."""
         with self._lock:
             if self._is_discarded:
                 return
@@ -205,15 +206,14 @@ class IncomingAdapter:
             try:
                 self._path.rename(self._target)
             except OSError as error:
-                if error.errno not in (
-                    errno.EEXIST,
-                    errno.ENOTEMPTY,
-                ):  # else stored meanwhile: the same bytes
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                     raise
+                shutil.rmtree(self._path, ignore_errors=True)  # stored meanwhile: the same bytes
+            self.is_stored = True
             sync(self._target.parent)
 
     def discard(self) -> None:
-        """Delete what has not been stored; a thread that still stores it is waited for."""
+        """Delete what has not been stored; a thread that still writes or stores it is waited for."""
         with self._lock:
             self._is_discarded = True
             shutil.rmtree(self._path, ignore_errors=True)

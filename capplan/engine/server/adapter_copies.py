@@ -93,6 +93,8 @@ class AdapterCopies:
     ----------
     stored
         Digest of each adapter that the server stores, by name.
+    missing
+        Adapters whose broken copy was removed, and that have not been stored again.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class AdapterCopies:
         self._threads = threads
         self._counters = counters
         self.stored: dict[str, str] = {}
+        self.missing: set[str] = set()
         self._sizes: dict[str, int] = {}
         self._reserved_bytes = 0
         self._shares: dict[str, float] = {}
@@ -185,7 +188,7 @@ class AdapterCopies:
         RegistryUnavailableError, OSError
             If a broken copy cannot be discarded, or a copy cannot be read.
         """
-        if digest not in self._store:
+        if not await self.in_thread(self._store.__contains__, digest):
             return False
         if await self._is_intact(digest):
             return True
@@ -208,6 +211,10 @@ class AdapterCopies:
         self._counters.checks["intact" if intact else "broken"] += 1
         return intact
 
+    def add_bytes(self, digest: str, size_bytes: int) -> None:
+        """Count the bytes of a copy that has just been stored."""
+        self._sizes[digest] = size_bytes
+
     async def hold(self, name: str, digest: str) -> None:
         """Record a copy that is stored and intact.
 
@@ -216,7 +223,8 @@ class AdapterCopies:
         InputError
             If the registry has changed or cannot be used.
         """
-        self._sizes[digest] = self._store.size_bytes(digest)
+        if digest not in self._sizes:
+            self._sizes[digest] = await self.in_thread(self._store.size_bytes, digest)
         try:
             await self.in_thread(self._registry.hold, name, digest, self._own.name)
         except RegistryUnavailableError:
@@ -226,9 +234,10 @@ class AdapterCopies:
                 await self._delete(digest)
             raise
         self.stored[name] = digest
+        self.missing.discard(name)
 
-    async def discard(self, digest: str) -> list[str]:
-        """Remove a broken copy; return the adapters that it was for. Its lock must be held.
+    async def discard(self, digest: str) -> None:
+        """Remove a broken copy; the adapters that it was for are missing then. Its lock must be held.
 
         Raises
         ------
@@ -249,9 +258,9 @@ class AdapterCopies:
             _log.error("the copy of adapter %s is broken, and is removed", ", ".join(names))
         for name in names:
             self.stored.pop(name, None)
+            self.missing.add(name)
             await self._served.withdraw(name)  # it may have been read when it was broken
         await self._delete(digest)
-        return names
 
     async def _delete(self, digest: str) -> None:
         self._sizes.pop(digest, None)

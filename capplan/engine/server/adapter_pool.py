@@ -13,13 +13,13 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, Final
 
 from prometheus_client.metrics_core import Metric
 
-from capplan.engine.lora.store import AdapterStore
+from capplan.engine.lora.store import AdapterStore, IncomingAdapter
 from capplan.engine.server.adapter_copies import AdapterCopies, PoolParams, PoolServer
 from capplan.engine.server.adapters import ServedAdapters
 from capplan.engine.server.limiter import PoolSettings, ServerSettings
@@ -100,6 +100,7 @@ class AdapterPool:
             self._own, registry, store, served, self._fetcher, self._threads, self._counters
         )
         self._unusable: dict[str, str] = {}
+        self._broken: set[str] = set()
         self._causes: dict[str, str] = {}
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -161,8 +162,10 @@ class AdapterPool:
 
     def _on_loaded(self, name: str, done: asyncio.Task[None]) -> None:
         del self._loads[name]
-        if not done.cancelled():
-            done.exception()  # retrieved, or asyncio logs it if no request waits
+        # The exception is retrieved, or asyncio logs it if no request waits.
+        error = None if done.cancelled() else done.exception()
+        if isinstance(error, ApiError) and error.status_code < 500:  # no later load succeeds
+            self._copies.missing.discard(name)
 
     async def _load(self, name: str) -> None:
         try:
@@ -171,7 +174,8 @@ class AdapterPool:
                 async with self._copies.lock_of(digest):
                     if not await self._copies.has(digest):
                         async with self._copies.room(adapter.size_bytes or 0):
-                            await self._fetch(adapter, digest)
+                            size_bytes = await self._fetch(adapter, digest)
+                        self._copies.add_bytes(digest, size_bytes)
                     await self._copies.hold(name, digest)
                     await self._served.serve(name, self._store.folder(digest), self._copies.by_use())
                     self._copies.touch(name)
@@ -208,19 +212,19 @@ class AdapterPool:
     def _refusal(self, digest: str) -> ApiError:
         return ApiError(400, self._unusable[digest], "model", "unusable_adapter")
 
-    async def _fetch(self, adapter: RegisteredAdapter, digest: str) -> None:
-        """Store an adapter from the first source that delivers its bytes."""
+    async def _fetch(self, adapter: RegisteredAdapter, digest: str) -> int:
+        """Store an adapter from the first source that delivers its bytes; return their number."""
         sources = await self._sources(adapter, digest)
         until_s = time.monotonic() + self._timeout_s
         causes: dict[str, list[str]] = {}
         for at, source in enumerate(sources):
             async with self._places:
                 timeout_s = (until_s - time.monotonic()) / (len(sources) - at)
-                cause = await self._fetch_from(source, adapter, digest, timeout_s)
-            if cause is None:
+                found = await self._fetch_from(source, adapter, digest, timeout_s)
+            if isinstance(found, int):
                 self._log_causes(adapter.name, causes)
-                return
-            causes.setdefault(cause, []).append(str(source))
+                return found
+            causes.setdefault(found, []).append(str(source))
             if source.kind == "server":  # its copy may be broken
                 self._spawn(self._ask_to_check(source, adapter.size_bytes or 0))
         self._log_causes(adapter.name, causes)
@@ -240,16 +244,16 @@ class AdapterPool:
 
     async def _fetch_from(
         self, source: Source, adapter: RegisteredAdapter, digest: str, timeout_s: float
-    ) -> str | None:
-        """Store an adapter from a source; return why it has not delivered it, None if it has.
+    ) -> int | str:
+        """Store an adapter from a source; return its bytes, or why the source has not delivered it.
 
         Raises
         ------
         ApiError
             If the bytes are those that the registry knows, and cannot be served or stored.
         """
-        readers, begin_s = self._served.readers, time.monotonic()
-        with self._store.receiving(digest, adapter.size_bytes) as incoming:
+        begin_s = time.monotonic()
+        async with self._receiving(digest, adapter.size_bytes) as incoming:
             try:
                 await self._fetcher.fetch(source, incoming, timeout_s)
                 incoming.require_digest()
@@ -257,15 +261,25 @@ class AdapterPool:
                 self._counters.transfers[source.kind, "failed"] += 1
                 return str(error)
             try:
-                await readers.run(lambda: self._served.check(incoming.peft))
+                await self._served.readers.run(lambda: self._served.check(incoming.peft))
             except InputError as error:
                 self._counters.transfers[source.kind, "unusable"] += 1
                 self._unusable[digest] = str(error)
                 raise self._refusal(digest) from None
             async with self._copies.room(incoming.size_bytes if adapter.size_bytes is None else 0):
-                await readers.run(incoming.store)
+                await self._served.readers.run(incoming.store)
         self._counters.on_transfer(source.kind, incoming.size_bytes, time.monotonic() - begin_s)
-        return None
+        return incoming.size_bytes
+
+    @contextlib.asynccontextmanager
+    async def _receiving(self, digest: str, size_bytes: int | None) -> AsyncIterator[IncomingAdapter]:
+        """Yield a new adapter to write; unless it is stored within the context, nothing is left of it."""
+        incoming = self._store.receive(digest, size_bytes)
+        try:
+            yield incoming
+        finally:
+            if not incoming.is_stored:
+                await self._copies.in_thread(incoming.discard)
 
     async def _sources(self, adapter: RegisteredAdapter, digest: str) -> list[Source]:
         """Return the servers that store an adapter, in random order, and its location."""
@@ -290,7 +304,7 @@ class AdapterPool:
             raise missing
         try:
             known = await self._copies.in_thread(self._registry.with_digest, digest)
-            if not known or digest not in self._store:
+            if not known:
                 raise missing
             return await self._copies.in_thread(self._store.open, digest, name)
         except RegistryUnavailableError as error:
@@ -323,15 +337,22 @@ class AdapterPool:
         """Remove a broken copy, and fetch it again for the adapters that have a share or requests here."""
         try:
             async with self._copies.lock_of(digest):
-                if await self._copies.check(digest):  # loaded meanwhile
-                    return
-                names = await self._copies.discard(digest)
+                if not await self._copies.check(digest):  # else loaded meanwhile
+                    await self._copies.discard(digest)
         except (ApiError, InputError, OSError) as error:
+            self._broken.add(digest)
             _log.warning("a broken copy is not removed: %s", error)
             return
-        for name in names:
+        self._broken.discard(digest)
+        self._fetch_missing()
+
+    def _fetch_missing(self) -> None:
+        """Fetch the adapters whose broken copy was removed, and that have a share or requests here."""
+        for name in sorted(self._copies.missing):
             if name in self._served or not self._copies.has_no_share(name):
                 self._start_load(name)
+            else:
+                self._copies.missing.discard(name)
 
     def set_shares(self, shares: Mapping[str, float]) -> None:
         """Set shares of the requests of adapters; copies of those with a share of zero are removed."""
@@ -344,6 +365,7 @@ class AdapterPool:
                 await self.remove_copies()
             except (ApiError, InputError, OSError) as error:  # the next round tries again
                 _log.warning("copies of adapters are not removed: %s", error)
+            await self.repair_copies()
 
     async def _keep_name(self) -> None:
         """Renew the claim to the name until another server has it, which came while this one did not run."""
@@ -359,6 +381,12 @@ class AdapterPool:
         """Remove copies whose share is zero, or whose bytes the registry does not know any more."""
         if self._has_name:
             await self._copies.remove_unwanted(self._params.idle_s)
+
+    async def repair_copies(self) -> None:
+        """Try again what has failed for broken copies: to remove them, and to fetch them again."""
+        for digest in sorted(self._broken):
+            await self._repair(digest)
+        self._fetch_missing()
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the pool."""
