@@ -2,9 +2,10 @@
 
 import contextlib
 import json
+import random
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ QUICK = PoolParams(3600.0, 0.0, 0.2, TransferParams(0.3, 0.3, 4))
 PATIENT = PoolParams(3600.0, 0.0)
 """For tests in which no source stalls: a busy machine ends no transfer."""
 NAMES = ("a", "b", "c")
+SERVERS = ("s0", "s1", "s2")
 
 
 class Fleet:
@@ -83,6 +85,19 @@ def right_answers(top: Path) -> dict[str, list[int]]:
     fleet.registry.close()
     assert len({tuple(tokens) for tokens in answers.values()}) == len(NAMES)
     return answers
+
+
+@contextlib.contextmanager
+def servers_of_last_copies(
+    fleet: Fleet, right: Mapping[str, list[int]], rng: random.Random
+) -> Iterator[tuple[dict[str, Live], contextlib.ExitStack]]:
+    """Yield three servers, which have the only copies, and the stack that ends those that a test restarts."""
+    with contextlib.ExitStack() as stack:
+        running = {name: stack.enter_context(fleet.server(name)) for name in SERVERS}
+        for name in NAMES:
+            assert answer(running[rng.choice(SERVERS)], name) == right[name]
+            fleet.lose_source(name)
+        yield running, stack
 
 
 def ask(server: Live, name: str, **fields: Any) -> Answer:

@@ -24,12 +24,12 @@ from capplan.engine.server.adapter_copies import PoolParams
 from capplan.spec.registry import AdapterRegistry
 from tests.engine.adapter_fleet import (
     NAMES,
-    PATIENT,
+    SERVERS,
     Fleet,
     answer,
     ask,
     refusal,
-    right_answers,
+    servers_of_last_copies,
     set_shares,
     share,
     until,
@@ -40,18 +40,6 @@ from tests.engine.test_faults import send, tokens_of
 WEIGHTS = "adapter_model.safetensors"
 FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree")
 ADMIN: Any = {"Authorization": f"Bearer {ADMIN_KEY}"}
-
-
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    made = Fleet(tmp_path, params=PATIENT)
-    yield made
-    made.registry.close()
-
-
-@pytest.fixture(scope="module")
-def right(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
-    return right_answers(tmp_path_factory.mktemp("right"))
 
 
 def flip_a_bit(copy: Path) -> None:
@@ -373,14 +361,10 @@ def test_random_damages_and_removals_lose_no_adapter(
     seed: int, fleet: Fleet, right: dict[str, list[int]]
 ) -> None:
     """Copies break, shares change at several servers at once, servers restart: an intact copy stays."""
-    rng, names = random.Random(seed), ("s0", "s1", "s2")
-    with contextlib.ExitStack() as stack, ThreadPoolExecutor(3) as threads:
-        running = {name: stack.enter_context(fleet.server(name)) for name in names}
-        for name in NAMES:
-            assert answer(running[rng.choice(names)], name) == right[name]
-            fleet.lose_source(name)
+    rng = random.Random(seed)
+    with servers_of_last_copies(fleet, right, rng) as (running, stack), ThreadPoolExecutor(3) as threads:
         for _ in range(20):
-            server, adapter = rng.choice(names), rng.choice(NAMES)
+            server, adapter = rng.choice(SERVERS), rng.choice(NAMES)
             match rng.choice(("ask", "ask", "zero", "zero", "damage", "restart")):
                 case "ask":
                     assert answered(running[server], adapter) == right[adapter]
@@ -393,8 +377,8 @@ def test_random_damages_and_removals_lose_no_adapter(
                     running[server] = stack.enter_context(fleet.server(server))
                 case _:
                     removing = partial(share, **{adapter: 0.0})
-                    list(threads.map(removing, [running[each] for each in rng.sample(names, 2)]))
+                    list(threads.map(removing, [running[each] for each in rng.sample(SERVERS, 2)]))
             assert all(intact_copies(fleet, each) & set(fleet.holders(each)) for each in NAMES)
-        for server in names:
+        for server in SERVERS:
             for name in NAMES:
                 assert answered(running[server], name) == right[name]

@@ -23,7 +23,17 @@ from capplan.engine.server.adapter_copies import PoolParams
 from capplan.engine.server.limiter import transfer_key
 from capplan.engine.server.transfer import TransferParams
 from capplan.spec.registry import RegisteredAdapter, read_adapter
-from tests.engine.adapter_fleet import NAMES, Fleet, answer, ask, refusal, right_answers, share
+from tests.engine.adapter_fleet import (
+    NAMES,
+    QUICK,
+    SERVERS,
+    Fleet,
+    answer,
+    ask,
+    refusal,
+    servers_of_last_copies,
+    share,
+)
 from tests.engine.live import ADMIN_KEY, live
 from tests.engine.test_faults import post, send, tokens_of
 from tests.engine.test_generate import spoil_number
@@ -31,16 +41,7 @@ from tests.engine.test_generate import spoil_number
 PEER = "peer"
 
 
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    made = Fleet(tmp_path)
-    yield made
-    made.registry.close()
-
-
-@pytest.fixture(scope="module")
-def right(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
-    return right_answers(tmp_path_factory.mktemp("right"))
+POOL_PARAMS = QUICK
 
 
 def test_an_adapter_is_fetched_from_its_location_and_then_from_a_server(
@@ -434,14 +435,10 @@ def test_an_adapter_that_is_replaced_in_the_registry_is_replaced_at_its_servers(
 @pytest.mark.parametrize("seed", range(2))
 def test_random_schedules_lose_no_adapter(seed: int, fleet: Fleet, right: dict[str, list[int]]) -> None:
     """Requests, shares and restarts, when the servers have the only copies."""
-    rng, names = random.Random(seed), ("s0", "s1", "s2")
-    with contextlib.ExitStack() as stack:
-        running = {name: stack.enter_context(fleet.server(name)) for name in names}
-        for name in NAMES:
-            assert answer(running[rng.choice(names)], name) == right[name]
-            fleet.lose_source(name)
+    rng = random.Random(seed)
+    with servers_of_last_copies(fleet, right, rng) as (running, stack):
         for _ in range(20):
-            server, adapter = rng.choice(names), rng.choice(NAMES)
+            server, adapter = rng.choice(SERVERS), rng.choice(NAMES)
             match rng.choice(("ask", "ask", "zero", "zero", "share", "restart")):
                 case "ask":
                     assert answer(running[server], adapter) == right[adapter]
@@ -451,7 +448,7 @@ def test_random_schedules_lose_no_adapter(seed: int, fleet: Fleet, right: dict[s
                 case change:
                     share(running[server], **{adapter: float(change == "share")})
             assert all(fleet.holders(each) for each in NAMES)
-        fleet.check(*names)
+        fleet.check(*SERVERS)
 
 
 def test_two_adapters_with_the_same_bytes_share_a_copy(fleet: Fleet, right: dict[str, list[int]]) -> None:

@@ -1,10 +1,8 @@
 """Limit of the adapters that a server stores: others leave for new ones, or the new ones are refused."""
 
 import random
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,21 +11,9 @@ pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
 
 from capplan import InputError
 from capplan.engine.server import PoolSettings
-from tests.engine.adapter_fleet import NAMES, PATIENT, Fleet, answer, ask, right_answers, set_shares, until
+from tests.engine.adapter_fleet import NAMES, Fleet, answer, ask, set_shares, until
 from tests.engine.live import Live
 from tests.engine.test_faults import send, tokens_of
-
-
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    made = Fleet(tmp_path, params=PATIENT)
-    yield made
-    made.registry.close()
-
-
-@pytest.fixture(scope="module")
-def right(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
-    return right_answers(tmp_path_factory.mktemp("right"))
 
 
 def size_bytes(fleet: Fleet) -> int:

@@ -132,7 +132,7 @@ def test_requests_refused_by_a_failed_engine_go_to_other_holders() -> None:
     run(check)
 
 
-@pytest.mark.parametrize("code", ["overloaded", "adapter_unavailable", "registry_unavailable", "storage"])
+@pytest.mark.parametrize("code", ["overloaded", "adapter_unavailable", "server_name_taken", "storage"])
 def test_requests_that_an_instance_cannot_start_now_go_to_other_holders(code: str) -> None:
     async def check(r: Routed) -> None:
         r.launcher["g1-1"].refusal = code
@@ -140,6 +140,8 @@ def test_requests_that_an_instance_cannot_start_now_go_to_other_holders(code: st
         assert {(status, body["instance"]) for status, body, _ in answers} == {(200, "g0-1")}
         status, body, _ = await r.post("b")
         assert (status, body["error"]["code"]) == (503, code)
+        sent = [each["model"] for each in r.launcher["g1-1"].bodies]
+        assert r.state.retries == sent.count("shared") > 0, "there is no other instance for the other adapter"
         assert all(instance.is_up for instance in r.state.fleet.instances), "it serves other requests"
 
     run(check, policy=replace(QUICK, ping_every_s=60.0))

@@ -310,6 +310,19 @@ def test_states_that_are_none_and_instances_that_end_lose_no_request() -> None:
     run(check, routing=settings_of("least-work-left"))
 
 
+def test_a_defect_in_reading_states_ends_the_router_and_is_raised() -> None:
+    async def check(r: Any) -> None:
+        def report(*_: Any) -> None:
+            raise ZeroDivisionError
+
+        r.state.fleet.router.report = report
+        await r.until(r.serving.done)
+        assert r.state.fleet.failed.is_set()
+
+    with pytest.raises(ZeroDivisionError):
+        run(check, routing=settings_of("least-loaded"))
+
+
 @pytest.mark.parametrize("field_", ["off_plan", "max_age_s"])
 def test_parameters_are_checked(field_: str) -> None:
     with pytest.raises(InputError, match=f"LeastWorkLeft.{field_}: must be"):

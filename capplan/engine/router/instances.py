@@ -14,9 +14,9 @@ import torch
 from capplan.engine.lora.load_times import LoadTimes
 from capplan.engine.models import model_config
 from capplan.engine.models.shard import require_shardable
-from capplan.engine.server.limiter import PoolSettings, ServerSettings
 from capplan.engine.server.limits import OPEN_ADAPTERS, ServerLimits
 from capplan.engine.server.process import InstanceConfig
+from capplan.engine.server.settings import PoolSettings, ServerSettings
 from capplan.errors import InputError
 from capplan.spec import Group, Plan, PlanAdapter, Profile
 

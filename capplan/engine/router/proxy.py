@@ -17,8 +17,9 @@ from capplan.engine.router.demand import CountedRequest
 from capplan.engine.router.instance_client import FileLimitError, InstanceClient, InstanceGoneError
 from capplan.engine.router.supervisor import InstanceFleet, InstanceSupervisor
 from capplan.engine.server.http_protocol import CLIENT, ClientLink
-from capplan.engine.server.limiter import ServerSettings, ServerState
 from capplan.engine.server.protocol import MAX_MODEL_NAME, ApiError, error_code, parsed
+from capplan.engine.server.settings import ServerSettings
+from capplan.engine.server.state import ServerState
 from capplan.http_connection import ConnectionLostError, HttpConnection
 from capplan.spec.routing import BYTES_PER_TOKEN
 
@@ -57,7 +58,7 @@ class RouterState(ServerState):
     by_instance
         Requests sent to each instance.
     retries
-        Requests sent to another instance because one was gone.
+        Times that a request went on to another instance, which was up.
     demand
         Counts the tokens of requests by adapter; None if the cluster is not re-balanced.
     """
@@ -198,6 +199,7 @@ class _Exchange:
             instance = self._state.fleet.choose(adapter, tried, self._prompt_tokens)
             if instance is None:
                 raise self._no_instance(adapter, refusal)
+            self._state.retries += bool(tried)
             try:
                 await self._forward_to(instance)
                 return
@@ -207,7 +209,6 @@ class _Exchange:
                 elif gone.refusal is not None:
                     instance.take_out(gone.refusal)
                 tried.append(instance)
-                self._state.retries += 1
 
     def _no_instance(self, adapter: str | None, refusal: str | None) -> ApiError:
         """Return the error if no instance has started the request; `refusal`: code of one that is up."""

@@ -20,7 +20,7 @@ from capplan.engine.router.instances import InstanceSpec
 from capplan.engine.router.launcher import InstanceHandle, Launcher, LaunchError
 from capplan.engine.router.rebalancing import RebalanceLoop, RebalancingConfig
 from capplan.engine.router.routing import InstanceRouter, RoutingSettings
-from capplan.engine.server.limiter import ServerSettings
+from capplan.engine.server.settings import ServerSettings
 from capplan.errors import InputError
 from capplan.http_connection import ConnectionLostError
 from capplan.serving.routers.fleet import report_time_ns
@@ -312,7 +312,7 @@ class InstanceFleet:
     instances
         In the order of the plan.
     failed
-        Set when all instances have failed for good, or a supervisor has a defect.
+        Set when all instances have failed for good, or a task of the fleet has a defect.
     router
         Chooses the instances of requests.
     rebalancing
@@ -383,7 +383,8 @@ class InstanceFleet:
         self._tasks = [asyncio.ensure_future(instance.supervise()) for instance in self.instances]
         self._tasks.append(asyncio.ensure_future(self._wait_for_failure(tuple(self._tasks))))
         if self.router.looks:
-            self._tasks += [asyncio.ensure_future(self._watch_state(i)) for i in range(len(self.instances))]
+            watches = [self._until_failure(self._watch_state(i)) for i in range(len(self.instances))]
+            self._tasks += map(asyncio.ensure_future, watches)
         if self.rebalancing is not None:
             self._tasks.append(asyncio.ensure_future(self._until_failure(self.rebalancing.run())))
 
@@ -426,7 +427,7 @@ class InstanceFleet:
             raise
 
     async def stop(self, at_once: bool) -> None:
-        """Stop all instances; raise the defect of a supervisor, if there was one."""
+        """Stop all instances; raise the defect of a task, if there was one."""
         tasks, self._tasks = self._tasks, []
         defects = await _cancel(tasks)
         await asyncio.gather(*(instance.stop(at_once) for instance in self.instances))

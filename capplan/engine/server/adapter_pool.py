@@ -22,10 +22,10 @@ from prometheus_client.metrics_core import Metric
 from capplan.engine.lora.store import AdapterStore, IncomingAdapter
 from capplan.engine.server.adapter_copies import AdapterCopies, PoolParams, PoolServer
 from capplan.engine.server.adapters import ServedAdapters
-from capplan.engine.server.limiter import PoolSettings, ServerSettings
 from capplan.engine.server.pool_metrics import PoolCounters
 from capplan.engine.server.protocol import RETRY, ApiError, overloaded, unknown_model
 from capplan.engine.server.server_claim import OwnedFolder, ServerClaim
+from capplan.engine.server.settings import PoolSettings, ServerSettings
 from capplan.engine.server.transfer import Fetcher, Source, TransferError, location, peer
 from capplan.errors import InputError
 from capplan.spec.registry import AdapterRegistry, RegisteredAdapter, RegistryUnavailableError

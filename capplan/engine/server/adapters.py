@@ -15,10 +15,10 @@ from typing import Any, Final, TypeVar
 from capplan.engine.lora import AdapterLayout, PeftFolder
 from capplan.engine.messages import CoreReady
 from capplan.engine.server.async_engine import AsyncEngine
-from capplan.engine.server.limiter import ServerSettings
 from capplan.engine.server.limits import NAME_RULE, is_name
 from capplan.engine.server.output_stream import EngineDeadError
 from capplan.engine.server.protocol import RETRY, ApiError, engine_failed, overloaded
+from capplan.engine.server.settings import ServerSettings
 from capplan.errors import InputError
 from capplan.spec.lora_modules import ADAPTER_CONFIG
 from capplan.spec.peft_folder import WEIGHTS_FILE

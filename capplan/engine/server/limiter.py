@@ -1,222 +1,25 @@
-"""Server settings and state, and checks of requests: key, queue length, size and time of the body."""
+"""Checks of requests before they are handled: key, queue length, size and time of the body."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import hmac
-import time
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable
 from typing import Final
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from capplan.engine.server.byte_budget import ByteBudget
-from capplan.engine.server.concurrency import ConcurrencyLimit
-from capplan.engine.server.limits import ServerLimits
-from capplan.engine.server.protocol import ApiError, overloaded, unknown_model
-from capplan.errors import InputError
+from capplan.engine.server.protocol import ApiError, overloaded
+from capplan.engine.server.state import ServerState
 
 GENERATION_PATHS: Final = ("/v1/completions", "/v1/chat/completions")
 _ADMIN_PATHS: Final = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 PEER_PATH: Final = "/v1/adapter_files"
 """Of servers that send files, ``PEER_PATH/DIGEST/FILE``, and check them, ``PEER_PATH/DIGEST``."""
 _POOL_PATHS: Final = (f"{PEER_PATH}/", "/v1/adapter_shares")
-
-
-@dataclass(frozen=True)
-class PoolSettings:
-    """Settings of a server that shares adapters with others.
-
-    Parameters
-    ----------
-    registry
-        Adapter registry: SQLite file or URL.
-    server_name
-        Name in the registry; None: host and port.
-    server_url
-        Where other servers reach this one; None: where it listens.
-    base_model
-        Base model in the registry of the adapters to serve; None: the name of the server's.
-    max_stored_gib
-        Limit of the files of all adapters that the server stores.
-    """
-
-    registry: str
-    server_name: str | None = None
-    server_url: str | None = None
-    base_model: str | None = None
-    max_stored_gib: float = 64.0
-
-    def __post_init__(self) -> None:
-        for name in ("registry", "server_name", "server_url"):
-            if getattr(self, name) == "":
-                raise InputError("must not be empty", location=name)
-        if not 0 < self.max_stored_gib < float("inf"):
-            raise InputError("must be a finite number > 0", self.max_stored_gib, "max_stored_gib")
-
-    @property
-    def max_stored_bytes(self) -> int:
-        """Limit in bytes."""
-        return int(self.max_stored_gib * 2**30)
-
-
-@dataclass(frozen=True)
-class ServerSettings:
-    """Settings of a server.
-
-    Parameters
-    ----------
-    model_name
-        Name of the base model.
-    host, port
-        Address; port 0 is any free one.
-    api_key
-        Required as ``Authorization: Bearer KEY`` for all paths under ``/v1/``; None: not required.
-    admin_api_key
-        Required instead to load and unload adapters.
-    lora_root
-        Folder of adapters that may be loaded at run time; None: none can be loaded or unloaded.
-    pool
-        Adapter registry whose adapters are served on demand, and stored below `lora_root`.
-    max_requests
-        Maximum number of prompts in the engine, running and waiting; further ones get 429.
-    drain_timeout_s
-        Time for running requests after SIGTERM.
-    limits
-        Limits of requests and connections.
-    """
-
-    model_name: str
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = None
-    admin_api_key: str | None = None
-    lora_root: Path | None = None
-    pool: PoolSettings | None = None
-    max_requests: int = 1024
-    drain_timeout_s: float = 30.0
-    limits: ServerLimits = field(default_factory=ServerLimits)
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.port < 2**16:
-            raise InputError("must be a port from 0 to 65535", self.port, "port")
-        if not 0 <= self.drain_timeout_s < float("inf"):
-            raise InputError("must be a finite number >= 0", self.drain_timeout_s, "drain_timeout_s")
-        for name in ("api_key", "admin_api_key"):
-            if getattr(self, name) == "":
-                raise InputError("must not be empty", location=name)
-        if self.admin_api_key is not None and self.admin_api_key == self.api_key:
-            rule = "must be another key than --api-key, which all clients have"
-            raise InputError(rule, location="admin_api_key")
-        if not (self.model_name and self.model_name.isprintable()):  # of any length: it may be a path
-            raise InputError("must be printable characters, not empty", self.model_name, "served_model_name")
-        if self.lora_root is not None and not self.lora_root.is_dir():
-            raise InputError("must be a folder", str(self.lora_root), "lora_root")
-        if self.lora_root is not None and self.admin_api_key is None:
-            rule = "requires --admin-api-key: the key of those who may load and unload adapters"
-            raise InputError(rule, location="lora_root")
-        if self.pool is not None and self.lora_root is None:
-            rule = "requires --lora-root: the folder of adapters that this server stores"
-            raise InputError(rule, location="registry")
-
-
-class ServerState(ABC):
-    """State of a server that finishes running requests before it stops.
-
-    Attributes
-    ----------
-    adapters
-        Names of the adapters that are served.
-    draining
-        Whether new requests are refused.
-    max_model_len
-        Maximum number of tokens of prompt and output.
-    refusals
-        Number of refused requests by status.
-    max_body_bytes
-        Maximum size of a request body.
-    budget
-        Bytes of requests that are incomplete, or not submitted or forwarded yet.
-    concurrency
-        Limit of requests in flight while the event loop is late.
-    """
-
-    def __init__(self, settings: ServerSettings, adapters: Container[object], max_model_len: int) -> None:
-        self.settings = settings
-        self.adapters = adapters
-        self.max_model_len = max_model_len
-        self.max_body_bytes = settings.limits.body_bytes(max_model_len)
-        self.budget = ByteBudget(settings.limits.buffered_bytes(max_model_len))
-        self.concurrency = ConcurrencyLimit(settings.max_requests, lambda: self.in_flight)
-        self.created = int(time.time())
-        self.draining = False
-        self.refusals: Counter[int] = Counter()
-
-    @property
-    @abstractmethod
-    def failed(self) -> asyncio.Event:
-        """Event after which the server stops."""
-
-    @property
-    @abstractmethod
-    def in_flight(self) -> int:
-        """Number of requests, or prompts, that are not answered yet."""
-
-    @abstractmethod
-    async def drain(self) -> None:
-        """Wait for running requests; end them after the drain timeout."""
-
-    def adapter_of(self, model: str) -> str | None:
-        """Return the adapter of a model name; None is the base model.
-
-        Raises
-        ------
-        ApiError
-            404 if the model does not exist.
-        """
-        if model == self.settings.model_name:
-            return None
-        if model not in self.adapters:
-            raise unknown_model(model)
-        return model
-
-    def refuse_if_late(self) -> None:
-        """Check that the event loop keeps up with the requests in flight.
-
-        Raises
-        ------
-        ApiError
-            503 if it is late.
-        """
-        if not self.concurrency.admits():
-            self.refusals[503] += 1
-            raise overloaded()
-
-    @contextlib.contextmanager
-    def holding(self, size_bytes: int) -> Iterator[None]:
-        """Count the bytes of a complete request until it is submitted or forwarded.
-
-        Raises
-        ------
-        ApiError
-            503 if the budget has no room.
-        """
-        with self.budget.reserved(size_bytes) as has_room:
-            if not has_room:
-                self.refusals[503] += 1
-                raise overloaded()
-            yield
-
-    def refusal(self, status: int, message: str, code: str, retry_after_s: int) -> ApiError:
-        """Count a refusal and return its error."""
-        self.refusals[status] += 1
-        return ApiError(status, message, code=code, headers={"Retry-After": str(retry_after_s)})
 
 
 class RequestLimiter:

@@ -28,11 +28,12 @@ from capplan.engine.messages import CoreSettings, Ended
 from capplan.engine.models import model_config
 from capplan.engine.models.shard import require_shardable
 from capplan.engine.server.http_protocol import ConnectionCap, LimitedProtocol
-from capplan.engine.server.limiter import ServerSettings, ServerState
 from capplan.engine.server.limits import NAME_RULE, is_name
 from capplan.engine.server.output_stream import RequestState
 from capplan.engine.server.routes import ServerApp
 from capplan.engine.server.service import Service
+from capplan.engine.server.settings import ServerSettings
+from capplan.engine.server.state import ServerState
 from capplan.engine.settings import EngineOptions
 from capplan.engine.timing import RecordFile, StepRecord
 from capplan.errors import InputError

@@ -17,10 +17,11 @@ from capplan.engine.messages import CoreReady, Gauges
 from capplan.engine.server.adapters import ServedAdapters
 from capplan.engine.server.async_engine import AsyncEngine, StepObserver
 from capplan.engine.server.chat_template import chat_template
-from capplan.engine.server.limiter import ServerSettings, ServerState
 from capplan.engine.server.metrics import Metrics
 from capplan.engine.server.output_stream import EngineDeadError
 from capplan.engine.server.protocol import RETRY, ApiError, ChatMessage, engine_failed, shutting_down
+from capplan.engine.server.settings import ServerSettings
+from capplan.engine.server.state import ServerState
 from capplan.engine.state_report import StateReport
 from capplan.engine.tokenizer import load_tokenizer
 from capplan.errors import InputError

@@ -1,0 +1,106 @@
+"""Settings of a server, and of its part in a distributed adapter pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from capplan.engine.server.limits import ServerLimits
+from capplan.errors import InputError
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """Settings of a server that shares adapters with others.
+
+    Parameters
+    ----------
+    registry
+        Adapter registry: SQLite file or URL.
+    server_name
+        Name in the registry; None: host and port.
+    server_url
+        Where other servers reach this one; None: where it listens.
+    base_model
+        Base model in the registry of the adapters to serve; None: the name of the server's.
+    max_stored_gib
+        Limit of the files of all adapters that the server stores.
+    """
+
+    registry: str
+    server_name: str | None = None
+    server_url: str | None = None
+    base_model: str | None = None
+    max_stored_gib: float = 64.0
+
+    def __post_init__(self) -> None:
+        for name in ("registry", "server_name", "server_url"):
+            if getattr(self, name) == "":
+                raise InputError("must not be empty", location=name)
+        if not 0 < self.max_stored_gib < float("inf"):
+            raise InputError("must be a finite number > 0", self.max_stored_gib, "max_stored_gib")
+
+    @property
+    def max_stored_bytes(self) -> int:
+        """Limit in bytes."""
+        return int(self.max_stored_gib * 2**30)
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Settings of a server.
+
+    Parameters
+    ----------
+    model_name
+        Name of the base model.
+    host, port
+        Address; port 0 is any free one.
+    api_key
+        Required as ``Authorization: Bearer KEY`` for all paths under ``/v1/``; None: not required.
+    admin_api_key
+        Required instead to load and unload adapters.
+    lora_root
+        Folder of adapters that may be loaded at run time; None: none can be loaded or unloaded.
+    pool
+        Adapter registry whose adapters are served on demand, and stored below `lora_root`.
+    max_requests
+        Maximum number of prompts in the engine, running and waiting; further ones get 429.
+    drain_timeout_s
+        Time for running requests after SIGTERM.
+    limits
+        Limits of requests and connections.
+    """
+
+    model_name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    admin_api_key: str | None = None
+    lora_root: Path | None = None
+    pool: PoolSettings | None = None
+    max_requests: int = 1024
+    drain_timeout_s: float = 30.0
+    limits: ServerLimits = field(default_factory=ServerLimits)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise InputError("must be a port from 0 to 65535", self.port, "port")
+        if not 0 <= self.drain_timeout_s < float("inf"):
+            raise InputError("must be a finite number >= 0", self.drain_timeout_s, "drain_timeout_s")
+        for name in ("api_key", "admin_api_key"):
+            if getattr(self, name) == "":
+                raise InputError("must not be empty", location=name)
+        if self.admin_api_key is not None and self.admin_api_key == self.api_key:
+            rule = "must be another key than --api-key, which all clients have"
+            raise InputError(rule, location="admin_api_key")
+        if not (self.model_name and self.model_name.isprintable()):  # of any length: it may be a path
+            raise InputError("must be printable characters, not empty", self.model_name, "served_model_name")
+        if self.lora_root is not None and not self.lora_root.is_dir():
+            raise InputError("must be a folder", str(self.lora_root), "lora_root")
+        if self.lora_root is not None and self.admin_api_key is None:
+            rule = "requires --admin-api-key: the key of those who may load and unload adapters"
+            raise InputError(rule, location="lora_root")
+        if self.pool is not None and self.lora_root is None:
+            rule = "requires --lora-root: the folder of adapters that this server stores"
+            raise InputError(rule, location="registry")
