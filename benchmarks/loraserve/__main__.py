@@ -16,7 +16,7 @@ from benchmarks.loraserve.authors import report
 from benchmarks.loraserve.hardware import SETTING
 from benchmarks.loraserve.lab import Lab
 from benchmarks.loraserve.load import LENGTHS
-from benchmarks.loraserve.parts import PARTS
+from benchmarks.loraserve.parts import CLUSTERS, PARTS
 from benchmarks.loraserve.systems import SEARCH_S
 
 AUTHORS: Final = "authors"
@@ -30,9 +30,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--part", nargs="+", choices=(*PARTS, AUTHORS), default=list(PARTS))
     parser.add_argument("--hardware", default=SETTING, help="h100-stand-in, or GPU/MODEL/tpN")
     parser.add_argument("--seeds", type=int, default=Lab.seeds)
+    parser.add_argument("--first-seed", type=int, default=Lab.first_seed)
     parser.add_argument("--duration-s", type=float, default=Lab.duration_s)
     parser.add_argument("--step-s", type=float, default=Lab.step_s, help="time step of re-balancing")
     parser.add_argument("--search-s", type=float, default=SEARCH_S, help="time of a placement by capplan")
+    parser.add_argument(
+        "--servers", type=int, choices=CLUSTERS, default=Lab.servers, help="of the part equal-load"
+    )
     parser.add_argument("--measured", type=Path, help="folder of the authors' measured tables")
     given = parser.parse_args(arguments)
     if not (given.traces / LENGTHS).is_file():
@@ -41,7 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
     if AUTHORS in given.part and given.measured is None:
         parser.error("part authors needs --measured")
     times = {"duration_s": given.duration_s, "step_s": given.step_s, "search_s": given.search_s}
-    lab = Lab(given.traces, given.out, given.hardware, seeds=given.seeds, **times)
+    numbers = {"seeds": given.seeds, "first_seed": given.first_seed, "servers": given.servers}
+    lab = Lab(given.traces, given.out, given.hardware, **numbers, **times)
     with user_errors():
         for part in given.part:
             table = report(given.measured) if part == AUTHORS else PARTS[part](lab)

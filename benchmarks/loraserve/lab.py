@@ -37,6 +37,9 @@ class Lab:
     seeds: int = 5
     step_s: float = STEP_S
     search_s: float = SEARCH_S
+    servers: int = SERVERS
+    """Of the part equal-load."""
+    first_seed: int = 0
 
     def scene(self, name: str, servers: int = SERVERS) -> Scene:
         """Return a trace of the paper, or a stand-in of the production trace, on so many servers.
@@ -59,7 +62,7 @@ class Lab:
 
     def runs(self, system: str) -> Iterator[tuple[int, int]]:
         """Return seeds and numbers of random placements."""
-        for seed in range(self.seeds):
+        for seed in range(self.first_seed, self.first_seed + self.seeds):
             for draw in range(DRAWS if system == RANDOM else 1):
                 yield seed, draw
 
@@ -114,7 +117,8 @@ class Lab:
     def cell(self, name: str, find: Callable[[], Any]) -> Any:
         """Return the stored result for these settings, or compute and store it."""
         path = self._folder / f"{name}.json"
-        settings = {"duration_s": self.duration_s, "seeds": self.seeds, "step_s": self.step_s}
+        names = ("duration_s", "seeds", "first_seed", "step_s")
+        settings = {name: getattr(self, name) for name in names}
         if path.exists():
             known = json.loads(path.read_text(encoding="utf-8"))
             if known["settings"] == settings:

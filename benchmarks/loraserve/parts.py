@@ -11,7 +11,16 @@ from benchmarks.common import markdown
 from benchmarks.loraserve.hardware import PROMPT_TOKENS, RANKS, SETTING, hardware, prefill_ms
 from benchmarks.loraserve.lab import PRODUCTION, SERVERS, Lab, mean_and_range
 from benchmarks.loraserve.load import TRACES
-from benchmarks.loraserve.systems import BLIND, CONTIGUOUS, LORASERVE, OURS, RANDOM, RUNTIME, Scene
+from benchmarks.loraserve.systems import (
+    BLIND,
+    CONTIGUOUS,
+    FACTORS,
+    LORASERVE,
+    OURS,
+    RANDOM,
+    RUNTIME,
+    Scene,
+)
 
 POISSON: Final = TRACES[:3]
 MOVING: Final = (*(trace for trace in TRACES if trace.endswith("shifting")), "rankskew-2")
@@ -28,6 +37,7 @@ MOST_FACTOR: Final = 3
 PRODUCTIONS: Final = tuple(f"{PRODUCTION}{adapters}" for adapters in (50, 100, 200))
 EXPONENTS: Final = {"third": "1/3", "1": "1", "2": "2", "3": "3"}
 CLUSTERS: Final = (4, 8, 12)
+SCALED: Final = ("least-work-left", LORASERVE, BLIND)
 MODELS: Final = (SETTING, "a100-40g/llama-30b/tp4", "a100-40g/llama-2-70b/tp8")
 DEGREES: Final = ("a100-40g/llama-7b/tp2", SETTING, "a100-40g/llama-7b/tp8")
 ALONE: Final = tuple(f"a100-40g/llama-7b/tp{degree}" for degree in (1, 2, 8))
@@ -69,6 +79,18 @@ def variants(lab: Lab, traces: Sequence[str] = TRACES) -> str:
     return markdown(["trace", *systems, "loraserve, step 300 s"], rows)
 
 
+def factors(lab: Lab, traces: Sequence[str] = TRACES) -> str:
+    """Return the highest loads of ours by its factor, over the best other system that routes or re-places."""
+    rows = []
+    for trace in traces:
+        found = rates(lab, lab.scene(trace), (*FACTORS, LORASERVE, "toppings"))
+        mean = {system: fmean(rps) for system, rps in found.items()}
+        best = max(mean[LORASERVE], mean["toppings"])
+        cells = [f"{mean[system]:.1f}, {mean[system] / best:.2f}" for system in FACTORS]
+        rows.append([trace, *cells, *(mean_and_range(found[other]) for other in (LORASERVE, "toppings"))])
+    return markdown(["trace", *FACTORS, LORASERVE, "toppings"], rows)
+
+
 def runtime(lab: Lab, traces: Sequence[str] = MOVING) -> str:
     """Return the highest load with re-balancing at run time, beside that with placements drawn before."""
     systems = (LORASERVE, *RUNTIME)
@@ -77,20 +99,28 @@ def runtime(lab: Lab, traces: Sequence[str] = MOVING) -> str:
 
 
 def equal_load(lab: Lab, traces: Sequence[str] = POISSON) -> str:
-    """Return the servers that each system needs for 95 % of LoRAServe's load, and the servers saved."""
-    rows = []
+    """Return the servers that each system needs for 95 % of LoRAServe's load, the servers saved, and rates.
+
+    Adapters and traffic of a trace grow with the servers of the lab.
+    """
+    rows, highest = [], []
     for trace in traces:
-        scene = lab.scene(trace)
+        scene = lab.scene(trace, lab.servers)
         rps = OF_LORASERVE * lab.loraserve_rps(scene)
-        most = MOST_FACTOR * SERVERS
+        most = MOST_FACTOR * lab.servers
         needed = {s: lab.servers_for(scene, s, rps, most) for s in WITHOUT_SEARCH}
-        own = needed[LORASERVE] or SERVERS
+        own = needed[LORASERVE] or lab.servers
         cells = [
             f"> {most} (> {1 - own / most:.0%})" if n is None else f"{n} ({1 - own / n:.0%})"
             for n in needed.values()
         ]
         rows.append([trace, f"{rps:.1f}", *cells])
-    return markdown(["trace", "req/s", *WITHOUT_SEARCH], rows)
+        found = rates(lab, scene, WITHOUT_SEARCH)
+        mean = fmean(found[LORASERVE])
+        highest.append([trace, *(f"{mean_and_range(f)}, {mean / fmean(f):.2f}" for f in found.values())])
+    needed_table = markdown(["trace", "req/s", *WITHOUT_SEARCH], rows)
+    title = f"highest req/s of {lab.servers} servers, and LoRAServe's over it"
+    return f"{needed_table}\n\n{markdown([title, *WITHOUT_SEARCH], highest)}"
 
 
 def latency(lab: Lab, traces: Sequence[str] = POISSON) -> str:
@@ -114,7 +144,7 @@ def storage(lab: Lab) -> str:
         scene = lab.scene(name)
         rps = OF_LORASERVE * lab.loraserve_rps(scene)
         stored = []
-        for seed in range(lab.seeds):
+        for seed, _ in lab.runs(LORASERVE):
             placements, _ = scene.stepped(lab.load(scene, rps, seed))
             stored += [sorted(len(served) for served in shares) for shares in placements]
         everything = len(scene.workload.adapters)
@@ -133,7 +163,7 @@ def scaling(lab: Lab) -> str:
     scenes = {n: lab.scene(_STEADY, n) for n in CLUSTERS}
     found = {
         "placement of `loraserve`": {n: [scene.placed_rps()] for n, scene in scenes.items()},
-        **{s: {n: lab.highest_rps(scene, s) for n, scene in scenes.items()} for s in (LORASERVE, BLIND)},
+        **{s: {n: lab.highest_rps(scene, s) for n, scene in scenes.items()} for s in SCALED},
     }
     rows = []
     for system, of in found.items():
@@ -180,6 +210,7 @@ def _order(found: Mapping[str, Sequence[float]]) -> str:
 PARTS: Final[Mapping[str, Callable[[Lab], str]]] = {
     "capacity": capacity,
     "variants": variants,
+    "factors": factors,
     "runtime": runtime,
     "equal-load": equal_load,
     "latency": latency,

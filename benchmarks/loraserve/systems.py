@@ -68,6 +68,8 @@ OURS: Final = "ours"
 """The placement of `capplan`, stored on all servers, and `least-work-left` that prefers it."""
 OFF_PLAN: Final = 1.5
 """Factor of `least-work-left` on servers outside the placement."""
+FACTORS: Final = {f"{OURS}-{factor:g}": factor for factor in (1.25, 1.375, 1.5, 1.75, 2.0)}
+"""Ours with other factors."""
 RANDOM: Final = "slora-random"
 CONTIGUOUS: Final = "slora-contiguous"
 PLACED: Final = ("capplan", RANDOM, CONTIGUOUS)
@@ -77,7 +79,7 @@ RUNTIME: Final[Mapping[str, Mapping[str, str]]] = {
     "capplan-runtime": {"forecast": "gamma-poisson", "solver": "capplan"},
 }
 """Settings of systems that re-balance at run time."""
-SYSTEMS: Final = (*STEPPED, *RUNTIME, OURS, *PLACED, *ROUTED)
+SYSTEMS: Final = (*STEPPED, *RUNTIME, OURS, *FACTORS, *PLACED, *ROUTED)
 DRAWS: Final = 4
 """Random placements per seed, 20 over five seeds."""
 _OF_CAPACITY: Final = (0.6, 0.3, 0.02)
@@ -109,8 +111,9 @@ class Scene:
         """Return the TTFT of every request under a system."""
         if system in ROUTED:
             return routed_by_state(load, system, [None] * self.servers)
-        if system == OURS:
-            return routed_by_state(load, LeastWorkLeft(off_plan=OFF_PLAN), self.placed("capplan"))
+        if system == OURS or system in FACTORS:
+            router = LeastWorkLeft(off_plan=FACTORS.get(system, OFF_PLAN))
+            return routed_by_state(load, router, self.placed("capplan"))
         if system in RUNTIME:
             settings = RebalanceSettings.model_validate({"period_s": self.step_s, **RUNTIME[system]})
             return rebalanced(load, self.points(), self.servers, settings)

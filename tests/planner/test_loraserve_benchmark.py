@@ -28,7 +28,17 @@ from benchmarks.loraserve.load import (
     trace_workload,
     ttft_s,
 )
-from benchmarks.loraserve.systems import Scene, rebalanced, routed, shares_of, stepped
+from benchmarks.loraserve.parts import OF_LORASERVE, equal_load
+from benchmarks.loraserve.systems import (
+    FACTORS,
+    OFF_PLAN,
+    OURS,
+    Scene,
+    rebalanced,
+    routed,
+    shares_of,
+    stepped,
+)
 from capplan import Adapter, Assignment, Lengths, Profile, Workload
 from capplan.errors import InputError
 from capplan.models.step_latency import StepRanks, coefficient_array, latency_code, rank_ms
@@ -177,6 +187,37 @@ def test_results_are_stored_and_an_interrupted_run_goes_on(traces: Path) -> None
     stored.write_text(json.dumps({**json.loads(stored.read_text()), "found": [1.0, 2.0]}))
     assert lab.highest_rps(scene, "toppings") == [1.0, 2.0], "read, not simulated again"
     assert replace(lab, seeds=1).highest_rps(scene, "toppings") == found[:1], "other settings: simulated"
+    later = replace(lab, seeds=1, first_seed=1)
+    assert [seed for seed, _ in later.runs("toppings")] == [1]
+    assert later.highest_rps(scene, "toppings") != [1.0], "other seeds: simulated"
+    assert later.highest_rps(scene, "toppings")[0] == pytest.approx(found[1], rel=2 * PRECISION)
+
+
+def test_the_factor_of_ours_weighs_servers_outside_the_placement(traces: Path) -> None:
+    lab = Lab(traces, traces / "out", SETTING, duration_s=20.0)
+    scene = scene_of(lab, "poisson-uniform")
+    halves = (scene.workload.adapters[:15], scene.workload.adapters[15:])
+    shares = [{adapter.name: 0.5 for adapter in half} for half in halves for _ in range(2)]
+    (scene.folder / "uniform.capplan.4.json").write_text(json.dumps(shares))
+    load = lab.load(scene, scene.sustained_rps(), 0)
+    assert FACTORS[f"{OURS}-{OFF_PLAN:g}"] == OFF_PLAN
+    own, same, other = (scene.ttft_s(name, load) for name in (OURS, f"{OURS}-{OFF_PLAN:g}", f"{OURS}-2"))
+    np.testing.assert_array_equal(own, same)
+    assert (own != other).any()
+
+
+def test_servers_for_a_load_are_those_of_the_option(traces: Path) -> None:
+    lab = Lab(traces, traces / "out", SETTING, duration_s=20.0, seeds=1, step_s=5.0, servers=8)
+    scene = scene_of(lab, "poisson-uniform", 8)
+    for servers in range(1, 25):
+        name = f"{lab.shared(scene, servers).name}.operating-points.{servers}.json"
+        (scene.folder / name).write_text(json.dumps(dict(scene.points())))
+    table = equal_load(lab, ["poisson-uniform"])
+    cells = [cell.strip() for cell in table.splitlines()[2].split("|")]
+    assert float(cells[2]) == pytest.approx(OF_LORASERVE * lab.loraserve_rps(scene), abs=0.05)
+    assert cells[4] in ("7 (0%)", "8 (0%)"), "at 95 % of what LoRAServe sustains on eight"
+    rates = [cell.strip() for cell in table.splitlines()[-1].split("|")]
+    assert rates[3] == f"{lab.loraserve_rps(scene):.1f}, 1.00"
 
 
 FIT = PrefillFit(base_s=0.15, s_per_ktoken=0.02, s_per_mrank=0.25)
