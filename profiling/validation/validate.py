@@ -192,7 +192,9 @@ def faults_of(result: BenchResult, drawn: int | None = None) -> tuple[str, ...]:
     if result.partial:
         faults.append("stopped before its time")
     if overall.failed or overall.rejected:
-        faults.append(f"{overall.failed} requests failed, {overall.rejected} were rejected")
+        kinds = [f"{each.kind} {each.requests} ({each.message})" for each in result.failures]
+        counts = f"{overall.failed} requests failed, {overall.rejected} were rejected"
+        faults.append(": ".join((counts, ", ".join(kinds))) if kinds else counts)
     if result.client.kept_up is False:
         lag = result.client.lag_ms.p99 or 0.0
         faults.append(f"the client could not keep up: p99 of its lag {lag:.0f} ms")
