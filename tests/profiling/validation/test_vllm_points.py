@@ -13,7 +13,7 @@ pytest.importorskip("tokenizers", reason="its tokenizer is written with tokenize
 
 from benchmarks import closed_loop_vllm
 from benchmarks.closed_loop_vllm import ADAPTERS, PROFILED_SLOTS, Loop, parsed
-from capplan.profiling.load.result import BenchResult, ClientHealth, LoadMetrics, MeasuredStats
+from capplan.profiling.load.result import BenchResult, ClientHealth, Failure, LoadMetrics, MeasuredStats
 from tests.cli.examples import profile_document
 
 NAME = "adapters4-slots4-load40"
@@ -76,7 +76,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     ("change", "message"),
     [
         ({"partial": True}, "stopped before its time"),
-        ({"failed": 2}, "2 requests failed"),
+        ({"failed": 2}, "2 requests failed, 0 were rejected"),
+        (
+            {"failed": 2, "failures": (Failure(kind="http_503", requests=2, message="overloaded"),)},
+            r"2 requests failed, 0 were rejected: http_503 2 \(overloaded\)",
+        ),
         ({"kept_up": False}, "could not keep up"),
     ],
 )
