@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)
 
 from capplan import InputError
 from capplan.engine.router.routing import InstanceRouter, RoutingSettings
+from capplan.engine.router.routing_table import RoutingTable
 from capplan.spec.routing import ROUTER_NAMES
+from capplan.twin.cluster.reference_routers import SmoothShares
 from tests.engine.fake_instances import idle_state
 from tests.engine.test_routing import rule_and_reference
 
@@ -73,6 +76,28 @@ def test_holders_that_stay_go_on_where_they_were(
     assert set(asked(swapped, "x", 20)) <= set(plain.holders("x"))
 
 
+@given(st.lists(tables(), min_size=2, max_size=4), st.lists(st.sampled_from(NAMES), max_size=12))
+def test_credits_at_a_swap_are_those_of_the_twins_reference(
+    sequence: list[list[dict[str, float]]], requests: list[str]
+) -> None:
+    table = RoutingTable.of(sequence[0])
+    router, reference = InstanceRouter(sequence[0]), SmoothShares()
+    for held in sequence:
+        before, table = table, router.table(held)
+        reference.swap(before.placement, table.placement)
+        router.swap(table)
+        for name in requests:
+            number = table.numbers[name]
+            places = range(*table.placement.start[number : number + 2].tolist())
+            rows = table.placement
+            candidates: Any = [
+                SimpleNamespace(instance=rows.instance[k], share=rows.share[k]) for k in places
+            ]
+            request: Any = SimpleNamespace(adapter=number)
+            chosen = candidates[reference(request, candidates)].instance
+            assert router.choose(name) == chosen
+
+
 @pytest.mark.parametrize("name", ROUTER_NAMES)
 @settings(max_examples=10)
 @given(data=st.data())
@@ -91,7 +116,7 @@ def test_every_rule_routes_to_holders_of_the_table_in_force(name: str, data: st.
             router.set_available(down, False)
             assert router.choose(each) in ((holders - {down}) or {None})
             router.set_available(down, True)
-        if router.looks:
+        if router.reads_state:
             router.report(
                 0, json.dumps({**idle_state(), "adapters": dict.fromkeys(NAMES, 7)}).encode(), asked_ns
             )

@@ -144,7 +144,7 @@ def test_a_running_router_has_a_model_of_every_instance(planned) -> None:
         assert rule.models.any()
     plain = served_rule(made, made.groups, "dlora", {})
     assert plain.period_ns > 10**18 - 1
-    assert plain.first_answer == made.provenance["mean_output_tokens"] == 200.0
+    assert plain.prior_output_tokens == made.provenance["mean_output_tokens"] == 200.0
 
 
 def test_a_running_router_assumes_lengths_that_the_engines_take(planned) -> None:

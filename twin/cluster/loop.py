@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.compile import inner, jit
-from capplan.serving.routers.choose import RoutingRule, choose_blindly, choose_by_looking
+from capplan.serving.routers.choose import RoutingRule, choose_blindly, choose_by_state
 from capplan.serving.routers.dlora import busiest, idlest, is_excessive, load, to_move
 from capplan.serving.routers.fleet import ArrivingRequest, Placement, note_waiting, report_time_ns
 from capplan.serving.scheduler import is_movable, withdraw
@@ -148,7 +148,7 @@ def _concerned(
     if event != ARRIVAL:
         return int(placement.start[0]), int(placement.start[1])  # the base model is everywhere
     adapter = cluster.adapter[cursor.next]
-    if rule.looks:
+    if rule.reads_state:
         return int(placement.start[adapter]), int(placement.start[adapter + 1])
     if cursor.place == NONE:
         cursor.place = choose_blindly(rule, cluster.fleet, placement, adapter, uniform(key, cursor.next))
@@ -219,11 +219,11 @@ def _observe_and_choose(
         adapter,
         cluster.rank[adapter],
         cluster.stream.prompt_tokens[cursor.next],
-        (rule.first_answer + answered.answer_tokens) / (1.0 + answered.answers),
+        (rule.prior_output_tokens + answered.answer_tokens) / (1.0 + answered.answers),
         uniform(key, cursor.next),
         now_ns,
     )
-    return choose_by_looking(rule, cluster.seen, placement, request)
+    return choose_by_state(rule, cluster.seen, placement, request)
 
 
 @inner

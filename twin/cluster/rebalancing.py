@@ -127,8 +127,8 @@ class FleetChanges:
 
     route: Callable[[int, int], None]
     """Routes a request again at a time; set by the loop."""
-    on_swap: Callable[[set[int], Placement, int], None]
-    """Gets the adapters with other holders or shares, the placement before, and the time; set by the loop."""
+    on_swap: Callable[[Placement, int], None]
+    """Gets the placement before a swap, and the time; set by the loop."""
 
     def __init__(self, scenario: ClusterScenario, laid: Laid, rebalancing: Rebalancing, seed: int) -> None:
         if scenario.movable is None:
@@ -306,7 +306,7 @@ class FleetChanges:
         self._shares = made.shares
         if seen is not fleet:
             read_all(self.laid.cluster, now_ns)
-        self.on_swap(changed_adapters(before, after), before, now_ns)
+        self.on_swap(before, now_ns)
 
     def _remove_unused(self, now_ns: int, adapters: set[int] | None = None) -> None:
         cluster = self.laid.cluster
@@ -372,16 +372,3 @@ def routing_table(
         local=adapter.astype(np.int32),
         share=share_of.astype(np.float64),
     )
-
-
-def changed_adapters(before: Placement, after: Placement) -> set[int]:
-    """Return the adapters with other holders or shares."""
-    changed = set()
-    old, new = (
-        (each.start.tolist(), each.instance.tolist(), each.share.tolist()) for each in (before, after)
-    )
-    for adapter in range(before.start.size - 1):
-        here, there = (slice(start[adapter], start[adapter + 1]) for start, *_ in (old, new))
-        if old[1][here] != new[1][there] or old[2][here] != new[2][there]:
-            changed.add(adapter)
-    return changed

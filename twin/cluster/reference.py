@@ -192,8 +192,7 @@ def run_with(
 ) -> ClusterTrace:
     """Simulate a cluster to its horizon as `run_cluster` does, with a router written in Python.
 
-    If adapters are re-balanced, a router with a method `forget` gets the set of those with other holders or
-    shares.
+    If adapters are re-balanced, a router with a method `swap` gets the placements before and after each time.
 
     Raises
     ------
@@ -236,7 +235,7 @@ class _Loop:
         self._key = routing_key(seed)
         self._reports = _Reports(laid, report_period_ns, {} if changes is None else changes.waiting)
         outputs = scenario.requests.output_tokens
-        self._first_answer = float(outputs.mean()) if outputs.size else 1.0
+        self._prior_output_tokens = float(outputs.mean()) if outputs.size else 1.0
         self._refresh_ns = next_refresh_ns(laid, 0)
         if changes is not None:
             changes.route = self.route
@@ -282,7 +281,7 @@ class _Loop:
             rank=int(scenario.rank[adapter]),
             prompt_tokens=int(scenario.requests.prompt_tokens[number]),
             draw=uniform(self._key, number),
-            mean_answer_tokens=_mean_answer(scenario, laid, self._first_answer),
+            mean_answer_tokens=_mean_answer(scenario, laid, self._prior_output_tokens),
         )
         candidates = self._reports.candidates(start, end, now_ns)
         chosen = self._router(request, candidates)
@@ -297,12 +296,12 @@ class _Loop:
             hand_to(laid.cluster, instance, int(placement.local[start + chosen]), number, now_ns)
         self._reports.note_sent(start + chosen, request.rank, request.prompt_tokens)
 
-    def _on_swap(self, changed: set[int], before: Placement, now_ns: int) -> None:
+    def _on_swap(self, before: Placement, now_ns: int) -> None:
         """Read the instances at the places of a new routing table."""
         self._reports.read(self.laid, now_ns)
-        forget = getattr(self._router, "forget", None)
-        if forget is not None:
-            forget(changed)
+        swap = getattr(self._router, "swap", None)
+        if swap is not None:
+            swap(before, self.laid.cluster.placement)
 
 
 def observe_candidate(laid: Laid, place: int, fetching: Waiting = MappingProxyType({})) -> Candidate:
@@ -369,11 +368,11 @@ def unseen_requests(laid: Laid, instance: int) -> list[int]:
     return found
 
 
-def _mean_answer(scenario: ClusterScenario, laid: Laid, first_answer: float) -> float:
-    """Return the mean output of the finished requests and one of `first_answer` tokens."""
+def _mean_answer(scenario: ClusterScenario, laid: Laid, prior_output_tokens: float) -> float:
+    """Return the mean output of the finished requests and one of `prior_output_tokens` tokens."""
     finish_ns = laid.members[0].trace.finish_ns
     done = finish_ns != t.NEVER
     limits = np.array([engine.limits.max_model_len for engine in scenario.engines])
     room = limits[laid.cluster.instance[done]] - scenario.requests.prompt_tokens[done]
     answers = np.minimum(scenario.requests.output_tokens[done], room)
-    return float((first_answer + int(answers.sum())) / (1.0 + answers.size))
+    return float((prior_output_tokens + int(answers.sum())) / (1.0 + answers.size))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import permutations
 
 from capplan.errors import InputError
-from capplan.serving.routers import Gateway, LeastWorkLeft, Performance, WorkModel
+from capplan.serving.routers import Gateway, LeastWorkLeft, Performance, Placement, WorkModel
 from capplan.twin.cluster.reference import Candidate, PythonRouter, RoutedRequest
 
 Candidates = Sequence[Candidate]
@@ -86,9 +86,22 @@ class SmoothShares:
         self.credit[keys[chosen]] -= 1.0
         return chosen
 
-    def forget(self, adapters: set[int]) -> None:
-        """Restart the credits of adapters with other holders or shares."""
-        self.credit = {key: credit for key, credit in self.credit.items() if key[0] not in adapters}
+    def swap(self, before: Placement, after: Placement) -> None:
+        """Keep the credits of holders that stay; those of other ones begin with the share in `after`."""
+        held = {key: self.credit.get(key, first) for key, first in _first_credits(before).items()}
+        self.credit = {key: held.get(key, first) for key, first in _first_credits(after).items()}
+
+
+def _first_credits(placement: Placement) -> dict[tuple[int, int], float]:
+    """Return the credit of every adapter and holder before the first request."""
+    found = {}
+    for adapter in range(placement.start.size - 1):
+        first, last = placement.start[adapter : adapter + 2].tolist()
+        for at in range(last - first):
+            part = (at - adapter) % (last - first) / (last - first)
+            share = float(placement.share[first + at])
+            found[adapter, int(placement.instance[first + at])] = share * part
+    return found
 
 
 @dataclass
@@ -192,9 +205,9 @@ class LeastAddedWork:
         scores = [self._score(request, candidate) for candidate in candidates]
         return min(range(len(scores)), key=lambda at: (scores[at], -candidates[at].share))
 
-    def forget(self, adapters: set[int]) -> None:
-        """Restart the credits of adapters with other holders or shares."""
-        self.by_shares.forget(adapters)
+    def swap(self, before: Placement, after: Placement) -> None:
+        """Keep the credits of holders that stay."""
+        self.by_shares.swap(before, after)
 
     def _score(self, request: RoutedRequest, candidate: Candidate) -> float:
         model, mean_answer = self.models[candidate.instance], request.mean_answer_tokens

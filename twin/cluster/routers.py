@@ -88,14 +88,14 @@ def build_rule(router: NamedRouter, scenario: ClusterScenario) -> RoutingRule:
     return rule
 
 
-def plain_rule(router: NamedRouter, first_answer: float) -> RoutingRule:
+def plain_rule(router: NamedRouter, prior_output_tokens: float) -> RoutingRule:
     """Return the compiled form of a router without models of instances and credits of shares.
 
     Parameters
     ----------
     router
         Its name, or the parameters of one that has any.
-    first_answer
+    prior_output_tokens
         Mean output tokens assumed before any request has finished.
 
     Raises
@@ -109,7 +109,7 @@ def plain_rule(router: NamedRouter, first_answer: float) -> RoutingRule:
     code = router_code(chosen) if isinstance(chosen, str) else _CODES[type(chosen)]
     rule = RoutingRule(
         code=code,
-        looks=code not in BLIND,
+        reads_state=code not in BLIND,
         asks_adapter=code in ASK_ADAPTER,
         turn=np.full(1, -1, np.int64),
         credit=np.zeros(0),
@@ -121,7 +121,7 @@ def plain_rule(router: NamedRouter, first_answer: float) -> RoutingRule:
         kernel=chosen.code if isinstance(chosen, Toppings) else 0,
         models=np.zeros((0, 0)),
         slo_ms=0.0,
-        first_answer=first_answer,
+        prior_output_tokens=prior_output_tokens,
     )
     if isinstance(chosen, Dlora):
         return rule._replace(

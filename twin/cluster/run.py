@@ -13,7 +13,7 @@ from capplan.serving import NONE
 from capplan.serving.refresh import refresh
 from capplan.serving.routers import Placement
 from capplan.serving.routers.choose import ASK_RANKS, RoutingRule
-from capplan.serving.routers.smooth_shares import first_credit
+from capplan.serving.routers.smooth_shares import carried_credit
 from capplan.serving.structures import new_heap
 from capplan.twin import trace as t
 from capplan.twin.cluster.layout import FIRST_ROWS, Laid, grow, lay_out
@@ -72,7 +72,7 @@ def run_cluster(
     InputError
         For re-balancing with a router that moves requests.
     """
-    report_ns = report_period_ns(state_period_s) if rule.looks else 0
+    report_ns = report_period_ns(state_period_s) if rule.reads_state else 0
     if rebalancing is None:
         scenario = replace(scenario, movable=None)
     laid = lay_out(scenario, rule.code in ASK_RANKS, first_rows, rule.asks_adapter, report_ns)
@@ -139,7 +139,7 @@ class _Driver:
         self._changes = changes
         if changes is not None:
             changes.route = self._route
-            changes.on_swap = self._restart_credits
+            changes.on_swap = self._carry_credits
 
     @property
     def laid(self) -> Laid:
@@ -169,18 +169,11 @@ class _Driver:
         if state == FETCH_DUE:
             self.fetch(cursor)
 
-    def _restart_credits(self, changed: set[int], before: Placement, now_ns: int) -> None:
-        """Restart the credits of adapters with other holders or shares."""
-        if self.rule.credit.size == 0:
-            return
-        placement = self.laid.cluster.placement
-        credit = first_credit(placement)
-        for adapter in set(range(placement.start.size - 1)) - changed:
-            here, there = (
-                slice(each.start[adapter], each.start[adapter + 1]) for each in (before, placement)
-            )
-            credit[there] = self.rule.credit[here]
-        self.rule = self.rule._replace(credit=credit)
+    def _carry_credits(self, before: Placement, now_ns: int) -> None:
+        """Carry credits over to a new routing table, as the router of a served plan does."""
+        if self.rule.credit.size:
+            after = self.laid.cluster.placement
+            self.rule = self.rule._replace(credit=carried_credit(self.rule.credit, before, after))
 
 
 def next_refresh_ns(laid: Laid, now_ns: int) -> int:

@@ -150,7 +150,7 @@ class RouterMetrics:
         for kind, name, help_text, value in _INSTANCE_METRICS:
             rows = [((each.spec.name, each.spec.group), value(state, each)) for each in instances]
             yield metric_family(kind, f"capplan:{name}", help_text, ("instance", "group"), rows)
-        if state.fleet.router.looks:
+        if state.fleet.router.reads_state:
             ages = [
                 ((each.spec.name, each.spec.group), state.fleet.router.age_s(i))
                 for i, each in enumerate(instances)

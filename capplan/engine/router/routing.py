@@ -143,7 +143,7 @@ class InstanceRouter:
         if settings.rule is not None:
             by_rank = settings.rule.code in ASK_RANKS
             self._rule = settings.rule._replace(credit=self._credit, turn=np.full(1, -1, np.int64))
-            self._mean_answer = self._rule.first_answer
+            self._mean_answer = self._rule.prior_output_tokens
             self._fleet = new_fleet(len(held), np.array(self._rank), by_rank, self._credit.size)
             self._records = self._fleet.instances.view(np.ndarray)
             self._known_ranks = frozenset(self._rank) if by_rank else frozenset()
@@ -174,12 +174,12 @@ class InstanceRouter:
         Holders that stay keep their credit and what they have reported. Requests sent since the last reports
         still count at their instances.
         """
-        before, fresh = self._table, shares_rule.first_credit(table.placement)
+        before = self._table
+        credit = shares_rule.carried_credit(self._credit, before.placement, table.placement)
         if self._rule is not None:
             table = table.with_former([{each.adapter for each in sent} for sent in self._sent])
         self._use(table)
-        fresh = np.append(fresh, np.zeros(table.placement.share.size - fresh.size))
-        self._credit = table.carry(self._credit, before, fresh)
+        self._credit = np.append(credit, np.zeros(table.placement.share.size - credit.size))
         if self._rule is None:
             return
         self._rule = self._rule._replace(credit=self._credit)
@@ -212,9 +212,9 @@ class InstanceRouter:
         return adapter in self._number
 
     @property
-    def looks(self) -> bool:
+    def reads_state(self) -> bool:
         """Whether the rule reads the state of instances."""
-        return self._rule is not None and self._rule.looks
+        return self._rule is not None and self._rule.reads_state
 
     def holders(self, adapter: str | None) -> list[int]:
         """Return the instances with an adapter; None is the base model."""
@@ -272,7 +272,7 @@ class InstanceRouter:
         else:
             place = self._route_among(among, request)
         instance = int(self._placement.instance[place])
-        if self._rule.looks:
+        if self._rule.reads_state:
             self._marked[instance].add(place)
             self._sent[instance].append(_Sent(request.now_ns, adapter, request.rank, prompt_tokens))
         return instance
@@ -309,7 +309,7 @@ class InstanceRouter:
                 marked.add(place)
         self._answers[instance] = state.answers, state.answer_tokens
         answers, tokens = self._answers.sum(axis=0).tolist()
-        self._mean_answer = (self._rule.first_answer + tokens) / (1.0 + answers)  # type: ignore[union-attr]
+        self._mean_answer = (self._rule.prior_output_tokens + tokens) / (1.0 + answers)  # type: ignore[union-attr]
         sent = self._sent[instance]
         while sent and sent[0].at_ns < asked_ns:
             sent.popleft()

@@ -382,7 +382,7 @@ class InstanceFleet:
             raise
         self._tasks = [asyncio.ensure_future(instance.supervise()) for instance in self.instances]
         self._tasks.append(asyncio.ensure_future(self._wait_for_failure(tuple(self._tasks))))
-        if self.router.looks:
+        if self.router.reads_state:
             watches = [self._until_failure(self._watch_state(i)) for i in range(len(self.instances))]
             self._tasks += map(asyncio.ensure_future, watches)
         if self.rebalancing is not None:

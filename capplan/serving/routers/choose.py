@@ -125,7 +125,7 @@ class RoutingRule(NamedTuple):
     """A router with its parameters and its state."""
 
     code: int
-    looks: bool
+    reads_state: bool
     """Whether it reads instances, which are then simulated up to the request."""
     asks_adapter: bool
     """Whether it reads the state of the request's adapter on each instance."""
@@ -146,7 +146,7 @@ class RoutingRule(NamedTuple):
     models: NDArray[np.float64]
     """One line per instance."""
     slo_ms: float
-    first_answer: float
+    prior_output_tokens: float
     """Mean output tokens assumed before any request has finished; it counts as one request."""
 
 
@@ -174,9 +174,9 @@ def route(rule: RoutingRule, fleet: Fleet, placement: Placement, request: Arrivi
     request
         The request.
     """
-    if not rule.looks:
+    if not rule.reads_state:
         return choose_blindly(rule, fleet, placement, request.adapter, request.draw)
-    place = choose_by_looking(rule, fleet, placement, request)
+    place = choose_by_state(rule, fleet, placement, request)
     note_waiting(fleet, placement, place, request.rank, 1, request.prompt_tokens)
     return place
 
@@ -206,7 +206,7 @@ def choose_blindly(rule: RoutingRule, fleet: Fleet, placement: Placement, adapte
 
 
 @inner
-def choose_by_looking(rule: RoutingRule, fleet: Fleet, placement: Placement, request: ArrivingRequest) -> int:
+def choose_by_state(rule: RoutingRule, fleet: Fleet, placement: Placement, request: ArrivingRequest) -> int:
     """Return the place that gets a request, for routers that read the instances."""
     first, last = placement.start[request.adapter], placement.start[request.adapter + 1]
     turn, models, prompt = rule.turn[0], rule.models, request.prompt_tokens

@@ -16,11 +16,34 @@ from capplan.serving.routers.fleet import Placement
 
 def first_credit(placement: Placement) -> NDArray[np.float64]:
     """Return the credit of every place before the first request."""
-    holders = np.diff(placement.start)
-    adapter = np.repeat(np.arange(holders.size), holders)
+    holders, adapter = np.diff(placement.start), _adapters(placement)
     position = np.arange(adapter.size) - placement.start[adapter]
     part = (position - adapter) % holders[adapter] / holders[adapter]
     return np.asarray(placement.share * part)
+
+
+def carried_credit(credit: NDArray[np.float64], before: Placement, after: Placement) -> NDArray[np.float64]:
+    """Return the credit of every place of a new routing table.
+
+    Holders that stay keep theirs, so that many short periods do not begin every time with the same holder.
+    New ones have their first credit.
+
+    Parameters
+    ----------
+    credit
+        By place of the table before. Places beyond those of its last adapter are not used.
+    """
+    carried = first_credit(after)
+    instances = 1 + max(int(each.instance.max(initial=0)) for each in (before, after))
+    old, new = (_adapters(each) * instances + each.instance[: each.start[-1]] for each in (before, after))
+    _, here, there = np.intersect1d(old, new, assume_unique=True, return_indices=True)
+    carried[there] = credit[here]
+    return carried
+
+
+def _adapters(placement: Placement) -> NDArray[np.int64]:
+    """Return the adapter of every place."""
+    return np.repeat(np.arange(placement.start.size - 1), np.diff(placement.start))
 
 
 @inner
