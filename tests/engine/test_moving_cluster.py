@@ -135,7 +135,7 @@ def test_faults_while_adapters_move_lose_nothing_and_the_next_round_repairs(tmp_
 async def unfit_holders(cluster: MovingCluster) -> None:
     """Transfers stall, or deliver wrong bytes: the next source is asked."""
     registry = cluster._registry
-    cluster.loop.updates.wanted = [dict.fromkeys(NAMES, 0.5)] * 2  # nothing is removed meanwhile
+    cluster.loop.updates.in_force = [dict.fromkeys(NAMES, 0.5)] * 2  # nothing is removed meanwhile
     assert await cluster.loop.updates.update()
     with wrong_server() as wrong, stalled_server() as stalled:
         for server, url in (("wrong", wrong), ("stalled", stalled)):

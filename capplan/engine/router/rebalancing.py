@@ -167,7 +167,7 @@ class RebalanceLoop:
         self.demand = DemandMeter(router.adapters, config.prior_output_tokens)
         adapters = [name for name in router.adapters if name is not None]
         self.updates = ShareUpdates(instances, adapters, config.admin_key, config.posts)
-        self.updates.wanted = router.shares()[0]
+        self.updates.in_force = router.shares()[0]
         self.last: Round | None = None
         self.done = self.failed = 0
         self.moved_bytes = self.unpermuted_bytes = 0
@@ -264,11 +264,11 @@ class RebalanceLoop:
         )
         table = await self._in_thread(self._table, result)
         shares, _ = table.shares()
-        if silent := await self.updates.announce(shares, up):
-            names = ", ".join(self._instances[i].spec.name for i in silent)
+        if missing := await self.updates.announce(shares, up):
+            names = ", ".join(self._instances[i].spec.name for i in missing)
             raise RoundFailedError(f"{names}: the new shares are not acknowledged")
         self._router.swap(table)
-        self.updates.wanted = shares
+        self.updates.in_force = shares
         self._placed_on = up
         facts |= {
             "target": result.target,

@@ -66,8 +66,8 @@ class ShareUpdates:
 
     Attributes
     ----------
-    wanted
-        Shares of every instance; those of other adapters are 0.
+    in_force
+        Shares of every instance in the placement in force; those of other adapters are 0.
     failures
         Number of posts that failed.
     """
@@ -79,7 +79,7 @@ class ShareUpdates:
         admin_key: str,
         params: PostParams = PostParams(),
     ) -> None:
-        self.wanted: Sequence[Mapping[str, float]] = [{} for _ in instances]
+        self.in_force: Sequence[Mapping[str, float]] = [{} for _ in instances]
         self.failures = 0
         self._instances = instances
         self._adapters = adapters
@@ -106,13 +106,13 @@ class ShareUpdates:
         return False
 
     async def run(self) -> None:
-        """Post the wanted shares to every instance that does not have them."""
+        """Post the shares in force to every instance that does not have them."""
         while True:
             await self.update()
             await asyncio.sleep(self._params.retry_s)
 
     async def update(self) -> bool:
-        """Post the wanted shares once; return whether all instances that are up have them."""
+        """Post the shares in force once; return whether all instances that are up have them."""
         async with self._lock:
             up = [i for i, each in enumerate(self._instances) if each.is_up]
             return all(await asyncio.gather(*(self._update(i) for i in up)))
@@ -121,12 +121,12 @@ class ShareUpdates:
         told = self._told_of(index)
         if told is None:
             return False
-        wanted = {name: share for name, share in self.wanted[index].items() if share > 0.0}
-        new = {name: share for name, share in wanted.items() if told.shares.get(name) != share}
+        positive = {name: share for name, share in self.in_force[index].items() if share > 0.0}
+        new = {name: share for name, share in positive.items() if told.shares.get(name) != share}
         others = told.shares if told.knows_all else self._adapters
-        new |= {name: 0.0 for name in others if name not in wanted}
+        new |= {name: 0.0 for name in others if name not in positive}
         told.knows_all = await self._post(told, new) or told.knows_all
-        return told.shares == wanted
+        return told.shares == positive
 
     def _told_of(self, index: int) -> _Told | None:
         """Return what the process of an instance knows; None if there is none."""

@@ -235,7 +235,7 @@ class InstanceSupervisor:
             if client is None or handle is None:
                 return
             await self._ping(client, handle)
-            if client.running and self._is_silent(client, self._policy.abandon_after_s):
+            if client.running and self._makes_no_progress(client, self._policy.abandon_after_s):
                 self._log(f"instance {self.spec.name} makes no progress: {client.running} requests are ended")
                 self.client = InstanceClient(handle.url, self._key)
                 await client.close()
@@ -266,7 +266,7 @@ class InstanceSupervisor:
         self._stalled_since_s = time.monotonic()
         self._log(f"instance {self.spec.name} is stalled: {reason}")
 
-    def _is_silent(self, client: InstanceClient, time_s: float) -> bool:
+    def _makes_no_progress(self, client: InstanceClient, time_s: float) -> bool:
         """Return whether a stalled instance has made no progress for a time."""
         since_s = max(self._stalled_since_s, client.progress_s)
         return self.state == "stalled" and time.monotonic() - since_s > time_s
@@ -276,7 +276,7 @@ class InstanceSupervisor:
         client, timeout_s, begin_s = self.client, self._policy.probe_timeout_s, time.monotonic()
         if client is None:
             return True
-        if self._is_silent(client, timeout_s):
+        if self._makes_no_progress(client, timeout_s):
             return ended.done()
         try:
             await client.get("/health", timeout_s)

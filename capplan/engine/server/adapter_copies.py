@@ -268,7 +268,7 @@ class AdapterCopies:
 
     async def remove_unwanted(self, idle_s: float) -> None:
         """Remove copies whose share is zero, or whose bytes the registry does not know any more."""
-        stored, silent = dict(self.stored), set[str]()
+        stored, unresponsive = dict(self.stored), set[str]()
 
         def outdated() -> set[str]:
             known = {name: self._registry.find(name) for name in stored}
@@ -281,7 +281,7 @@ class AdapterCopies:
             if name in unknown:
                 await self._remove(name, stored[name], None)
             elif self.has_no_share(name):
-                await self._release(name, stored[name], silent)
+                await self._release(name, stored[name], unresponsive)
 
     @asynccontextmanager
     async def room(self, size_bytes: int) -> AsyncIterator[None]:
@@ -307,12 +307,12 @@ class AdapterCopies:
         return self._own.max_bytes - self.stored_bytes - self._reserved_bytes
 
     async def _make_room(self, size_bytes: int) -> None:
-        silent, kept = set[str](), Counter[str]()
+        unresponsive, kept = set[str](), Counter[str]()
         for name in self.by_use() if size_bytes <= self._own.max_bytes else ():
             if size_bytes <= self._free_bytes:
                 return
             if (digest := self.stored.get(name)) is not None:
-                kept[await self._release(name, digest, silent) or ""] += 1
+                kept[await self._release(name, digest, unresponsive) or ""] += 1
         if size_bytes > self._free_bytes:
             del kept[""]
             reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(kept.items())) or "none"
@@ -323,29 +323,29 @@ class AdapterCopies:
             )
             raise ApiError(503, message, "model", "storage", RETRY)
 
-    async def _release(self, name: str, digest: str, silent: set[str]) -> Kept | None:
+    async def _release(self, name: str, digest: str, unresponsive: set[str]) -> Kept | None:
         """Remove a copy if another server confirms its own; return why not, or None.
 
         Parameters
         ----------
-        silent
+        unresponsive
             Servers that have not responded lately and are not asked; others are added.
         """
         if self._has_share(name):
             return "with a share here"
         if self.lock_of(digest).locked():
             return "being loaded or removed"
-        keeper = await self._keeper(name, digest, silent)
+        keeper = await self._keeper(name, digest, unresponsive)
         if keeper is None:
             return "without a confirmed other copy"
         return await self._remove(name, digest, keeper)
 
-    async def _keeper(self, name: str, digest: str, silent: set[str]) -> str | None:
+    async def _keeper(self, name: str, digest: str, unresponsive: set[str]) -> str | None:
         """Return a server that has just confirmed its copy of an adapter; None if there is none."""
         adapter = await self.in_thread(self._registry.find, name)
         if adapter is None:
             return None
-        others = [each for each in adapter.holders if each != self._own.name and each not in silent]
+        others = [each for each in adapter.holders if each != self._own.name and each not in unresponsive]
         urls = await self.in_thread(self._registry.servers) if others else {}
         random.shuffle(others)
         for holder in others:
@@ -355,7 +355,7 @@ class AdapterCopies:
                 if confirmed:
                     return holder
                 if confirmed is None:
-                    silent.add(holder)
+                    unresponsive.add(holder)
         return None
 
     async def _remove(self, name: str, digest: str, keeper: str | None) -> Kept | None:
