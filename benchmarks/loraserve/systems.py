@@ -66,9 +66,14 @@ ROUTED: Final = ("toppings", BLIND, "least-work-left", "least-loaded")
 """All adapters on all servers, routed by server state; names of routers."""
 OURS: Final = "ours"
 """The placement of `capplan`, stored on all servers, and `least-work-left` that prefers it."""
-OFF_PLAN: Final = 1.5
+OFF_PLAN: Final = 1.25
 """Factor of `least-work-left` on servers outside the placement."""
-FACTORS: Final = {f"{OURS}-{factor:g}": factor for factor in (1.25, 1.375, 1.5, 1.75, 2.0)}
+RANK_RAISE: Final = 2.0
+"""Its further factor if the request has the largest rank there."""
+FACTORS: Final = {
+    f"{OURS}-{off_plan:g}-{raised:g}": (off_plan, raised)
+    for off_plan, raised in ((1.25, 1.0), (1.5, 1.0), (2.0, 1.0), (1.25, 1.5), (1.25, 2.0), (1.25, 4.0))
+}
 """Ours with other factors."""
 RANDOM: Final = "slora-random"
 CONTIGUOUS: Final = "slora-contiguous"
@@ -112,7 +117,8 @@ class Scene:
         if system in ROUTED:
             return routed_by_state(load, system, [None] * self.servers)
         if system == OURS or system in FACTORS:
-            router = LeastWorkLeft(off_plan=FACTORS.get(system, OFF_PLAN))
+            off_plan, raised = FACTORS.get(system, (OFF_PLAN, RANK_RAISE))
+            router = LeastWorkLeft(off_plan, rank_raise=raised)
             return routed_by_state(load, router, self.placed("capplan"))
         if system in RUNTIME:
             settings = RebalanceSettings.model_validate({"period_s": self.step_s, **RUNTIME[system]})

@@ -127,7 +127,7 @@ def rule_and_reference(name: str, seed: int) -> tuple[RoutingRule, Any]:
     """Return a compiled rule with random models, and its reference."""
     models = [make_performance(seeded(seed + i)) for i in range(3)]
     work = [make_work_model(seeded(seed + i)) for i in range(3)]
-    parameters = LeastWorkLeft(off_plan=2.0, max_age_s=MAX_AGE_S)
+    parameters = LeastWorkLeft(off_plan=2.0, rank_raise=1.5, max_age_s=MAX_AGE_S)
     rule = plain_rule(parameters if name == "least-work-left" else name, 100.0)
     if name.startswith("toppings"):
         rule = plain_rule(Toppings(rank_aware=name == "toppings"), 100.0)
@@ -323,7 +323,7 @@ def test_a_defect_in_reading_states_ends_the_router_and_is_raised() -> None:
         run(check, routing=settings_of("least-loaded"))
 
 
-@pytest.mark.parametrize("field_", ["off_plan", "max_age_s"])
+@pytest.mark.parametrize("field_", ["off_plan", "rank_raise", "max_age_s"])
 def test_parameters_are_checked(field_: str) -> None:
     with pytest.raises(InputError, match=f"LeastWorkLeft.{field_}: must be"):
         replace(LeastWorkLeft(), **{field_: float("nan")})

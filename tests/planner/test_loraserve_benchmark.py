@@ -33,6 +33,7 @@ from benchmarks.loraserve.systems import (
     FACTORS,
     OFF_PLAN,
     OURS,
+    RANK_RAISE,
     Scene,
     rebalanced,
     routed,
@@ -200,8 +201,9 @@ def test_the_factor_of_ours_weighs_servers_outside_the_placement(traces: Path) -
     shares = [{adapter.name: 0.5 for adapter in half} for half in halves for _ in range(2)]
     (scene.folder / "uniform.capplan.4.json").write_text(json.dumps(shares))
     load = lab.load(scene, scene.sustained_rps(), 0)
-    assert FACTORS[f"{OURS}-{OFF_PLAN:g}"] == OFF_PLAN
-    own, same, other = (scene.ttft_s(name, load) for name in (OURS, f"{OURS}-{OFF_PLAN:g}", f"{OURS}-2"))
+    chosen = f"{OURS}-{OFF_PLAN:g}-{RANK_RAISE:g}"
+    assert FACTORS[chosen] == (OFF_PLAN, RANK_RAISE)
+    own, same, other = (scene.ttft_s(name, load) for name in (OURS, chosen, f"{OURS}-1.5-1"))
     np.testing.assert_array_equal(own, same)
     assert (own != other).any()
 

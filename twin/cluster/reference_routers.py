@@ -216,7 +216,11 @@ class LeastAddedWork:
         queued.append((request.rank, request.prompt_tokens))
         added_ms = self._work_ms(candidate, queued, model, mean_answer) - before_ms
         wait_ms = max(0.0, before_ms - candidate.age_ns * 1e-6) + self._delay_ms(request, candidate, model)
-        factor = 1.0 if candidate.share > 0 else self.parameters.off_plan
+        factor = 1.0
+        if candidate.share == 0:
+            ranks = [*candidate.running, *candidate.queued]
+            raised = self.parameters.rank_raise if request.rank > max(ranks, default=0) else 1.0
+            factor = self.parameters.off_plan * raised
         return added_ms * (wait_ms + 0.5 * added_ms) * factor
 
     @staticmethod

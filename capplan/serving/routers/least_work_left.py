@@ -12,8 +12,10 @@ are in use, and that for memory or a place in the batch.
 
 Prompts of one batch are padded to the largest rank among them, of which the expected value follows from the
 waiting prompts by rank. Work that was reported earlier has decreased by the time since. The score of holders
-outside the placement, whose share is 0, is multiplied by `off_plan`. If the last report of a holder is older
-than `max_age_s`, the request is routed by `smooth_shares`.
+outside the placement, whose share is 0, is multiplied by `off_plan`, and by `rank_raise` too if the request's
+rank is above those of all their requests: dW has the padding of the work that is there, not that of the
+requests that follow. If the last report of a holder is older than `max_age_s`, the request is routed by
+`smooth_shares`.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ PADDED = 8
 # Parameters.
 OFF_PLAN = 0
 MAX_AGE_NS = 1
+RANK_RAISE = 2
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,8 @@ class LeastWorkLeft:
     ----------
     off_plan
         Factor on the score of holders whose share is 0; infinity: they get no request.
+    rank_raise
+        Further factor on such holders if the rank of the request is above those of all their requests.
     max_age_s
         Age of the last report of a holder beyond which requests are routed by the shares.
     models
@@ -106,17 +111,19 @@ class LeastWorkLeft:
     off_plan: float = 1.0
     max_age_s: float = 5.0
     models: WorkModel | Sequence[WorkModel] | None = None
+    rank_raise: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.off_plan >= 1:
-            raise InputError("must be a number >= 1", self.off_plan, "LeastWorkLeft.off_plan")
+        for name in ("off_plan", "rank_raise"):
+            if not getattr(self, name) >= 1:
+                raise InputError("must be a number >= 1", getattr(self, name), f"LeastWorkLeft.{name}")
         if not 0 < self.max_age_s < float("inf"):
             raise InputError("must be a finite number > 0", self.max_age_s, "LeastWorkLeft.max_age_s")
 
     @property
     def parameters(self) -> NDArray[np.float64]:
         """The numbers for compiled code."""
-        return np.array([self.off_plan, self.max_age_s * 1e9])
+        return np.array([self.off_plan, self.max_age_s * 1e9, self.rank_raise])
 
 
 @inner
@@ -139,13 +146,14 @@ def least_added_work(
         instance = placement.instance[place]
         model = models[instance]
         tokens = queued_tokens(fleet, instance)
-        before_ms, after_ms = _work_ms(fleet, instance, tokens, request, model)
+        before_ms, after_ms, largest_rank = _work_ms(fleet, instance, tokens, request, model)
         added_ms = after_ms - before_ms
         elapsed_ms = (request.now_ns - fleet.instances.seen_ns[instance]) * 1e-6
         wait_ms = max(0.0, before_ms - elapsed_ms) + _delay_ms(fleet, place, instance, tokens, request, model)
         score = added_ms * (wait_ms + 0.5 * added_ms)
         if placement.share[place] == 0.0:
-            score *= parameters[OFF_PLAN]
+            raised = parameters[RANK_RAISE] if request.rank > largest_rank else 1.0
+            score *= parameters[OFF_PLAN] * raised
         if score < least or (score == least and placement.share[place] > placement.share[chosen]):
             chosen, least = place, score
     return chosen
@@ -165,8 +173,11 @@ def _is_stale(
 @inner
 def _work_ms(
     fleet: Fleet, instance: int, queued: int, request: ArrivingRequest, model: NDArray[np.float64]
-) -> tuple[float, float]:
-    """Return the work left of an instance with `queued` prompt tokens, without and with the request."""
+) -> tuple[float, float, int]:
+    """Return the work left of an instance with `queued` prompt tokens, without and with the request.
+
+    The third number is the largest rank of its requests.
+    """
     record = fleet.instances[instance]
     counts = fleet.by_rank[instance]
     padded = model[PADDED] > 0.0
@@ -206,7 +217,7 @@ def _work_ms(
     before_ms = _sum_ms(record, queued, waiting, mean_before, rank_answers, answers, model)
     rank_answers = (0.5 * running + waiting + 1) * largest_after if padded else sum_after
     after_ms = _sum_ms(record, queued + prompt, waiting + 1, mean_after, rank_answers, answers, model)
-    return before_ms, after_ms
+    return before_ms, after_ms, int(largest_before)
 
 
 @inner

@@ -138,7 +138,7 @@ def test_compiled_routers_decide_as_reference_ones(
         kernel = kernel if is_aware else "blind"
     if name == "dlora":
         router = Dlora(period_s=1e6)
-    parameters = LeastWorkLeft(off_plan=1.0 + seed % 3, max_age_s=0.01, models=work_models)
+    parameters = LeastWorkLeft(1.0 + seed % 3, 0.01, work_models, rank_raise=1.0 + seed % 2)
     if name == "least-work-left":
         router = parameters
     compiled = run_cluster(scenario, build_rule(router, scenario), seed, state_period_s=state_period_s)
