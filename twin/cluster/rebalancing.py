@@ -20,6 +20,7 @@ from capplan.errors import InputError
 from capplan.serving import NONE
 from capplan.serving.rebalancing import Rebalanced, Rebalancer, RebalanceSettings, Replan
 from capplan.serving.routers import Placement
+from capplan.serving.routers.fleet import Fleet, places_in_both
 from capplan.twin import trace as t
 from capplan.twin.cluster.layout import Laid, grow, restart_member
 from capplan.twin.cluster.scenario import ClusterScenario, MovableAdapters
@@ -297,7 +298,7 @@ class FleetChanges:
         before, after = cluster.placement, routing_table(made.shares, self._movable, up)
         standing = np.zeros(after.instance.size if cluster.fleet.standing.size else 0, np.int64)
         fleet = cluster.fleet._replace(standing=standing)
-        seen = fleet if cluster.seen is cluster.fleet else cluster.seen._replace(standing=standing.copy())
+        seen = fleet if cluster.seen is cluster.fleet else _carried_reports(cluster.seen, before, after)
         own_places, own_start = places_by_instance(after, fleet)
         cluster = cluster._replace(
             placement=after, fleet=fleet, seen=seen, own_places=own_places, own_start=own_start
@@ -305,7 +306,8 @@ class FleetChanges:
         self.laid = self.laid._replace(cluster=cluster)
         self._shares = made.shares
         if seen is not fleet:
-            read_all(self.laid.cluster, now_ns)
+            returned = np.setdiff1d(after.instance, before.instance).astype(np.int64)
+            read_states(self.laid.cluster, returned, now_ns)
         self.on_swap(before, now_ns)
 
     def _remove_unused(self, now_ns: int, adapters: set[int] | None = None) -> None:
@@ -321,10 +323,19 @@ class FleetChanges:
         self._storage.remove_unused(used, now_ns, adapters)
 
 
+def _carried_reports(seen: Fleet, before: Placement, after: Placement) -> Fleet:
+    """Return the last reports by the places of a new table; of adapters at new holders nothing is known."""
+    standing = np.zeros(after.instance.size if seen.standing.size else 0, np.int64)
+    if standing.size:
+        here, there = places_in_both(before, after)
+        standing[there] = seen.standing[here]
+    return seen._replace(standing=standing)
+
+
 @jit
-def read_all(cluster: Cluster, now_ns: int) -> None:
-    """Let the router read the state of all instances, which have run up to now."""
-    for instance in range(cluster.progress.size):
+def read_states(cluster: Cluster, instances: NDArray[np.int64], now_ns: int) -> None:
+    """Let the router read the state of instances, which have run up to now."""
+    for instance in instances:
         report_state(cluster, instance, now_ns)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from capplan.errors import InputError
 from capplan.serving import NONE, State
 from capplan.serving.routers import Placement
+from capplan.serving.routers.fleet import adapter_of_places
 from capplan.serving.state import ENDING, LOADING, POOLED
 from capplan.twin import trace as t
 from capplan.twin.cluster.layout import Laid, grow, lay_out
@@ -140,12 +141,24 @@ class _Reports:
         """The instance that reports next: they take turns."""
         return self._count % len(self._seen_ns)
 
-    def read(self, laid: Laid, now_ns: int) -> None:
-        """Read the state of all instances, which have run up to now."""
+    def swap(self, laid: Laid, before: Placement, now_ns: int) -> None:
+        """Keep what is known at the places of a new routing table; read instances that are back."""
         self._laid = laid
-        if self._period_ns:
-            self._known = self._observed()
-            self._seen_ns = [now_ns] * len(self._seen_ns)
+        if not self._period_ns:
+            return
+        former = list(zip(adapter_of_places(before).tolist(), self._known, strict=True))
+        by_pair = {(adapter, known.instance): known for adapter, known in former}
+        by_instance = {known.instance: known for _, known in former}
+        after = laid.cluster.placement
+        self._known = []
+        for place, adapter in enumerate(adapter_of_places(after).tolist()):
+            instance, share = int(after.instance[place]), float(after.share[place])
+            if instance not in by_instance:
+                self._known.append(self._observe(place))
+                self._seen_ns[instance] = now_ns
+                continue
+            unknown = replace(by_instance[instance], is_active=False, is_queued=False, is_resident=False)
+            self._known.append(replace(by_pair.get((adapter, instance), unknown), share=share))
 
     def report(self) -> None:
         """Report the state of the next instance, which has run up to now."""
@@ -297,8 +310,8 @@ class _Loop:
         self._reports.note_sent(start + chosen, request.rank, request.prompt_tokens)
 
     def _on_swap(self, before: Placement, now_ns: int) -> None:
-        """Read the instances at the places of a new routing table."""
-        self._reports.read(self.laid, now_ns)
+        """Use the places of a new routing table."""
+        self._reports.swap(self.laid, before, now_ns)
         swap = getattr(self._router, "swap", None)
         if swap is not None:
             swap(before, self.laid.cluster.placement)

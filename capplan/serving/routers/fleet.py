@@ -172,3 +172,18 @@ def has_room(fleet: Fleet, instance: int, prompt: int) -> bool:
     """Return whether the batch has a place and memory suffices."""
     record = fleet.instances[instance]
     return bool(record.running + record.queued < record.max_num_seqs and fits_memory(fleet, instance, prompt))
+
+
+def adapter_of_places(placement: Placement) -> NDArray[np.int64]:
+    """Return the adapter of every place."""
+    return np.repeat(np.arange(placement.start.size - 1), np.diff(placement.start))
+
+
+def places_in_both(before: Placement, after: Placement) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Return the places, in one table and in another, of the pairs of adapter and instance that both have."""
+    instances = 1 + max(int(each.instance.max(initial=0)) for each in (before, after))
+    old, new = (
+        adapter_of_places(each) * instances + each.instance[: each.start[-1]] for each in (before, after)
+    )
+    _, here, there = np.intersect1d(old, new, assume_unique=True, return_indices=True)
+    return here, there

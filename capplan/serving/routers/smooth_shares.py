@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.compile import inner
-from capplan.serving.routers.fleet import Placement
+from capplan.serving.routers.fleet import Placement, adapter_of_places, places_in_both
 
 
 def first_credit(placement: Placement) -> NDArray[np.float64]:
     """Return the credit of every place before the first request."""
-    holders, adapter = np.diff(placement.start), _adapters(placement)
+    holders, adapter = np.diff(placement.start), adapter_of_places(placement)
     position = np.arange(adapter.size) - placement.start[adapter]
     part = (position - adapter) % holders[adapter] / holders[adapter]
     return np.asarray(placement.share * part)
@@ -34,16 +34,9 @@ def carried_credit(credit: NDArray[np.float64], before: Placement, after: Placem
         By place of the table before. Places beyond those of its last adapter are not used.
     """
     carried = first_credit(after)
-    instances = 1 + max(int(each.instance.max(initial=0)) for each in (before, after))
-    old, new = (_adapters(each) * instances + each.instance[: each.start[-1]] for each in (before, after))
-    _, here, there = np.intersect1d(old, new, assume_unique=True, return_indices=True)
+    here, there = places_in_both(before, after)
     carried[there] = credit[here]
     return carried
-
-
-def _adapters(placement: Placement) -> NDArray[np.int64]:
-    """Return the adapter of every place."""
-    return np.repeat(np.arange(placement.start.size - 1), np.diff(placement.start))
 
 
 @inner
