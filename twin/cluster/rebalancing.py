@@ -20,7 +20,7 @@ from capplan.errors import InputError
 from capplan.serving import NONE
 from capplan.serving.rebalancing import Rebalanced, Rebalancer, RebalanceSettings, Replan
 from capplan.serving.routers import Placement
-from capplan.serving.routers.fleet import Fleet, places_in_both
+from capplan.serving.routers.fleet import Fleet, placement_of, places_in_both
 from capplan.twin import trace as t
 from capplan.twin.cluster.layout import Laid, grow, restart_member
 from capplan.twin.cluster.scenario import ClusterScenario, MovableAdapters
@@ -370,16 +370,7 @@ def routing_table(
     number = {name: i for i, name in movable.names.items()}
     base = movable.names.get(0)
     rows = [(0, i, 1.0 / len(up) if base is None else shares[i].get(base, 0.0)) for i in up]
-    for instance, served in enumerate(shares):
-        rows += [
-            (number[name], instance, share) for name, share in served.items() if share > 0.0 and name != base
-        ]
-    rows.sort()
-    adapter, instance_of, share_of = (np.array(column) for column in zip(*rows, strict=True))
-    holders = np.bincount(adapter, minlength=movable.stored.shape[1])
-    return Placement(
-        start=np.concatenate([[0], np.cumsum(holders)]).astype(np.int64),
-        instance=instance_of.astype(np.int32),
-        local=adapter.astype(np.int32),
-        share=share_of.astype(np.float64),
-    )
+    for i, served in enumerate(shares):
+        rows += [(number[name], i, share) for name, share in served.items() if share > 0.0 and name != base]
+    adapter, instance, share = (np.array(column) for column in zip(*rows, strict=True))
+    return placement_of(adapter, instance, adapter, share, movable.stored.shape[1] - 1)

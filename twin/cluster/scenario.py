@@ -14,6 +14,7 @@ from capplan.errors import InputError
 from capplan.serving import adapter_bytes
 from capplan.serving.rebalancing import AdapterDemand
 from capplan.serving.routers import Placement
+from capplan.serving.routers.fleet import adapter_of_places, normalised_shares, placement_of
 from capplan.spec import Adapter, Cache, EngineArgs, Predictor, Profile, Queues, Scheduler, Workload
 from capplan.spec.engine_args import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
@@ -275,15 +276,11 @@ def _demands(workload: Workload, profile: Profile) -> tuple[AdapterDemand, ...]:
 
 def _with_shares(placement: Placement) -> Placement:
     """Return the places with a share, and those of the base model, with the numbers of the workload."""
-    adapter = np.repeat(np.arange(placement.start.size - 1), np.diff(placement.start))
+    adapter = adapter_of_places(placement)
     kept = (placement.share > 0.0) | (adapter == 0)
-    holders = np.bincount(adapter[kept], minlength=placement.start.size - 1)
-    return Placement(
-        start=np.concatenate([[0], np.cumsum(holders)]).astype(np.int64),
-        instance=placement.instance[kept],
-        local=adapter[kept].astype(np.int32),
-        share=placement.share[kept],
-    )
+    number = adapter[kept]
+    shares = placement.share[kept]
+    return placement_of(number, placement.instance[kept], number, shares, placement.start.size - 2)
 
 
 def _require_one_kind(workload: Workload, instances: Sequence[Instance]) -> None:
@@ -401,17 +398,7 @@ def place(
     instance = np.concatenate([np.arange(count), np.repeat(np.arange(count), [h.size for h in held])])
     local = np.concatenate([np.zeros(count, np.int64), *(np.arange(1, h.size + 1) for h in held)])
     share = np.concatenate([np.ones(count) if base_shares is None else base_shares, *shares])
-    order = np.lexsort((instance, adapter))
-    adapter, share = adapter[order], share[order]
-    total = np.bincount(adapter, share, minlength=adapters + 1)[adapter]
-    holders = np.bincount(adapter, minlength=adapters + 1)
-    share = np.where(total > 0, share / np.where(total > 0, total, 1.0), 1.0 / holders[adapter])
-    return Placement(
-        start=np.concatenate([[0], np.cumsum(holders)]).astype(np.int64),
-        instance=instance[order].astype(np.int32),
-        local=local[order].astype(np.int32),
-        share=share,
-    )
+    return placement_of(adapter, instance, local, normalised_shares(adapter, share), adapters)
 
 
 def _part_of(workload: Workload, placement: Placement, instance: int) -> Workload:

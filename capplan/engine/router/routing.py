@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
-from capplan.engine.router.routing_table import RoutingTable, normalised
+from capplan.engine.router.routing_table import RoutingTable
 from capplan.serving.routers import Placement
 from capplan.serving.routers import smooth_shares as shares_rule
 from capplan.serving.routers.choose import ASK_RANKS, RoutingRule, note, route
@@ -23,6 +23,7 @@ from capplan.serving.routers.fleet import (
     ArrivingRequest,
     Fleet,
     new_fleet,
+    normalised_shares,
 )
 from capplan.spec.routing import STATE_PERIOD_S
 
@@ -380,7 +381,7 @@ class InstanceRouter:
             start=np.array([0, places.size], np.int64),
             instance=placement.instance[places],
             local=placement.local[places],
-            share=normalised(placement.share[places]) if places.size else np.zeros(0),
+            share=normalised_shares(np.zeros(places.size, np.int64), placement.share[places]),
         )
         return _Holders(places, part)
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from capplan.errors import InputError
 from capplan.serving.routers import Placement
+from capplan.serving.routers.fleet import normalised_shares, placement_of
 
 
 @dataclass(frozen=True)
@@ -109,19 +110,10 @@ class RoutingTable:
         return fresh
 
 
-def normalised(share: NDArray[np.float64]) -> Any:
-    """Return shares that sum to 1; equal ones if all are 0."""
-    total = share.sum()
-    return share / total if total > 0 else np.full(share.size, 1.0 / share.size)
-
-
 def _placement(lists: Sequence[Sequence[tuple[int, float]]]) -> Placement:
     """Return a placement from the (instance, share) of each adapter's holders; zero shares count as equal."""
-    shares = [normalised(np.array([share for _, share in holders], np.float64)) for holders in lists]
-    counts = [len(holders) for holders in lists]
-    return Placement(
-        start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        instance=np.array([i for holders in lists for i, _ in holders], np.int32),
-        local=np.zeros(sum(counts), np.int32),  # not used: instances number their adapters themselves
-        share=np.concatenate(shares),
-    )
+    adapter = np.repeat(np.arange(len(lists)), [len(holders) for holders in lists])
+    instance = np.array([i for holders in lists for i, _ in holders], np.int64)
+    share = np.array([share for holders in lists for _, share in holders], np.float64)
+    local = np.zeros(adapter.size, np.int64)  # not used: instances number their adapters themselves
+    return placement_of(adapter, instance, local, normalised_shares(adapter, share), len(lists) - 1)

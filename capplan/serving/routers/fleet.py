@@ -174,6 +174,39 @@ def has_room(fleet: Fleet, instance: int, prompt: int) -> bool:
     return bool(record.running + record.queued < record.max_num_seqs and fits_memory(fleet, instance, prompt))
 
 
+def placement_of(
+    adapter: NDArray[np.int64],
+    instance: NDArray[np.integer],
+    local: NDArray[np.integer],
+    share: NDArray[np.float64],
+    adapters: int,
+) -> Placement:
+    """Return the placement of pairs of adapter and instance, in any order.
+
+    Parameters
+    ----------
+    adapter, instance, local, share
+        Of each pair; the base model is adapter 0.
+    adapters
+        Number of adapters without the base model.
+    """
+    order = np.lexsort((instance, adapter))
+    holders = np.bincount(adapter, minlength=adapters + 1)
+    return Placement(
+        start=np.concatenate([[0], np.cumsum(holders)]).astype(np.int64),
+        instance=instance[order].astype(np.int32),
+        local=local[order].astype(np.int32),
+        share=share[order],
+    )
+
+
+def normalised_shares(adapter: NDArray[np.int64], share: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return shares that sum to 1 over the holders of each adapter; equal ones if all are 0."""
+    total = np.bincount(adapter, share)[adapter]
+    holders = np.bincount(adapter)[adapter]
+    return np.where(total > 0, share / np.where(total > 0, total, 1.0), 1.0 / holders)
+
+
 def adapter_of_places(placement: Placement) -> NDArray[np.int64]:
     """Return the adapter of every place."""
     return np.repeat(np.arange(placement.start.size - 1), np.diff(placement.start))
