@@ -43,9 +43,9 @@ _LOGISTIC: Final = ("binary:logistic", "reg:logistic")
 LEAST_SERVED: Final = 0.5
 """Lower bound of the served fraction in the starvation target, which ignores how severe starvation is."""
 
-SERVED_SCATTER: Final = 0.02
+SERVED_SCATTER: Final = 0.01
 """Width of the starvation target in the logarithm of the served fraction. Runs of one scenario with different
-seeds scatter by 0.014 on average near the edge."""
+seeds scatter by 0.006 (median) to 0.014 (mean) near the edge."""
 
 _LEAST_STEP_MS: Final = 1e-3
 
@@ -135,7 +135,7 @@ class _Boosted(BaseEstimator):  # type: ignore[misc]
 
     Parameters
     ----------
-    n_estimators, learning_rate, max_depth, min_child_weight, subsample, colsample_bytree
+    n_estimators, learning_rate, max_depth, min_child_weight, subsample, colsample_bytree, max_bin
         As XGBoost's.
     random_state
         Seed.
@@ -149,11 +149,12 @@ class _Boosted(BaseEstimator):  # type: ignore[misc]
     min_child_weight: float = 4.0
     subsample: float = 0.7
     colsample_bytree: float = 0.5
+    max_bin: int = 256
     random_state: int = 0
     n_jobs: int = 1
 
     def _boost(self, features: NDArray[np.float32], target: NDArray[np.float64], **more: Any) -> XGBRegressor:
-        model = XGBRegressor(tree_method="hist", max_bin=256, **self.get_params(), **more)
+        model = XGBRegressor(tree_method="hist", **self.get_params(), **more)
         return model.fit(features, target)
 
 
@@ -190,10 +191,14 @@ class ServedEdge(ClassifierMixin, _Boosted):  # type: ignore[misc]
     """Probability of starvation in another run with the same features, under monotone constraints.
 
     The target of a scenario is a logistic function of its served fraction, of width `SERVED_SCATTER`.
+    Defaults chosen by cross-validation on 38,604 scenarios of Llama-3.1-8B.
     """
 
-    n_estimators: int = 240
-    learning_rate: float = 0.1
+    n_estimators: int = 150
+    learning_rate: float = 0.15
+    max_depth: int = 7
+    colsample_bytree: float = 1.0
+    max_bin: int = 1024
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:  # noqa: N803 (scikit-learn's name)
         """Fit on feature vectors, shape (n, features), and served fractions, shape (n,)."""
