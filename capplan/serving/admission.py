@@ -11,7 +11,14 @@ from capplan.serving.state import (
     Limits,
     State,
 )
-from capplan.serving.waiting_queue import END_OF_QUEUE, next_adapter, pop_head, reverse_skipped
+from capplan.serving.waiting_queue import (
+    END_OF_QUEUE,
+    next_adapter,
+    order_matters,
+    pop_head,
+    restore_order,
+    reverse_skipped,
+)
 
 
 @inner
@@ -20,6 +27,8 @@ def admit_waiting(state: State, limits: Limits, cap: int, budget: int) -> int:
     c = state.counters
     left = budget
     scanned_to = -END_OF_QUEUE
+    if c.queue_reversed and order_matters(state, c.n_active < limits.max_loras):
+        restore_order(state)
     while left > 0 and c.n_running < limits.max_num_seqs:
         adapter = next_adapter(state, c.n_active < limits.max_loras)
         if adapter == NONE:

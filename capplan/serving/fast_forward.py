@@ -18,7 +18,7 @@ from capplan.serving.state import (
     Limits,
     State,
 )
-from capplan.serving.waiting_queue import next_adapter
+from capplan.serving.waiting_queue import next_adapter, reverse_queue
 
 
 @inner
@@ -41,9 +41,11 @@ def _admits_none(state: State, limits: Limits) -> bool:
     c = state.counters
     if c.n_waiting == 0 or c.n_running >= limits.max_num_seqs:
         return True
-    if limits.reverse_skipped and state.cold.size[0] > 0:
-        return False  # every step reverses their order
-    adapter = next_adapter(state, c.n_active < limits.max_loras)
+    slot_free = c.n_active < limits.max_loras
+    hot, cold = state.hot.size[0], state.cold.size[0]
+    if limits.reverse_skipped and (cold > 0 or c.queue_reversed) and (hot > 0 or slot_free):
+        return False  # every step reverses a part of the queue
+    adapter = next_adapter(state, slot_free)
     if adapter == NONE:
         return True
     if limits.load_beside and adapter != 0 and state.adapters.resident[adapter] == 0:
@@ -68,4 +70,7 @@ def decode_step(state: State, limits: Limits, needed: int) -> None:
     note_decode(state, limits)
     c.n_admitted = c.n_preempted = c.n_stalled = c.n_loads = 0
     c.free_blocks -= needed
+    is_scanned = c.n_running < limits.max_num_seqs and c.n_decoding < limits.max_num_batched_tokens
+    if limits.reverse_skipped and is_scanned:
+        reverse_queue(state)
     c.step_tokens = c.step_decodes = c.n_decoding

@@ -50,6 +50,7 @@ _COUNTERS = int_fields(
     "sequence",  # admissions so far: the age of a running request
     "back_key",  # next key at the back of the waiting queue (grows)
     "front_key",  # next key at its front (falls below zero)
+    "queue_reversed",  # reverse_skipped: 1 while the waiting queue is read from its back
     "n_free_rows",
     "n_resident",  # adapters in GPU slots
     "n_on_host",  # adapters in host memory

@@ -3,6 +3,9 @@
 vLLM scans one deque and skips blocked requests. The same choice without a scan: every adapter has a queue,
 and the next request is the head with the smallest key among the adapters that may run. Keys grow at the back
 (arrivals) and fall at the front (preempted requests), so the order of the deque is the order of keys.
+
+Rules with `reverse_skipped` reverse the requests that a step skipped. If these are all that wait, as in most
+steps of an overloaded engine, only the end from which the queue is read changes: `queue_reversed`.
 """
 
 from __future__ import annotations
@@ -50,6 +53,23 @@ def unlist_queue(state: State, adapter: int) -> None:
 @inner
 def push_back(state: State, row: int) -> None:
     """Append a new request to the queue."""
+    if state.counters.queue_reversed:
+        _insert_at_smallest_key(state, row)
+    else:
+        _insert_at_largest_key(state, row)
+
+
+@inner
+def push_front(state: State, row: int) -> None:
+    """Prepend a preempted request to the queue."""
+    if state.counters.queue_reversed:
+        _insert_at_largest_key(state, row)
+    else:
+        _insert_at_smallest_key(state, row)
+
+
+@inner
+def _insert_at_largest_key(state: State, row: int) -> None:
     c = state.counters
     adapter = state.rows.adapter[row]
     state.rows.waiting_key[row] = c.back_key
@@ -66,8 +86,7 @@ def push_back(state: State, row: int) -> None:
 
 
 @inner
-def push_front(state: State, row: int) -> None:
-    """Prepend a preempted request to the queue."""
+def _insert_at_smallest_key(state: State, row: int) -> None:
     c = state.counters
     adapter = state.rows.adapter[row]
     state.rows.waiting_key[row] = c.front_key
@@ -138,11 +157,57 @@ def leave_waiting(state: State, row: int) -> None:
 
 
 @inner
+def reverse_queue(state: State) -> None:
+    """Reverse the order of all waiting requests, from which on the queue is read from its other end."""
+    if state.cold.size[0] > 0:
+        state.counters.queue_reversed ^= 1
+
+
+@inner
+def order_matters(state: State, slot_free: bool) -> bool:
+    """Return whether the next request depends on the order of the queue: several could run.
+
+    Parameters
+    ----------
+    slot_free
+        As for `next_adapter`.
+    """
+    if slot_free or state.hot.size[0] > 1:
+        return True
+    if state.hot.size[0] == 0:
+        return False
+    row = state.adapters.queue_head[state.hot.items.ids[0]]
+    return bool(state.rows.following[row] != NONE)
+
+
+@inner
+def restore_order(state: State) -> None:
+    """Mirror the keys of a queue that is read from its back; it is read from its front again."""
+    c = state.counters
+    if not c.queue_reversed:
+        return
+    c.queue_reversed = 0
+    c.back_key, c.front_key = -c.front_key, -c.back_key
+    for adapter in range(state.adapters.queue_head.size):
+        if state.adapters.queue_head[adapter] != NONE:
+            unlist_queue(state, adapter)
+            _mirror_queue(state, adapter, END_OF_QUEUE, 0)
+            list_queue(state, adapter)
+
+
+@inner
 def reverse_skipped(state: State, scanned_to: int) -> None:
     """Reverse the order of the requests that a scan skipped: those of inactive adapters before a key.
 
-    Their keys are mirrored within their own range, so all other requests keep their places.
+    A scan of the whole queue has skipped all that wait. Otherwise their keys are mirrored within their own
+    range, so all other requests keep their places.
     """
+    if scanned_to == END_OF_QUEUE:
+        reverse_queue(state)
+        return
+    if state.counters.queue_reversed and scanned_to != -END_OF_QUEUE:
+        restore_order(state)
+        scanned_to = -scanned_to
     cold = state.cold
     low, high = END_OF_QUEUE, -END_OF_QUEUE
     for adapter in range(1, state.adapters.queue_head.size):

@@ -66,7 +66,8 @@ def waiting_rows(state: State) -> list[int]:
         same(f"tail of queue {adapter}", state.adapters.queue_tail[adapter], queue[-1] if queue else NONE)
         same(f"adapters in queue {adapter}", {int(state.rows.adapter[r]) for r in queue} - {adapter}, set())
         rows += queue
-    return sorted(rows, key=lambda row: int(state.rows.waiting_key[row]))
+    is_reversed = bool(state.counters.queue_reversed)
+    return sorted(rows, key=lambda row: int(state.rows.waiting_key[row]), reverse=is_reversed)
 
 
 def computed(state: State, row: int) -> int:
@@ -141,7 +142,8 @@ def _due(state: State, row: int) -> int:
 def _check_queues(state: State, waiting: list[int]) -> None:
     heads: dict[int, int] = {}
     for row in waiting:
-        heads.setdefault(int(state.rows.adapter[row]), int(state.rows.waiting_key[row]))
+        adapter, key = int(state.rows.adapter[row]), int(state.rows.waiting_key[row])
+        heads[adapter] = min(key, heads.get(adapter, key))
     listed = {a: key for a, key in heads.items() if state.adapters.claim[a] != s.LOADING}
     hot = {a: key for a, key in listed.items() if a == 0 or state.adapters.users[a] > 0}
     check_heap("hot", state.hot, hot)

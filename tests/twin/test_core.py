@@ -18,9 +18,10 @@ from capplan.twin.core import run
 from capplan.twin.reference import run_reference, slora
 from capplan.twin.reference.memory import ReferenceAdapters
 from capplan.twin.scenario import NS_PER_MS
+from tests.serving.worlds import seeded
 from tests.twin.comparison import assert_forms_agree, assert_same, differs
 from tests.twin.many import main
-from tests.twin.scenarios import scenarios, seeded_scenario
+from tests.twin.scenarios import make_scenario, scenarios, seeded_scenario
 
 ROOT = Path(__file__).resolve().parents[2]
 SEEDS = range(400)
@@ -30,6 +31,33 @@ SEEDS = range(400)
 @given(scenarios())
 def test_fast_forward_stepping_and_the_reference_leave_the_same_trace(scenario: Scenario) -> None:
     assert_forms_agree(scenario)
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32), st.integers(1, 3), st.integers(2, 12), st.integers(1, 12))
+def test_long_queues_of_adapters_without_a_slot_are_reversed_as_in_the_reference(
+    seed: int, max_loras: int, max_num_seqs: int, arrivals_per_ms: int
+) -> None:
+    """Every step reverses the requests that it skipped: all that wait, or those before the last one tried."""
+    scenario = make_scenario(seeded(seed), max_requests=300)
+    requests, adapters = scenario.requests, scenario.adapters
+    limits = scenario.limits._replace(
+        reverse_skipped=1,
+        policy=VLLM,
+        load_beside=0,
+        max_loras=max_loras,
+        max_cpu_loras=max(adapters, max_loras),
+        max_num_seqs=max_num_seqs,
+    )
+    arrival_ns = np.arange(requests.arrival_ns.size) // arrivals_per_ms * NS_PER_MS
+    crowded = scenario._replace(
+        limits=limits,
+        costs=scenario.costs._replace(a_max=max_loras, pages=np.zeros_like(scenario.costs.pages)),
+        requests=requests._replace(arrival_ns=arrival_ns),
+        max_in_flight=1000,
+        horizon_ns=2000 * NS_PER_MS,
+    )
+    assert_forms_agree(crowded)
 
 
 def test_the_comparison_of_many_scenarios_detects_a_broken_rule(
