@@ -49,6 +49,8 @@ CHATS = (Lengths(mean=223, std=245), Lengths(mean=194, std=206))
 GRID_BAR = 50_000.0  # simulated seconds per CPU second
 SHORT_BAR = 60_000.0
 RSS_BAR_MB = 400.0
+OVERLOAD_RULES = ("vllm-0.8", "vllm-0.11")
+OVERLOAD_HOURS = (0.25, 0.5, 1.0)
 RSS_REQUESTS = 400_000
 
 
@@ -60,6 +62,8 @@ class Case:
     duration_s: float = HOUR_S
     max_in_flight: int | None = None
     seed: int = 0
+    rules: str | None = None
+    """Rules other than those of the profile."""
 
     def run(self, runner: Callable[[Scenario], TwinTrace] = run) -> SimulationResult:
         return simulate(
@@ -70,6 +74,7 @@ class Case:
             duration_s=self.duration_s,
             seed=self.seed,
             max_in_flight=self.max_in_flight,
+            rules=self.rules,
             runner=runner,
         )
 
@@ -137,6 +142,14 @@ def by_rate() -> dict[float, Case]:
 
 def by_horizon() -> dict[float, Case]:
     return {h: Case(f"{h:g} h", even(128, 7.5), 64, duration_s=h * HOUR_S) for h in (0.25, 1.0, 4.0, 16.0)}
+
+
+def by_overload(rules: str) -> Iterator[Case]:
+    """Yield loads of which most requests wait for a slot: the queue grows with the hours."""
+    for adapters, a_max, rate_rps in ((64, 2, 20.0), (384, 32, 40.0)):
+        name = f"{adapters} adapters, {a_max} slots, {rate_rps:g} req/s"
+        for hours in OVERLOAD_HOURS:
+            yield Case(name, even(adapters, rate_rps), a_max, hours * HOUR_S, IN_FLIGHT, rules=rules)
 
 
 def small_case() -> Case:
@@ -217,6 +230,22 @@ def growth_table(repeat: int) -> str:
     )
 
 
+def overload_table(repeat: int) -> str:
+    return records_table(
+        {
+            "rules": rules,
+            "overload": case.name,
+            "hours": case.duration_s / HOUR_S,
+            "requests": f"{c.requests:,}",
+            "steps": f"{c.steps:,}",
+            "CPU ms": f"{1e3 * c.cpu_s:.1f}",
+        }
+        for rules in OVERLOAD_RULES
+        for case in by_overload(rules)
+        for c in (cost(case, repeat),)
+    )
+
+
 def baseline_table(repeat: int) -> str:
     small = small_case()
     compiled = cost(small, max(repeat, 5))
@@ -260,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(own_peak_rss_mb())
         return
     small_case().run()  # compile first
-    tables = [table(chosen.repeat) for table in (speed_table, growth_table, baseline_table)]
+    tables = [table(chosen.repeat) for table in (speed_table, growth_table, overload_table, baseline_table)]
     if chosen.datasets:
         tables.append(dataset_table(chosen.datasets))
     emit("\n\n".join(tables) + "\n", chosen.markdown)
