@@ -4,8 +4,8 @@ vLLM scans one deque and skips blocked requests. The same choice without a scan:
 and the next request is the head with the smallest key among the adapters that may run. Keys grow at the back
 (arrivals) and fall at the front (preempted requests), so the order of the deque is the order of keys.
 
-Rules with `reverse_skipped` reverse the requests that a step skipped. If these are all that wait, as in most
-steps of an overloaded engine, only the end from which the queue is read changes: `queue_reversed`.
+Rules with `reverse_skipped` reverse the requests that a step skipped. If these are all that wait,
+only the end from which the queue is read changes: `queue_reversed`.
 """
 
 from __future__ import annotations
