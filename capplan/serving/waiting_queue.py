@@ -187,7 +187,7 @@ def restore_order(state: State) -> None:
     if not c.queue_reversed:
         return
     c.queue_reversed = 0
-    c.back_key, c.front_key = -c.front_key, -c.back_key
+    c.back_key, c.front_key = -int(c.front_key), -int(c.back_key)
     for adapter in range(state.adapters.queue_head.size):
         if state.adapters.queue_head[adapter] != NONE:
             unlist_queue(state, adapter)
