@@ -382,19 +382,20 @@ def _cells(values: NDArray[np.float64]) -> dict[str, str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line(__doc__)
-    parser.add_argument("what", nargs="*", choices=PARTS, default=PARTS)
+    parser.add_argument("what", nargs="*", choices=PARTS, help="parts; default: all")
     parser.add_argument("--routers", nargs="+", choices=list(ROUTERS), default=list(ROUTERS))
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--pin", action="store_true", help="one core for the router, one for the others")
     given = parser.parse_args(arguments)
-    if "decisions" in given.what:
+    parts = given.what or PARTS
+    if "decisions" in parts:
         print(records_table([decision_row(name) for name in given.routers]))
-    if "http" in given.what:
+    if "http" in parts:
         chosen = [name for name in given.routers if name in ("smooth-shares", "least-work-left", "toppings")]
         print(http_table(chosen, given.seconds, given.pin))
-    if "states" in given.what:
+    if "states" in parts:
         print(states_table(given.seconds))
-    if "streams" in given.what:
+    if "streams" in parts:
         print(streams_table(given.seconds, given.pin))
     return 0
 
