@@ -1,15 +1,18 @@
-"""Workers and child commands end with their parent, whatever ends it."""
+"""Workers and child commands end with their parent, whatever ends it; full garbage collections are rare."""
 
+import asyncio
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 
-from capplan.processes import PARENT, attached
+from capplan.processes import PARENT, attached, collect_rarely, without_full_collections
 
 _POOL = """
 from capplan.twin import sweep
@@ -81,3 +84,44 @@ def test_a_command_ends_with_the_process_that_started_it() -> None:
 def test_the_environment_names_this_process() -> None:
     assert attached({"A": "b"})[PARENT] == str(os.getpid())
     assert attached({"A": "b"})["A"] == "b"
+
+
+class Node:
+    """Object of a reference cycle, which only a collection frees."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def full_collections() -> int:
+    return int(gc.get_stats()[2]["collections"])
+
+
+def test_no_full_collection_starts_by_itself_until_the_end() -> None:
+    before = gc.get_threshold()
+    with without_full_collections():
+        assert gc.get_freeze_count() > 0
+        started = full_collections()
+        kept = [[at] for at in range(400_000)]
+        assert full_collections() == started
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() == 0
+    kept += [[at] for at in range(400_000)]
+    assert full_collections() > started
+
+
+def test_garbage_is_collected_now_and_then() -> None:
+    async def old_garbage() -> None:
+        node = Node()
+        gc.collect(1)  # it is old then, and left to full collections
+        found = weakref.ref(node)
+        del node
+        gc.collect(1)
+        assert found() is not None
+        task = asyncio.ensure_future(collect_rarely(every_s=0.01))
+        while found() is not None:
+            await asyncio.sleep(0.01)
+        task.cancel()
+
+    with without_full_collections():
+        asyncio.run(asyncio.wait_for(old_garbage(), 20.0))

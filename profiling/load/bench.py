@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import math
 import signal
 import threading
@@ -21,6 +20,7 @@ import numpy as np
 
 from capplan import __version__
 from capplan.errors import InputError
+from capplan.processes import without_full_collections
 from capplan.profiling.load.client import CompletionClient, open_session
 from capplan.profiling.load.preflight import MetricsSampler, Preflight, beside_engine, bodies_for, preflight
 from capplan.profiling.load.record import (
@@ -113,12 +113,8 @@ def bench(
     InputError
         If the server does not answer, does not serve an adapter, or a setting is invalid.
     """
-    gc.collect()
-    gc.freeze()  # shorter collections while requests are due
-    try:
+    with without_full_collections():
         return asyncio.run(_bench(workload, target, settings, options or BenchOptions(), file, on_tick))
-    finally:
-        gc.unfreeze()
 
 
 async def _bench(

@@ -49,7 +49,17 @@ def test_a_lag_with_few_requests_limits_nothing(lags: list[float], in_flight: in
     assert limit.value == math.inf
 
 
-@given(st.lists(st.floats(1.1, 100), min_size=1, max_size=50))
+@given(st.lists(st.tuples(st.floats(1.1, 100), st.integers(1, 20)), max_size=20))
+def test_single_pauses_limit_nothing(pauses: list[tuple[float, int]]) -> None:
+    limit = ConcurrencyLimit(MOST, lambda: MOST)
+    for lag_s, ticks_in_time in pauses:
+        limit.update(lag_s)
+        for _ in range(ticks_in_time):
+            limit.update(0.0)
+    assert limit.value == math.inf
+
+
+@given(st.lists(st.floats(1.1, 100), min_size=2, max_size=50))
 def test_the_limit_ends_in_time(lags: list[float]) -> None:
     limit = ConcurrencyLimit(MOST, lambda: MOST)
     for lag_s in lags:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import socket
 from collections.abc import Callable
 from typing import Final
@@ -12,6 +11,7 @@ from capplan.engine.router.app import RouterApp
 from capplan.engine.router.proxy import RouterState
 from capplan.engine.router.supervisor import InstanceFleet, RouterConfig
 from capplan.engine.server.process import DrainingServer, bind, url_of
+from capplan.processes import without_full_collections
 
 _FILES_PER_CONNECTION: Final = 2
 """Of the client, and of its request to an instance."""
@@ -38,8 +38,8 @@ def run_router(config: RouterConfig, ready: Callable[[str], None]) -> int:
     state = RouterState(config.server, InstanceFleet(config))
     with bind(config.server.host, config.server.port) as listener:
         server = RouterServer(state, lambda: ready(url_of(listener)))
-        gc.freeze()  # shorter collections while requests are parsed
-        server.run([listener])
+        with without_full_collections():
+            server.run([listener])
     return int(state.failed.is_set())
 
 

@@ -42,6 +42,7 @@ class ConcurrencyLimit:
         self._in_flight = in_flight
         self._is_reached = True
         """Whether the requests in flight have been within the limit since its last decrease."""
+        self._was_late = False
         self.value = math.inf
 
     def admits(self) -> bool:
@@ -61,14 +62,15 @@ class ConcurrencyLimit:
         """Update the limit by the present lag of the event loop.
 
         A decrease takes effect when requests that were accepted before it have ended. Until then the limit is
-        not decreased again.
+        not decreased again. A single lag is a pause, such as a garbage collection: not an overload.
         """
         in_flight = self._in_flight()
         self._is_reached |= in_flight <= self.value
         if lag_s <= _LATE_S:
             self.value += self._step
-        elif self._is_reached and in_flight > _MIN_LIMIT:
+        elif self._was_late and self._is_reached and in_flight > _MIN_LIMIT:
             self.value = max(_MIN_LIMIT, _DECREASE * min(self.value, in_flight))
             self._is_reached = False
+        self._was_late = lag_s > _LATE_S
         if self.value >= self._max_requests:
             self.value = math.inf

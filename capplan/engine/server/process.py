@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import gc
 import logging
 import select
 import signal
@@ -37,7 +36,7 @@ from capplan.engine.server.state import ServerState
 from capplan.engine.settings import EngineOptions
 from capplan.engine.timing import RecordFile, StepRecord
 from capplan.errors import InputError
-from capplan.processes import raise_file_limit
+from capplan.processes import collect_rarely, raise_file_limit, without_full_collections
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _KEEP_ALIVE_S: Final = 75
@@ -153,6 +152,7 @@ class DrainingServer(uvicorn.Server):
         self._cap.on_new = partial(self._accept_soon, list(sockets or ()))
         self._tasks.append(asyncio.ensure_future(self._exit_on_failure()))
         self._tasks.append(asyncio.ensure_future(self._state.concurrency.follow()))
+        self._tasks.append(asyncio.ensure_future(collect_rarely()))
         self._ready()
 
     def _accept_soon(self, sockets: Sequence[socket.socket]) -> None:
@@ -340,8 +340,8 @@ def run_instance(instance: InstanceConfig, ready: Callable[[str], None]) -> int:
 
             service.join(open_pool(settings, service.adapters, url_of(listener)))
         server = DrainingServer(ServerApp(service), service, lambda: ready(url_of(listener)))
-        gc.freeze()  # shorter collections while requests are parsed
-        server.run([listener])
+        with without_full_collections():
+            server.run([listener])
         failure = service.engine.failure
         service.close()
         if server.force_exit:
