@@ -70,6 +70,7 @@ class CoreLoop:
         self._reader = FrameReader()
         self._requests: dict[int, Request] = {}
         self._ended: dict[int, Ended] = {}
+        self._has_worked = False
 
     def ready(self) -> CoreReady:
         """Return the facts of the engine."""
@@ -99,6 +100,7 @@ class CoreLoop:
             while self._receive(wait=False):
                 step = self._engine.step()
                 if step is not None:
+                    self._has_worked = True
                     self._send_step(step)
                 elif not self._wait():
                     return
@@ -176,8 +178,12 @@ class CoreLoop:
         return True
 
     def _stay_awake(self) -> bool:
-        """Look for prompts for a while without sleeping; return False at the end of the stream."""
-        until_s = time.monotonic() + self._awake_s
+        """After work, look for prompts for a while without sleeping; return False at the end of the stream.
+
+        Questions about the state, which routers repeat, are no work.
+        """
+        until_s = time.monotonic() + self._awake_s if self._has_worked else 0.0
+        self._has_worked = False
         while not self._requests and time.monotonic() < until_s:
             if not self._receive(wait=False):
                 return False

@@ -21,6 +21,7 @@ import pytest
 
 from capplan.engine import Engine
 from capplan.engine.affinity import allowed_cpus
+from capplan.engine.core_loop import AWAKE_S
 from capplan.engine.core_process import CoreProcess
 from capplan.engine.messages import CoreSettings, FrameReader, Reply, StepTokens, frame
 from capplan.errors import InputError
@@ -105,6 +106,16 @@ def test_core_and_server_are_bound_to_different_cpus(server: Server) -> None:
     assert server.core.cpu_affinity() == [cpus[-1]]
     assert psutil.Process(server.process.pid).cpu_affinity() == (list(cpus[:-1]) or [cpus[-1]])
     assert server.metric(f'capplan:engine_core_info{{cpus="{cpus[-1]}"}}') == 1
+
+
+def test_questions_about_its_state_do_not_keep_the_core_awake(server: Server) -> None:
+    server.tokens(model="a", prompt=[1, 2, 3], max_tokens=2)
+    time.sleep(AWAKE_S + 0.5)
+    begin_s = sum(server.core.cpu_times()[:2])
+    for _ in range(20):
+        server.metric("vllm:num_requests_running")
+        time.sleep(0.1)
+    assert sum(server.core.cpu_times()[:2]) - begin_s < 1.0
 
 
 def test_outputs_equal_those_of_the_engine_in_process(server: Server) -> None:
