@@ -87,10 +87,7 @@ def main() -> int:
             for name, checkout in checkouts.items():
                 found[name].append(costs_of(checkout, loads))
     header = ("version", "CPU us per token", "per request", "per request on a new connection")
-    medians = {
-        name: Costs(*map(statistics.median, zip(*map(astuple, runs), strict=True)))
-        for name, runs in found.items()
-    }
+    medians = {name: median(runs) for name, runs in found.items()}
     rows = [[name, *(f"{each:.1f}" for each in astuple(costs))] for name, costs in medians.items()]
     if given.against is None:
         print(markdown(header, rows))

@@ -24,6 +24,8 @@ _MAX_HEAD_BYTES: Final = 64 * 1024
 _MAX_INTERIM: Final = 16
 """Informational responses, such as 100 Continue, before the final one."""
 _DEFAULT_PORTS: Final = {"http": 80, "https": 443}
+_NEXT_ADDRESS_S: Final = 2.0
+"""Time for one of several addresses of a host, after which the next one is tried."""
 
 
 class ConnectionLostError(Exception):
@@ -148,6 +150,11 @@ class HttpConnection(asyncio.Protocol):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     @property
+    def is_read(self) -> bool:
+        """Whether all that has arrived of the body has been taken."""
+        return not self._parts
+
+    @property
     def ends_unframed(self) -> bool:
         """Whether the server has closed the connection, and thus ended a body of unstated length."""
         is_framed = b"content-length" in self.headers or b"transfer-encoding" in self.headers
@@ -212,11 +219,17 @@ class HttpConnection(asyncio.Protocol):
         elif self._head_bytes > _MAX_HEAD_BYTES:
             self.abort(MalformedResponseError(f"more than {_MAX_HEAD_BYTES} bytes of headers"))
 
+    def eof_received(self) -> None:
+        """Let no request be sent to a server that has closed an idle connection."""
+        if self.is_complete:
+            self.is_open = False
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail the request in progress, unless its body ends with the connection."""
         if exc is not None and self.is_open:
             self.error = ConnectionLostError(str(exc))
         self.is_open = False
+        del self._parser  # it refers to the connection
         self._pool.forget(self)
         self._notify()
         self._listener = None
@@ -226,9 +239,8 @@ class HttpConnection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         """Begin a response; none may follow the one that was asked for."""
         if self.is_complete:
-            self.is_open = False
-        else:
-            self.headers = {}
+            raise MalformedResponseError("a response without a request")
+        self.headers = {}
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Add a header."""
@@ -334,18 +346,19 @@ class ConnectionPool:
             self._addresses = [(str(each[4][0]), int(each[4][1])) for each in found]
         name = self._host if self._tls is not None else None
         failure: OSError | None = None
-        for address in list(self._addresses):
+        addresses = list(self._addresses)
+        for address in addresses:
             try:
-                _, made = await loop.create_connection(
-                    lambda: HttpConnection(self), *address, ssl=self._tls, server_hostname=name
-                )
+                async with asyncio.timeout(_NEXT_ADDRESS_S if address != addresses[-1] else None):
+                    _, made = await loop.create_connection(
+                        lambda: HttpConnection(self), *address, ssl=self._tls, server_hostname=name
+                    )
             except OSError as error:
                 failure = failure or error
                 continue
-            if address != self._addresses[0]:
-                self._addresses.remove(address)
-                self._addresses.insert(0, address)
+            self._addresses = [address, *(each for each in addresses if each != address)]
             return made
+        self._addresses = []  # they may have changed
         raise failure or OSError("the host has no address")
 
     def post(
@@ -366,8 +379,11 @@ class ConnectionPool:
         connection.send(b"GET " + path.encode() + self._common + b"\r\n", b"")
 
     def release(self, connection: HttpConnection) -> None:
-        """Keep a connection for the next request; close it if its response is not complete."""
-        if connection.is_complete and connection.is_open and not self.is_closed:
+        """Keep a connection for the next request; close it unless its response is complete and read.
+
+        What is left of one response must not be taken for the next one, which may be another client's.
+        """
+        if connection.is_complete and connection.is_read and connection.is_open and not self.is_closed:
             loop = asyncio.get_running_loop()
             connection.idle_since_s = loop.time()
             self._idle[connection] = None

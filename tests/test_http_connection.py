@@ -1,6 +1,8 @@
-"""Connections of the router to an instance, against servers that send given bytes."""
+"""Connections of the router and the load generator, against servers that send given bytes."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from itertools import pairwise
@@ -9,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("httptools", reason="the router needs httptools (extra `engine`)")
+pytest.importorskip("httptools", reason="needs httptools (extra `engine` or `bench`)")
 
 from capplan.http_connection import ConnectionLostError, ConnectionPool, HttpConnection
 
@@ -134,6 +136,57 @@ def test_parts_of_a_stream_are_returned_as_they_arrive() -> None:
     run(server, check)
 
 
+@pytest.mark.parametrize("whole", [WHOLE, ENDED])
+@pytest.mark.parametrize("taken", [0, 1])
+def test_a_body_that_was_not_read_is_no_part_of_the_next_response(whole: bytes, taken: int) -> None:
+    """The reader is cancelled after the response has arrived, and before it has taken all of it."""
+    server = Server([whole[:-9], whole[-9:]], [WHOLE])
+
+    async def check(pool: ConnectionPool) -> None:
+        connection = await posted(pool)
+        await connection.wait_for_head()
+        for _ in range(taken):
+            await connection.next_part()
+        while not connection.is_complete:
+            await asyncio.sleep(0.01)
+        pool.release(connection)
+        assert await answer(pool) == (200, BODY)
+
+    run(server, check)
+
+
+def test_a_connection_that_its_server_closes_is_not_used_again() -> None:
+    """The transport reports the end of the connection one iteration later."""
+
+    async def check(pool: ConnectionPool) -> None:
+        connection = await posted(pool)
+        await connection.wait_for_head()
+        await connection.whole_body()
+        pool.release(connection)
+        connection.eof_received()
+        assert pool.idle_connection() is None
+
+    run(Server([WHOLE]), check)
+
+
+def test_a_connection_that_has_ended_is_freed_without_a_collection() -> None:
+    async def check(pool: ConnectionPool) -> None:
+        connection = await posted(pool)
+        await connection.wait_for_head()
+        await connection.whole_body()
+        connection.abort()
+        found = weakref.ref(connection)
+        del connection
+        gc.disable()
+        try:
+            while found() is not None:
+                await asyncio.sleep(0.01)
+        finally:
+            gc.enable()
+
+    run(Server([WHOLE]), check)
+
+
 def test_requests_at_a_time_have_connections_of_their_own() -> None:
     server = Server(*[[WHOLE]] * 6)
 
@@ -169,15 +222,12 @@ def test_endless_headers_are_refused() -> None:
     run(server, check)
 
 
-@pytest.mark.parametrize("first", [CLOSING, WHOLE + b"HTTP/1.1 200 OK\r\n"])
+@pytest.mark.parametrize("first", [CLOSING, WHOLE + b"HTTP/1.1 200 OK\r\n", WHOLE + WHOLE, ENDED + ENDED])
 def test_a_connection_that_is_closed_or_out_of_step_is_not_used_again(first: bytes) -> None:
     server = Server([first], [WHOLE])
 
     async def check(pool: ConnectionPool) -> None:
-        connection = await posted(pool)
-        await connection.wait_for_head()
-        await connection.next_part()
-        pool.release(connection)
+        assert await answer(pool) == (200, BODY)
         await asyncio.sleep(0.05)
         assert await answer(pool) == (200, BODY)
         assert server.connections == 2

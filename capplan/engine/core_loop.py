@@ -60,7 +60,7 @@ class CoreLoop:
     Parameters
     ----------
     awake_s
-        Time for which an idle core looks for messages before it sleeps until one comes.
+        Time after work for which an idle core looks for messages before it sleeps until one comes.
     """
 
     def __init__(self, engine: Engine, connection: socket.socket, awake_s: float = 0.0) -> None:
