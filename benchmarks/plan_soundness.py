@@ -37,6 +37,8 @@ SEEDS: Final = 3
 MORE_SEEDS: Final = 12
 HORIZON_S: Final = 3600.0
 ROUTER: Final = "smooth-shares"
+_OF_ADAPTERS: Final = ("max_lora_rank", "max_cpu_loras")
+"""Engine settings without a meaning for an instance that serves the base model alone."""
 FEW_REQUESTS: Final = 3
 """Unserved requests of an adapter that are not starvation yet."""
 STATUS_FINISHED: Final = 0
@@ -135,6 +137,8 @@ def structure(made: Plan, workload: Workload) -> Iterator[str]:
         if largest and group.engine_args.max_lora_rank < allowed_lora_rank(largest):
             yield f"{group.id}: max_lora_rank below its adapters"
         for name, given in workload.engine:
+            if name in _OF_ADAPTERS and not group.adapters:
+                continue
             if given is not None and getattr(group.engine_args, name) != given:
                 yield f"{group.id}: {name} is {getattr(group.engine_args, name)}, given {given}"
     used = Counter[str | None]()
