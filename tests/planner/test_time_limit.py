@@ -201,6 +201,24 @@ def test_a_search_that_is_ended_early_has_a_placement_on_more_gpus(workload: Mak
     assert fewest == unlimited
 
 
+def test_a_search_for_the_highest_load_begins_with_a_placement_as_it_is(workload: Make) -> None:
+    """The twin confirms the first placement before any is improved or the load is raised."""
+    problem = make_problem(workload(*FEW, objective="max_throughput"), 4, None)
+    simulated = list[Assignment]()
+
+    class Counted(TwinEstimator):
+        def __call__(self, assignment: Assignment) -> Evaluation:
+            simulated.append(assignment)
+            return super().__call__(assignment)
+
+    twin, found = Counted(problem, 0, deadline=Deadline.after(3600.0)), list[int]()
+    context = SolverContext(
+        twin, twin, deadline=twin.deadline, on_answer=lambda _: found.append(len(simulated))
+    )
+    find_solver("capplan").place(problem, context)
+    assert found[0] <= 8, found
+
+
 def test_the_time_limit_bounds_search_and_verification(workload: Make) -> None:
     """Whatever is found by then is returned with its verdict, or the error says that time ran out."""
     many = tuple((f"a{i}", 8 * (1 + i % 4), 0.1 + 0.002 * (i % 50)) for i in range(600))

@@ -57,6 +57,8 @@ Placement = tuple[Assignment, ...]
 def _place(problem: Problem, context: SolverContext) -> Placement:
     deadline_s = time.monotonic() + context.time_limit_s
     if problem.workload.objective is Objective.MAX_THROUGHPUT:
+        if context.deadline.is_limited:
+            _report_unchanged(problem, context, deadline_s)
         return _maximize_load(problem, context, deadline_s)
     if context.deadline.is_limited and context.insufficient_gpus == 0:
         _report_larger_fleets(problem, context, deadline_s)
@@ -79,6 +81,14 @@ def _report_larger_fleets(problem: Problem, context: SolverContext, deadline_s: 
     while fleets and search.search_fleet(fleets[-1]) is not None:
         half = fleet_gpus(problem, fleets[-1]) // 2
         fleets = [fleet for fleet in fleets if fleet_gpus(problem, fleet) <= half]
+
+
+def _report_unchanged(problem: Problem, context: SolverContext, deadline_s: float) -> None:
+    """Report the first placement on all GPUs that the twin confirms as it is, for a search that is ended."""
+    data = build_search_data(problem)
+    search = _local_search(data, context, deadline_s, context.twin, opens_knobs=False)
+    (fleet,) = fleet_sizes(problem, len(data.groups), Objective.MAX_THROUGHPUT)
+    search.search_unchanged(fleet)
 
 
 def _place_from_scratch(
