@@ -3,6 +3,7 @@
 import json
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler
@@ -12,9 +13,11 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
 
+from capplan.engine.lora.store import AdapterStore
 from capplan.engine.server.adapter_pool import PoolParams
 from capplan.engine.server.transfer import TransferParams
 from capplan.spec.routing import BYTES_PER_TOKEN
+from tests.engine.adapter_fleet import PATIENT
 from tests.engine.test_adapter_pool import FAULTS, PEER, Fleet, answer, ask, peer, refusal, reply
 from tests.engine.test_faults import send
 from tests.test_processes import until
@@ -90,3 +93,22 @@ def test_a_request_that_waits_for_its_adapter_is_in_the_state_of_the_server(flee
         may_send.set()
         assert [each.result().status for each in answers] == [200] * 3
         assert awaiting() == {}
+
+
+def test_a_restarted_server_loads_many_stored_adapters_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their files are compared with the digests first; what exceeds the threads for it waits."""
+    names, is_intact = tuple(f"n{number}" for number in range(14)), AdapterStore.is_intact
+    fleet = Fleet(tmp_path, names, PATIENT)
+
+    def slow(self: AdapterStore, digest: str) -> bool:
+        time.sleep(0.2)
+        return is_intact(self, digest)
+
+    with fleet.server("s0", max_adapters=16) as s0:
+        before = [answer(s0, name) for name in names]
+    monkeypatch.setattr(AdapterStore, "is_intact", slow)
+    with fleet.server("s0", max_adapters=16) as s0, ThreadPoolExecutor(len(names)) as threads:
+        assert list(threads.map(lambda name: answer(s0, name), names)) == before
+    fleet.registry.close()

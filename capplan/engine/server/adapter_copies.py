@@ -31,6 +31,8 @@ from capplan.spec.registry import AdapterRegistry, RegistryUnavailableError
 _MIB: Final = 2**20
 _MAX_CHECKS: Final = 2
 """Copies read at a time for other servers; loads of adapters need threads, too."""
+_MAX_LOAD_CHECKS: Final = 4
+"""Copies read at a time for loads; further loads wait. Transfers and checks need threads, too."""
 
 Kept = Literal["with a share here", "in use", "without a confirmed other copy", "being loaded or removed"]
 """Why a copy stays."""
@@ -123,6 +125,7 @@ class AdapterCopies:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._making_room = asyncio.Lock()
         self._checks = asyncio.Semaphore(_MAX_CHECKS)
+        self._load_checks = asyncio.Semaphore(_MAX_LOAD_CHECKS)
 
     def reconcile(self) -> None:
         """Let registry and files agree: either may be ahead after a crash."""
@@ -190,7 +193,9 @@ class AdapterCopies:
         """
         if not await self.in_thread(self._store.__contains__, digest):
             return False
-        if await self._is_intact(digest):
+        async with self._load_checks:
+            intact = await self._is_intact(digest)
+        if intact:
             return True
         await self.discard(digest)
         return False

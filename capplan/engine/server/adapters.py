@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 _MAX_CANDIDATES: Final = 8
 """Adapters tried for removal when there is no room for another one."""
-_MAX_READERS: Final = 8
-"""Threads that read adapters. Loads wait for one of them; the others hang in a file system."""
+_MAX_READERS: Final = 12
+"""Threads that read adapters. Users bound their reads below it; it is reached if a file system hangs."""
 
 
 @dataclass(frozen=True)
