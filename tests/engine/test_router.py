@@ -132,7 +132,9 @@ def test_requests_refused_by_a_failed_engine_go_to_other_holders() -> None:
     run(check)
 
 
-@pytest.mark.parametrize("code", ["overloaded", "adapter_unavailable", "server_name_taken", "storage"])
+@pytest.mark.parametrize(
+    "code", ["overloaded", "adapter_changed", "adapter_unavailable", "server_name_taken", "storage"]
+)
 def test_requests_that_an_instance_cannot_start_now_go_to_other_holders(code: str) -> None:
     async def check(r: Routed) -> None:
         r.launcher["g1-1"].refusal = code

@@ -137,6 +137,38 @@ def test_a_server_whose_name_was_taken_fetches_and_removes_nothing(tmp_path: Pat
     fleet.registry.close()
 
 
+def test_a_running_server_that_was_removed_is_entered_again_with_its_copies(
+    tmp_path: Path, right: dict[str, list[int]]
+) -> None:
+    fleet = Fleet(tmp_path, params=PoolParams(RENEW_S, 3600.0, renew_s=RENEW_S))
+    with fleet.server("s0") as s0, fleet.server("s1") as s1:
+        assert answer(s0, "a") == right["a"]
+        fleet.lose_source("a")
+        fleet.registry.forget("s0")
+        assert fleet.holders("a") == ()
+        until(lambda: "s0" in fleet.registry.servers())
+        assert fleet.registry.servers()["s0"] == s0.url
+        assert answer(s0, "b") == right["b"]
+        assert fleet.holders("b") == ("s0",)
+        until(lambda: fleet.holders("a") == ("s0",))
+        assert answer(s1, "a") == right["a"]
+        fleet.check("s0", "s1")
+    fleet.registry.close()
+
+
+def test_a_server_that_was_removed_leaves_its_name_to_another_owner(
+    registry: AdapterRegistry, folders: list[Path]
+) -> None:
+    first, second = (claim(registry, OwnedFolder(folder)) for folder in folders)
+    first.take()
+    registry.forget("g0-1")
+    second.take()
+    assert not first.renew()
+    registry.forget("g0-1")
+    assert first.renew()
+    assert not second.renew()
+
+
 class Server:
     """`capplan serve` with a registry, under its default name, as on a machine of its own."""
 

@@ -118,7 +118,7 @@ class RegistryMachine(RuleBasedStateMachine):
             self.owners[server] = owner
             return
         if renews:
-            assert self.registries[sides[1]].renew(server, other.owner)
+            assert self.registries[sides[1]].renew(server, other.url, other.owner)
         taken = self.registries[sides[0]].announce(server, "http://new", owner, unrenewed=other)
         assert (taken is None) == (not renews)
         if not renews:
@@ -126,9 +126,11 @@ class RegistryMachine(RuleBasedStateMachine):
 
     @rule(side=st.booleans(), server=st.sampled_from(SERVERS), owner=st.sampled_from(OWNERS))
     def renew(self, side: bool, server: str, owner: str) -> None:
+        """A server that was removed while it runs is entered again."""
         keeps = self.owners.get(server, owner) == owner
-        assert self.registries[side].renew(server, owner) == keeps
-        if keeps and server in self.servers:
+        assert self.registries[side].renew(server, f"http://{server}", owner) == keeps
+        if keeps:
+            self.servers.add(server)
             self.owners[server] = owner
 
     @rule(side=st.booleans(), server=st.sampled_from(SERVERS), owner=st.sampled_from(OWNERS))

@@ -39,6 +39,7 @@ _NO_ADAPTER: Final = "No instance can fetch the adapter of this model at the mom
 _REFUSALS: Final = MappingProxyType(
     {
         "overloaded": "The instances of this model are overloaded",
+        "adapter_changed": _NO_ADAPTER,
         "adapter_unavailable": _NO_ADAPTER,
         "registry_unavailable": _NO_ADAPTER,
         "server_name_taken": _NO_ADAPTER,

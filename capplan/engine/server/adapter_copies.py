@@ -271,6 +271,32 @@ class AdapterCopies:
         self._sizes.pop(digest, None)
         await self.in_thread(self._store.delete, digest)
 
+    async def record_again(self) -> None:
+        """Record the copies of which the registry has no record any more.
+
+        Raises
+        ------
+        InputError
+            If the registry has changed or cannot be used.
+        """
+        stored = dict(self.stored)
+
+        def unrecorded() -> list[str]:
+            known = {name: self._registry.find(name) for name in stored}
+            return [
+                name
+                for name, each in known.items()
+                if each is not None and each.digest == stored[name] and self._own.name not in each.holders
+            ]
+
+        for name in await self.in_thread(unrecorded):
+            lock = self.lock_of(stored[name])
+            if lock.locked():  # being loaded, which records it, or removed
+                continue
+            async with lock:
+                if self.stored.get(name) == stored[name]:
+                    await self.hold(name, stored[name])
+
     async def remove_unwanted(self, idle_s: float) -> None:
         """Remove copies whose share is zero, or whose bytes the registry does not know any more."""
         stored, unresponsive = dict(self.stored), set[str]()

@@ -363,8 +363,9 @@ class AdapterPool:
             await asyncio.sleep(self._params.round_s)
             try:
                 await self.remove_copies()
+                await self.record_copies()
             except (ApiError, InputError, OSError) as error:  # the next round tries again
-                _log.warning("copies of adapters are not removed: %s", error)
+                _log.warning("copies of adapters are not removed or recorded: %s", error)
             await self.repair_copies()
 
     async def _keep_name(self) -> None:
@@ -381,6 +382,11 @@ class AdapterPool:
         """Remove copies whose share is zero, or whose bytes the registry does not know any more."""
         if self._has_name:
             await self._copies.remove_unwanted(self._params.idle_s)
+
+    async def record_copies(self) -> None:
+        """Record copies whose records were removed with the server, which was entered again."""
+        if self._has_name:
+            await self._copies.record_again()
 
     async def repair_copies(self) -> None:
         """Try again what has failed for broken copies: to remove them, and to fetch them again."""

@@ -141,7 +141,7 @@ class ServerClaim:
         RegistryUnavailableError
             If the registry cannot be used.
         """
-        return self._registry.renew(self._server.name, self._folder.owner)
+        return self._registry.renew(self._server.name, self._server.url, self._folder.owner)
 
     def leave(self) -> None:
         """Leave name and folder to the next server."""

@@ -213,12 +213,22 @@ class AdapterRegistry:
             connection.execute(sa.update(SERVERS).where(known).values(**fields))
             return None
 
-    def renew(self, server: str, owner: str) -> bool:
-        """Note that a server runs; return False if another owner has its name."""
+    def renew(self, server: str, url: str, owner: str) -> bool:
+        """Note that a server runs; return False if another owner has its name.
+
+        Parameters
+        ----------
+        url
+            Used if the server was removed from the registry while it runs: it is entered again.
+        """
         with self._database.writing(counts=False) as connection:
             known = SERVERS.c.name == server
             row = connection.execute(sa.select(SERVERS.c.owner).where(known)).first()
-            if row is not None and row.owner not in (None, owner):
+            if row is None:
+                new = {"name": server, "url": url, "owner": owner, "renewals": 0}
+                connection.execute(sa.insert(SERVERS).values(**new))
+                return True
+            if row.owner not in (None, owner):
                 return False
             fields = {"owner": owner, "renewals": SERVERS.c.renewals + 1}
             connection.execute(sa.update(SERVERS).where(known).values(**fields))
