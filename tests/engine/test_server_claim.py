@@ -21,6 +21,7 @@ from capplan.spec.registry import AdapterRegistry
 from capplan.spec.registry.adapter import RegisteredServer
 from tests.cli.conftest import environment
 from tests.engine.adapter_fleet import Fleet, answer, refusal, share, until
+from tests.engine.test_adapter_copies import checks, flip_a_bit
 
 URL = "http://127.0.0.1:8000"
 RENEW_S = 0.1
@@ -134,6 +135,22 @@ def test_a_server_whose_name_was_taken_fetches_and_removes_nothing(tmp_path: Pat
         assert answer(s0, "a") == before
         share(s0, a=0)
         assert fleet.holders("a") == ("s0", "s1")
+    fleet.registry.close()
+
+
+def test_a_server_whose_name_was_taken_leaves_the_records_of_its_broken_copies(tmp_path: Path) -> None:
+    """They are those of the server that has the name now."""
+    fleet = Fleet(tmp_path, params=PoolParams(RENEW_S, 3600.0, renew_s=RENEW_S))
+    with fleet.server("s0") as s0, fleet.server("s1") as s1:
+        answer(s0, "a")
+        answer(s1, "a")
+        until(lambda: takes_over(fleet.registry, "s0", "another machine"))
+        until(lambda: refusal(s0, "unknown") == (503, "server_name_taken"))
+        flip_a_bit(fleet.copy("s0", "a"))
+        assert not checks(s0, fleet.registry.get("a").digest)
+        time.sleep(5 * RENEW_S)
+        assert fleet.holders("a") == ("s0", "s1")
+        assert fleet.copy("s0", "a").exists()
     fleet.registry.close()
 
 

@@ -334,10 +334,14 @@ class AdapterPool:
         return {"server": self._own.name, "intact": is_intact}
 
     async def _repair(self, digest: str) -> None:
-        """Remove a broken copy, and fetch it again for the adapters that have a share or requests here."""
+        """Remove a broken copy, and fetch it again for the adapters that have a share or requests here.
+
+        Without the name nothing is removed: the record in the registry is that of the server that has it.
+        """
         try:
             async with self._copies.lock_of(digest):
-                if not await self._copies.check(digest):  # else loaded meanwhile
+                is_intact = await self._copies.check(digest)  # another load may have replaced it
+                if not is_intact and self._has_name:
                     await self._copies.discard(digest)
         except (ApiError, InputError, OSError) as error:
             self._broken.add(digest)
@@ -390,6 +394,8 @@ class AdapterPool:
 
     async def repair_copies(self) -> None:
         """Try again what has failed for broken copies: to remove them, and to fetch them again."""
+        if not self._has_name:
+            return
         for digest in sorted(self._broken):
             await self._repair(digest)
         self._fetch_missing()
