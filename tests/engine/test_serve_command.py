@@ -73,6 +73,48 @@ def test_the_key_can_come_from_the_environment(
     assert [instance.server.api_key for instance in started] == ["secret", None]
 
 
+POOL = ("--registry", "r.db", "--lora-root", ".", "--admin-api-key", "k", "--api-key", "x")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "10.0.0.3:8000",
+        "ftp://10.0.0.3",
+        "http://",
+        "http://:8000",
+        "http://h:port",
+        "http://[::1",
+        "http://h/?x",
+        "http://0.0.0.0:8000",
+        "https://[::]:8000",
+    ],
+)
+def test_a_server_url_that_other_servers_cannot_use_is_refused(
+    run: Run, started: list[InstanceConfig], url: str
+) -> None:
+    result = run("serve", "--model", "tiny-llama", *POOL, "--server-url", url)
+    assert (result.exit_code, started) == (2, [])
+    assert result.stderr.startswith("error: --server-url: must be an http(s) URL")
+    assert result.stderr.endswith(f"(got {url!r})\n")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "0", "::", "0:0::0"])
+def test_a_server_of_a_pool_at_all_addresses_needs_a_url(
+    run: Run, started: list[InstanceConfig], host: str
+) -> None:
+    flags = ("serve", "--model", "tiny-llama", *POOL, "--host", host)
+    result = run(*flags)
+    assert (result.exit_code, started) == (2, [])
+    assert result.stderr.startswith("error: --server-url: is required if --host is a wildcard address")
+    assert result.stderr.endswith(f"(got {host!r})\n")
+    assert result.stderr.count("\n") == 1
+    assert run(*flags, "--server-url", "http://[fd00::3]:8000/east").exit_code == 0
+    assert run("serve", "--model", "tiny-llama", "--host", host, "--api-key", "x").exit_code == 0
+    assert len(started) == 2
+
+
 def test_lora_root_allows_further_adapters(run: Run, started: list[InstanceConfig], tmp_path: Path) -> None:
     run("serve", "--model", "tiny-llama", "--lora-root", tmp_path, "--admin-api-key", "admin")
     engine = started[0].engine

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from capplan.engine.server.limits import ServerLimits
 from capplan.errors import InputError
@@ -20,7 +23,7 @@ class PoolSettings:
     server_name
         Name in the registry; None: host and port.
     server_url
-        Where other servers reach this one; None: where it listens.
+        Where other servers reach this one, an http(s) URL; None: where it listens.
     base_model
         Base model in the registry of the adapters to serve; None: the name of the server's.
     max_stored_gib
@@ -37,6 +40,11 @@ class PoolSettings:
         for name in ("registry", "server_name", "server_url"):
             if getattr(self, name) == "":
                 raise InputError("must not be empty", location=name)
+        if self.server_url is not None and not _is_reachable(self.server_url):
+            rule = (
+                "must be an http(s) URL at which other servers reach this one, such as http://10.0.0.3:8000"
+            )
+            raise InputError(rule, self.server_url, "server_url")
         if not 0 < self.max_stored_gib < float("inf"):
             raise InputError("must be a finite number > 0", self.max_stored_gib, "max_stored_gib")
 
@@ -104,3 +112,26 @@ class ServerSettings:
         if self.pool is not None and self.lora_root is None:
             rule = "requires --lora-root: the folder of adapters that this server stores"
             raise InputError(rule, location="registry")
+        if self.pool is not None and self.pool.server_url is None and _is_wildcard(self.host):
+            rule = "is required if --host is a wildcard address, which other servers cannot use"
+            raise InputError(rule, self.host, "server_url")
+
+
+def _is_reachable(url: str) -> bool:
+    """Return whether a URL may be that of a server on another machine; paths of files are appended to it."""
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError:  # a port that is none, or half of an IPv6 address
+        return False
+    is_plain = url.isprintable() and not (" " in url or parts.query or parts.fragment)
+    return parts.scheme in ("http", "https") and bool(host) and is_plain and not _is_wildcard(host or "")
+
+
+def _is_wildcard(host: str) -> bool:
+    """Return whether a host is the address 0.0.0.0 or ::, in any notation."""
+    with contextlib.suppress(OSError):
+        return not any(socket.inet_aton(host))
+    with contextlib.suppress(OSError):
+        return not any(socket.inet_pton(socket.AF_INET6, host))
+    return False
