@@ -1,8 +1,10 @@
 """One running server has a name in the registry, and a folder; it may restart, a second one is refused."""
 
+import contextlib
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -15,12 +17,13 @@ import pytest
 pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
 
 from capplan import InputError
+from capplan.engine.lora.store import AdapterStore
 from capplan.engine.server.adapter_copies import PoolParams
 from capplan.engine.server.server_claim import OwnedFolder, ServerClaim
 from capplan.spec.registry import AdapterRegistry
 from capplan.spec.registry.adapter import RegisteredServer
 from tests.cli.conftest import environment
-from tests.engine.adapter_fleet import Fleet, answer, refusal, share, until
+from tests.engine.adapter_fleet import NAMES, Fleet, answer, refusal, share, until
 from tests.engine.test_adapter_copies import checks, flip_a_bit
 
 URL = "http://127.0.0.1:8000"
@@ -136,6 +139,54 @@ def test_a_server_whose_name_was_taken_fetches_and_removes_nothing(tmp_path: Pat
         share(s0, a=0)
         assert fleet.holders("a") == ("s0", "s1")
     fleet.registry.close()
+
+
+def changes(fleet: Fleet) -> int:
+    """Return the number of changes, each of which empties the look-up caches of all servers."""
+    with contextlib.closing(sqlite3.connect(fleet.file)) as connection:
+        return int(connection.execute("SELECT changes FROM capplan_registry").fetchone()[0])
+
+
+def test_a_server_renews_its_name_while_it_looks_through_its_adapters(
+    tmp_path: Path, right: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet, size_bytes = (
+        Fleet(tmp_path, params=PoolParams(3600.0, 0.0, renew_s=RENEW_S)),
+        AdapterStore.size_bytes,
+    )
+    renewals: list[int] = []
+
+    def slow(self: AdapterStore, digest: str) -> int:
+        other = fleet.registry.announce("s0", URL, "another machine")
+        assert other is not None
+        renewals.append(other.renewals)
+        time.sleep(1.5 * RENEW_S)
+        return size_bytes(self, digest)
+
+    with fleet.server("s0") as s0:
+        before = {name: answer(s0, name) for name in NAMES}
+    at_end = changes(fleet)
+    monkeypatch.setattr(AdapterStore, "size_bytes", slow)
+    with fleet.server("s0") as s0:
+        monkeypatch.undo()
+        assert len(set(renewals)) == len(NAMES), "another machine would have got the name"
+        assert changes(fleet) - at_end == 1 + len(NAMES), "that of the start, and those of this test"
+        assert {name: answer(s0, name) for name in NAMES} == before == right
+    fleet.registry.close()
+
+
+def test_a_server_whose_name_is_taken_while_it_starts_is_refused(
+    registry: AdapterRegistry, folders: list[Path]
+) -> None:
+    starting = claim(registry, OwnedFolder(folders[0]))
+    starting.take()
+    starting.keep()
+    time.sleep(RENEW_S)
+    assert takes_over(registry, "g0-1", "another machine")
+    with pytest.raises(
+        InputError, match=r"server_name: must be the name of one running server.*has taken it"
+    ):
+        starting.keep()
 
 
 def test_a_server_whose_name_was_taken_leaves_the_records_of_its_broken_copies(tmp_path: Path) -> None:

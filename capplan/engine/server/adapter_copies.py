@@ -127,17 +127,26 @@ class AdapterCopies:
         self._checks = asyncio.Semaphore(_MAX_CHECKS)
         self._load_checks = asyncio.Semaphore(_MAX_LOAD_CHECKS)
 
-    def reconcile(self) -> None:
-        """Let registry and files agree: either may be ahead after a crash."""
+    def reconcile(self, keep_name: Callable[[], None]) -> None:
+        """Let registry and files agree: either may be ahead after a crash.
+
+        Parameters
+        ----------
+        keep_name
+            Called between adapters, whose number is not bounded, to renew the claim to the name.
+        """
         own = self._own
         digests = self._store.digests()
         for adapter in self._registry.adapters(server=own.name):
             if adapter.digest not in digests:
+                keep_name()
                 self._registry.lose(adapter.name, own.name)
         for digest in digests:
+            keep_name()
             adapters = self._registry.with_digest(digest)
             for adapter in adapters:
-                self._registry.hold(adapter.name, digest, own.name)
+                if own.name not in adapter.holders:  # each change empties the look-up caches of all servers
+                    self._registry.hold(adapter.name, digest, own.name)
                 self.stored[adapter.name] = digest
             if adapters:
                 self._sizes[digest] = self._store.size_bytes(digest)

@@ -105,7 +105,7 @@ class AdapterPool:
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._claim.take()
-        self._copies.reconcile()
+        self._copies.reconcile(self._claim.keep)
 
     def start(self) -> None:
         """Remove copies, and renew the claim to the name, from now on."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import re
 import secrets
@@ -105,6 +106,7 @@ class ServerClaim:
         self._server = server
         self._folder = folder
         self._renew_s = renew_s
+        self._renewed_s = -math.inf
 
     def take(self) -> None:
         """Register the server; blocks for some renewals if another one that may be gone has the name.
@@ -119,6 +121,7 @@ class ServerClaim:
         name, url, owner = self._server.name, self._server.url, self._folder.owner
         other = self._registry.announce(name, url, owner)
         if other is None:
+            self._renewed_s = time.monotonic()
             return
         until_s = time.monotonic() + _MISSED * self._renew_s
         while time.monotonic() < until_s:
@@ -127,11 +130,31 @@ class ServerClaim:
                 break
         if self._registry.announce(name, url, owner, unrenewed=other) is not None:
             where = f"{other.url} on host {other.owner.partition('/')[0]}"
-            rule = (
-                f"must be the name of one running server in {self._registry.location}, and {where} has it; "
-                "--server-name sets another one"
-            )
-            raise InputError(rule, name, "server_name")
+            raise self._refusal(f"{where} has it")
+        self._renewed_s = time.monotonic()
+
+    def keep(self) -> None:
+        """Renew the claim if that is due, between the parts of work that takes long.
+
+        Raises
+        ------
+        InputError
+            If another server has the name now.
+        RegistryUnavailableError
+            If the registry cannot be used.
+        """
+        if time.monotonic() - self._renewed_s < self._renew_s:
+            return
+        if not self.renew():
+            raise self._refusal("another one has taken it")
+        self._renewed_s = time.monotonic()
+
+    def _refusal(self, reason: str) -> InputError:
+        rule = (
+            f"must be the name of one running server in {self._registry.location}, and {reason}; "
+            "--server-name sets another one"
+        )
+        return InputError(rule, self._server.name, "server_name")
 
     def renew(self) -> bool:
         """Renew the claim; return False if another server has the name now.
