@@ -269,6 +269,29 @@ def test_another_file_is_no_registry(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("version", "step"),
+    [
+        (1, "; remove it and add its adapters again (got 1)"),
+        (3, "; upgrade capplan to open it (got 3)"),
+    ],
+)
+def test_a_registry_of_another_version_is_refused_with_what_to_do(
+    version: int, step: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "x.db"
+    AdapterRegistry(path, create=True).close()
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(f"UPDATE capplan_registry SET schema_version = {version}")
+        if version == 1:  # without the owners of names
+            connection.execute("ALTER TABLE capplan_servers DROP COLUMN owner")
+            connection.execute("ALTER TABLE capplan_servers DROP COLUMN renewals")
+    for create in (False, True):
+        with pytest.raises(RegistryUnavailableError) as caught:
+            AdapterRegistry(path, create=create)
+        assert line_of(caught.value) == f"{path}: must have version 2 of its tables{step}"
+
+
+@pytest.mark.parametrize(
     "where", ["nodatabase://x", "sqlite://", "sqlite:///:memory:", "postgresql+none://u:secret@h/d", "://"]
 )
 def test_an_address_that_is_none_is_refused_without_its_password(where: str) -> None:

@@ -259,7 +259,9 @@ class Database:
                 raise RegistryUnavailableError(rule, location=self.location)
             version = connection.execute(sa.select(STATE.c.schema_version)).scalar()
         if version != SCHEMA_VERSION:
-            rule = f"must have version {SCHEMA_VERSION} of its tables"
+            is_former = version is not None and version < SCHEMA_VERSION
+            step = "remove it and add its adapters again" if is_former else "upgrade capplan to open it"
+            rule = f"must have version {SCHEMA_VERSION} of its tables; {step}"
             raise RegistryUnavailableError(rule, version, self.location)
 
     @contextlib.contextmanager
