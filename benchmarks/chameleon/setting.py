@@ -250,7 +250,7 @@ def workload(mix: str = "up", factor: float | None = None, *, traces: str) -> Wo
     pairs = _lmsys_pairs() if is_lmsys else found.length_pairs
     assert pairs is not None
     own = LMSYS_FACTOR if is_lmsys else LENGTH_FACTOR
-    return found.model_copy(update={"length_pairs": pairs.scaled(factor or own)})
+    return found.with_length_pairs(pairs.scaled(factor or own))
 
 
 def _lmsys_pairs() -> LengthPairs:

@@ -42,7 +42,7 @@ def trace_workload(trace: str, traces: Path) -> Workload:
         raise ValueError(f"preset loraserve-{trace} has no recorded lengths")
     short = (pairs.prompt_tokens <= MAX_PROMPT_TOKENS) & (pairs.output_tokens <= MAX_OUTPUT_TOKENS)
     bounded = LengthPairs.from_arrays(pairs.prompt_tokens[short], pairs.output_tokens[short])
-    return workload.model_copy(update={"length_pairs": bounded})
+    return workload.with_length_pairs(bounded)
 
 
 def production_workload(adapters: int, traces: Path) -> Workload:

@@ -196,6 +196,11 @@ class LengthPairs(Recording):
         """Return the distribution of prompts and that of outputs, each on its own."""
         return Lengths.of(self.prompt_tokens), Lengths.of(self.output_tokens)
 
+    def as_fields(self) -> dict[str, Any]:
+        """Return the fields of a workload with these lengths."""
+        prompt_tokens, output_tokens = self.marginals()
+        return {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "length_pairs": self}
+
     def _digested(self) -> tuple[bytes, tuple[NDArray[Any], ...]]:
         return b"length pairs", (self.prompt_tokens, self.output_tokens)
 

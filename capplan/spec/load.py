@@ -217,7 +217,7 @@ class _Reader:
             pairs = pairs.scaled(source.scale)
         except InputError as error:
             raise InputError(error.rule, source.scale, "requests.lengths_from.scale") from None
-        return {**dict(zip(_LENGTHS, pairs.marginals(), strict=True)), "length_pairs": pairs}
+        return pairs.as_fields()
 
     def lengths(self, source: Lengths | LengthsFile | None) -> Lengths | None:
         """Return lengths as they are, or as a file holds them."""

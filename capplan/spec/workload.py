@@ -296,6 +296,10 @@ class Workload(PlanningRequirements):
         base = self.base and self.base.model_copy(update={"rate_rps": self.base.rate_rps * factor})
         return self.model_copy(update={"adapters": adapters, "base": base})
 
+    def with_length_pairs(self, pairs: LengthPairs) -> Workload:
+        """Return the workload with these common lengths."""
+        return self.model_copy(update=pairs.as_fields())
+
     def lengths_of(self, adapter: Adapter | BaseTraffic) -> tuple[Lengths, Lengths]:
         """Return prompt and output lengths of an adapter or of the base model: its own or the workload's."""
         return adapter.prompt_tokens or self.prompt_tokens, adapter.output_tokens or self.output_tokens

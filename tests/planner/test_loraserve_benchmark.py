@@ -122,11 +122,13 @@ def traces(tmp_path: Path) -> Path:
 
 
 def test_lengths_are_bounded_as_in_the_traces_of_the_authors(traces: Path) -> None:
-    pairs = trace_workload("poisson-uniform", traces).length_pairs
+    workload = trace_workload("poisson-uniform", traces)
+    pairs = workload.length_pairs
     assert pairs is not None
     assert {*pairs.prompt_tokens.tolist()} == {100, 400}
     assert pairs.prompt_tokens.max() <= MAX_PROMPT_TOKENS
     assert pairs.output_tokens.max() <= MAX_OUTPUT_TOKENS
+    assert (workload.prompt_tokens, workload.output_tokens) == pairs.marginals()
 
 
 @given(st.integers(1, 4))

@@ -4,22 +4,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capplan import Assignment, InfeasibleError, Problem
+from capplan import Adapter, Assignment, InfeasibleError, Lengths, Problem, Workload
+from capplan.datasets.catalog import gpu_sheet, model_arch
+from capplan.models.roofline import EngineChoice, roofline_profile
 from capplan.planner import SolverContext
 from capplan.planner.knobs import KnobSearch
-from capplan.planner.problem import Estimate, Estimator
+from capplan.planner.problem import Estimate, Estimator, make_problem
 from capplan.planner.search.data import build_search_data, split_heavy_adapters
 from capplan.planner.search.evaluator import Evaluator
 from capplan.planner.search.local_search import improve
-from capplan.planner.search.placement import INITIAL_SOLUTIONS, InitialSolution, balanced
+from capplan.planner.search.placement import INITIAL_SOLUTIONS, InitialSolution, balanced, by_rank
 from capplan.planner.solvers import REGISTRY
 from capplan.planner.solvers.greedy import solve_greedy
 from capplan.planner.splitting import split_evenly
-from capplan.spec import Slo
+from capplan.spec import Kernel, Slo
 from capplan.testing import Capacity, example_problem
 
 
@@ -87,6 +90,41 @@ def test_an_initial_solution_places_every_group_once_and_adds_up_shares(
     first = problem.shares[0].name
     fractions = [share.fraction for each in served for share in each if share.name == first]
     assert sum(fractions) == pytest.approx(1.0)
+
+
+def padded(gpus: int, skew: float) -> Problem:
+    """Return a problem of 40 adapters of five ranks, whose kernel pads to the largest rank of a batch."""
+    engine = EngineChoice(rules="slora", kernel=Kernel.BGMV)
+    profile = roofline_profile(gpu_sheet("a100-40g"), model_arch("llama-7b"), engine)
+    workload = Workload(
+        base_model=profile.model.hf_ids[0],
+        adapters=tuple(
+            Adapter(name=f"r{rank}-{i}", rank=rank, rate_rps=(8.0 / rank) ** skew)
+            for rank in (8, 16, 32, 64, 128)
+            for i in range(8)
+        ),
+        prompt_tokens=Lengths(mean=100.0),
+        output_tokens=Lengths(mean=50.0),
+    )
+    return make_problem(workload, gpus, profile)
+
+
+def test_an_instance_whose_kernel_pads_is_charged_the_largest_rank_for_every_request() -> None:
+    data = build_search_data(padded(gpus=4, skew=0.0))
+    smallest, largest = (np.flatnonzero(data.rank == rank) for rank in (0, len(data.ranks) - 1))
+    alone, together = data.load(frozenset(smallest.tolist()), 0), data.loads[0, -1, smallest].sum()
+    assert together == pytest.approx(data.load(frozenset(largest.tolist()), 0), rel=0.05)
+    assert together > 1.5 * alone
+
+
+@settings(max_examples=20)
+@given(gpus=st.integers(2, 8), skew=st.floats(0.0, 2.0))
+def test_filling_by_rank_loads_padded_instances_less_than_mixing_ranks(gpus: int, skew: float) -> None:
+    data = build_search_data(padded(gpus, skew))
+    filled, mixed = by_rank(data, [0] * gpus), balanced(data, [0] * gpus)
+    assert filled is not None
+    assert mixed is not None
+    assert filled.loads().max() < mixed.loads().max()
 
 
 @given(seed=st.integers(0, 10_000), gpus=st.integers(1, 8))

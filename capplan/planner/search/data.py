@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from capplan.models.surrogates.features import FEATURES, feature_vector
 from capplan.planner.problem import AdapterShare, Assignment, Problem, merge_shares, whole_adapters
 from capplan.planner.splitting import split_evenly
-from capplan.spec import Adapter, allowed_lora_rank
+from capplan.spec import Adapter, Kernel, allowed_lora_rank
 
 _SAMPLE_ADAPTERS: Final = 32
 """Adapters of one kind whose capacity is taken as that of the kind."""
@@ -129,9 +129,12 @@ def build_search_data(problem: Problem) -> SearchData:
 def _load_per_rps(problem: Problem, pool: int, s_max: int, adapter: Adapter) -> float:
     """Return the load of one request per second of an adapter, in slots of a rank.
 
-    The base model counts as one adapter in one slot, whatever its rate.
+    The base model counts as one adapter in one slot, whatever its rate. With a kernel that pads to the
+    largest rank of a batch, the slots' rank is that of every request.
     """
     once = {"rate_rps": 1.0, "apart_from": (), "together_with": ()}
+    if adapter.rank and problem.pools[pool].profile.engine.kernel is Kernel.BGMV:
+        once["rank"] = s_max
     copies = tuple(adapter.model_copy(update={"name": str(i), **once}) for i in range(_SAMPLE_ADAPTERS))
     numbers: tuple[int, ...] = (32, 16, 8, 4, 2, 1)
     if adapter.rank == 0:

@@ -1,17 +1,21 @@
 """Placement state and initial solutions of the local search.
 
-Balanced instances have equal slack, with hot and cold adapters that share slots well. By rank, small ranks do
-not take slots of the largest rank.
+Balanced instances have equal slack, with hot and cold adapters that share slots well. By rank, requests of
+small ranks take neither the memory nor, with a kernel that pads, the time of the largest rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from capplan.planner.search.data import SearchData
+
+_LEVEL_PRECISION: Final = 0.01
+"""Relative precision of a bisected level of load."""
 
 
 class PlacementState:
@@ -116,14 +120,25 @@ def balanced(data: SearchData, pools: Sequence[int]) -> PlacementState | None:
 
 
 def by_rank(data: SearchData, pools: Sequence[int]) -> PlacementState | None:
-    """Cut groups by rank into runs of equal weight, and insert the rest greedily."""
+    """Fill instances by falling rank, to the lowest level at which every group has a place.
+
+    First-fit decreasing under a bisected level (MULTIFIT: Coffman, Garey and Johnson, 1978).
+    """
     memory = [pool.profile.gpu.memory_bytes for pool in data.problem.pools]
-    state = PlacementState(data, sorted(pools, key=lambda pool: -memory[pool]))
+    ordered = sorted(pools, key=lambda pool: -memory[pool])
     order = sorted(range(len(data.groups)), key=lambda g: (-data.rank[g], -data.weight[g], g))
-    for instance in range(len(state)):
-        goal = float(data.weight[order].sum()) / (len(state) - instance)
-        order = _fill_instance(state, instance, order, goal)
-    return state if greedy_insert(state, order) else None
+    best = _first_fit(data, ordered, order, np.inf)
+    if best is None:
+        return None
+    low, high = 0.0, float(best.loads().max())
+    while high > (1.0 + _LEVEL_PRECISION) * low:
+        level = 0.5 * (low + high)
+        filled = _first_fit(data, ordered, order, level)
+        if filled is None:
+            low = level
+        else:
+            best, high = filled, level
+    return best
 
 
 def balanced_by_rank(data: SearchData, pools: Sequence[int]) -> PlacementState | None:
@@ -151,17 +166,15 @@ def balanced_by_rank(data: SearchData, pools: Sequence[int]) -> PlacementState |
 INITIAL_SOLUTIONS: tuple[InitialSolution, ...] = (balanced_by_rank, balanced, by_rank)
 
 
-def _fill_instance(state: PlacementState, instance: int, groups: Sequence[int], goal: float) -> list[int]:
-    """Add groups to an instance up to the goal, to within half a group; return the rest."""
-    rest: list[int] = []
-    total = 0.0
-    for position, group in enumerate(groups):
-        weight = float(state.data.weight[group])
-        if total > 0.0 and total + weight / 2.0 > goal:
-            return [*rest, *groups[position:]]
-        if state.is_allowed(group, instance):
-            state.add(group, instance)
-            total += weight
-        else:
-            rest.append(group)
-    return rest
+def _first_fit(
+    data: SearchData, pools: Sequence[int], order: Sequence[int], level: float
+) -> PlacementState | None:
+    """Insert each group on the first instance whose load stays within the level; None if one has no place."""
+    state = PlacementState(data, pools)
+    for group in order:
+        loads = state.loads_with(group)
+        fits = np.flatnonzero(np.isfinite(loads) & (loads <= level))
+        if not fits.size:
+            return None
+        state.add(group, int(fits[0]))
+    return state
