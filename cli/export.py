@@ -68,10 +68,10 @@ def _exported_plan(args: ExportArgs) -> tuple[Plan, str]:
         If the plan is not verified as the target serves it, unless that is not asked for.
     """
     plan = Plan.from_json(args.plan)
-    if args.unverified or all(group.scheduling is None for group in plan.groups):
+    left_out = _left_out(plan)
+    if args.unverified or not left_out:
         _require_unused(args)
         return read_plan(args.plan, unverified=args.unverified), ""
-    left_out = _left_out(plan)
     if args.workload is None:
         read_plan(args.plan, unverified=False)
         rule = f"is required to verify the plan without its {left_out}, which {args.target} does not have"
@@ -93,16 +93,17 @@ def _exported_plan(args: ExportArgs) -> tuple[Plan, str]:
 
 def _require_unused(args: ExportArgs) -> None:
     """Check that the options of another verification are not given where there is none."""
-    reason = "--unverified" if args.unverified else "a plan without a scheduler and a cache"
+    reason = "--unverified" if args.unverified else "a plan without scheduler, cache and re-balancing"
     for name, value in (("--workload", args.workload), ("--profile", args.profile)):
         if value is not None:
             raise InputError(f"does not go with {reason}: nothing is verified again", value, name)
 
 
 def _left_out(plan: Plan) -> str:
-    """Return the scheduler and the cache of a plan, as text."""
+    """Return the scheduler, the cache and the re-balancing of a plan, as text; empty without any."""
     pairs = dict.fromkeys(pair for group in plan.groups if (pair := _names(group)) is not None)
-    return " and ".join(f"scheduler {scheduler} and cache {cache}" for scheduler, cache in pairs)
+    words = [f"scheduler {scheduler} and cache {cache}" for scheduler, cache in pairs]
+    return " and ".join(words if plan.rebalance is None else [*words, "re-balancing"])
 
 
 def _names(group: Group) -> tuple[str, str] | None:

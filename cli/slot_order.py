@@ -23,7 +23,7 @@ _METRICS: Final = (  # metric of the result, its name with unit, decimals, wheth
     ("itl_ms_mean", "ITL mean, ms", 2, False),
 )
 ONE_SEED: Final = "one seed does not order numbers of slots; --seeds 5 compares paired runs"
-LEGEND: Final = "~: undecided, the difference is within two standard errors"
+LEGEND: Final = "~: undecided, the difference is within two standard errors, or there are fewer than 5 seeds"
 
 
 @dataclass(frozen=True)

@@ -77,13 +77,14 @@ def validate(args: ValidateArgs) -> None:
     require_extra("bench", ("httptools",))
     if not args.url:
         require_extra("engine", ENGINE)
+    from capplan.planner.explain.rebuild import planned_workload
     from capplan.profiling.validation.validate import Tolerances, ValidationOptions
     from capplan.profiling.validation.validate import validate as run
     from capplan.spec import Plan, load_workload, write_text_atomic
 
     require_writable_files(args.output, args.report)
     document = Plan.from_json(args.plan)
-    workload = load_workload(args.workload)
+    workload = planned_workload(document, load_workload(args.workload), args.workload)
     options = fill(
         ValidationOptions,
         args,

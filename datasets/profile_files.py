@@ -99,4 +99,4 @@ def _unknown(name: str, shipped: tuple[str, ...]) -> str:
         return rule
     near = difflib.get_close_matches(name, shipped, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"{rule}; {hint}shipped: {', '.join(shipped)}"
+    return f"{rule}; {hint}`capplan profiles` lists all {len(shipped)}"

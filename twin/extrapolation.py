@@ -155,13 +155,19 @@ def _outside(
     tables: bool = False,
 ) -> Extrapolation:
     low, high = values
-    at = _words(high if high > ends[1] else low)
-    fitted = _words(ends[0]) if ends[0] == ends[1] else f"{_words(ends[0])} to {_words(ends[1])}"
+    is_outside_whole = low > ends[1] or high < ends[0]
+    at = _range(low, high) if is_outside_whole else _words(high if high > ends[1] else low)
+    fitted = _range(*ends)
     covered = (
         f"tables of {profile} end at {_words(ends[1])}" if tables else f"of {profile} fitted on {fitted}"
     )
     note = f"{QUANTITIES[quantity].label} {at}, {' and '.join(models)} {covered}"
     return Extrapolation(profile, models, quantity, low, high, *ends, note=note, tables=tables)
+
+
+def _range(low: float, high: float) -> str:
+    first, last = _words(low), _words(high)
+    return first if first == last else f"{first} to {last}"
 
 
 def _words(value: float) -> str:

@@ -1,7 +1,8 @@
 """Order of configurations by paired simulations, with standard errors.
 
 Under one seed all configurations serve the same requests, so the difference of two of them scatters less than
-their values. A difference within `DECIDED_AT` standard errors decides nothing.
+their values. A difference within `DECIDED_AT` standard errors, or of fewer than `PAIRED_SEEDS` seeds, decides
+nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ DECIDED_AT: Final = 2.0
 """Standard errors beyond which a difference is decided."""
 
 PAIRED_SEEDS: Final = 5
-"""Seeds of a comparison, unless told otherwise."""
+"""Seeds from which a comparison decides, and its default."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class MeanWithError:
 
     @property
     def decided(self) -> bool:
-        """Whether the mean differs from 0 by more than `DECIDED_AT` standard errors; never of one value."""
-        return abs(self.mean) > DECIDED_AT * self.std_error
+        """Whether the mean differs from 0 by more than `DECIDED_AT` standard errors; never of few values."""
+        return self.count >= PAIRED_SEEDS and abs(self.mean) > DECIDED_AT * self.std_error
 
     @property
     def sign(self) -> int:

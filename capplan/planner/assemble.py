@@ -22,7 +22,7 @@ from capplan.planner.previous import (
     name_groups,
     previous_instances,
 )
-from capplan.planner.problem import Assignment, Problem
+from capplan.planner.problem import Assignment, GpuPool, Problem
 from capplan.planner.verify import InstanceVerification, RepairResult, Verifier
 from capplan.spec import (
     Binds,
@@ -80,11 +80,13 @@ def build_plan(
     bound = lower_bound(problem)
     price = f" and cost {bound.usd_per_hour:.3f} USD per hour" if bound.usd_per_hour else ""
     checks = map(_verification, names, verifications) if verified else ()
-    groups = tuple(_group(problem, *row) for row in columns)
+    used = _used_pools(problem, assignments)
+    engine = _engine(used[0].profile)
+    groups = tuple(_group(problem, engine, *row) for row in columns)
     return Plan(
         created_by=f"capplan {installed_version()}",
         base_model=workload.base_model,
-        engine=_engine(problem.profile),
+        engine=engine,
         objective=workload.objective,
         slo=workload.slo,
         workload_digest=workload.digest(),
@@ -94,7 +96,7 @@ def build_plan(
         router=workload.router,
         rebalance=workload.rebalance,
         provenance={
-            **_profiles(problem),
+            **_profiles(used),
             "lower_bound": f"tokens, KV reads and full batches alone keep {bound.gpus:.3f} GPUs busy{price}",
             "headroom": workload.headroom,
             "extrapolations": _extrapolations(problem, names, assignments, verifications),
@@ -167,7 +169,13 @@ def _extrapolations(
     return [each.document() for each in merged(found)]
 
 
-def _profiles(problem: Problem) -> dict[str, JsonValue]:
+def _used_pools(problem: Problem, assignments: Sequence[Assignment]) -> tuple[GpuPool, ...]:
+    """Return the pools with an instance; all of them if there is none."""
+    numbers = {assignment.pool for assignment in assignments} or range(len(problem.pools))
+    return tuple(problem.pools[number] for number in sorted(numbers))
+
+
+def _profiles(pools: Sequence[GpuPool]) -> dict[str, JsonValue]:
     """Return the provenance of the profile, or of the profile of every pool."""
     sources: list[dict[str, JsonValue]] = [
         {
@@ -175,11 +183,11 @@ def _profiles(problem: Problem) -> dict[str, JsonValue]:
             "profile_kind": pool.profile.provenance.kind.value,
             "profile_source": pool.profile.provenance.source,
         }
-        for pool in problem.pools
+        for pool in pools
     ]
-    if problem.pools[0].name is None:
+    if pools[0].name is None:
         return sources[0]
-    return {"pools": {str(pool.name): source for pool, source in zip(problem.pools, sources, strict=True)}}
+    return {"pools": {str(pool.name): source for pool, source in zip(pools, sources, strict=True)}}
 
 
 def _engine(profile: Profile) -> PlanEngine:
@@ -195,6 +203,7 @@ def _engine(profile: Profile) -> PlanEngine:
 
 def _group(
     problem: Problem,
+    common: PlanEngine,
     name: str,
     assignment: Assignment,
     verification: InstanceVerification,
@@ -217,7 +226,7 @@ def _group(
         gpu=profile.gpu.name,
         tp=profile.tp,
         profile=profile.name,
-        engine=None if engine == _engine(problem.profile) else engine,
+        engine=None if engine == common else engine,
         engine_args=problem.engine_args(assignment).replace(enable_prefix_caching=caching),
         adapters=tuple(
             PlanAdapter(

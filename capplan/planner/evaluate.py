@@ -126,14 +126,15 @@ def starving_adapters(workload: Workload, requests: SimulatedRequests) -> tuple[
     starving = np.flatnonzero(left > allowed)
     if starving.size:
         worst = int(starving[np.argmax(left[starving] / count[starving])])
-        name = workload.adapters[worst - 1].name if worst else "of the base model"
-        more = f", and {starving.size - 1} more adapters" if starving.size > 1 else ""
-        return (f"adapter {name}: {left[worst]} of {count[worst]} requests unserved{more}",)
+        name = f"adapter {workload.adapters[worst - 1].name}" if worst else "the base model"
+        others = f"{starving.size - 1} other adapter{'' if starving.size == 2 else 's'}"
+        more = f", and {others} too many" if starving.size > 1 else ""
+        return (f"{name} leaves {left[worst]} of {count[worst]} requests unserved{more}",)
     light = (1.0 - fraction) * count <= _FEW_REQUESTS
     lost, total = int(left[light].sum()), int(count[light].sum())
     if lost <= max(_FEW_REQUESTS, (1.0 - fraction) * total):
         return ()
-    return (f"adapters with few requests: {lost} of {total} requests unserved",)
+    return (f"adapters with few requests leave {lost} of {total} requests unserved",)
 
 
 def _violated_attainment(slo: Slo, good: Attainment) -> tuple[str, ...]:
@@ -156,7 +157,10 @@ def violated_bounds(slo: Slo, result: SimulationResult) -> tuple[str, ...]:
         if value > bound:
             violations.append(f"{name} {value:.3g} > {bound:g}")
         elif _violated_by_waiting(result, name, bound):
-            violations.append(f"{name} > {bound:g}, with the requests that still wait at the end")
+            latency, unit = describe_latency(name)
+            violations.append(
+                f"{latency} exceeds {bound:g} {unit} with the requests that still wait at the end"
+            )
     return tuple(violations)
 
 

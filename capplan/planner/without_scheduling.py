@@ -1,4 +1,4 @@
-"""Verification of a plan on engines without its scheduler and cache."""
+"""Verification of a plan on engines without its scheduler, cache and re-balancing."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def verify_without_scheduling(
     source: str = "workload",
     progress: Progress | None = None,
 ) -> Plan:
-    """Return a plan with its placement and verification for engines without its scheduler, queues and cache.
+    """Return a plan with its placement and verification for engines without its scheduler and re-balancing.
 
-    Such engines have adapter slots: each instance gets the best number of slots by the twin.
+    Engines without the scheduler, its queues and its cache have adapter slots: each instance gets the best
+    number of slots by the twin.
 
     Parameters
     ----------
@@ -46,8 +47,9 @@ def verify_without_scheduling(
     """
     report = progress or no_progress
     rebuilt = rebuild(plan, workload, profile, source)
-    own = rebuilt.problem.workload.model_copy(update={"scheduler": None, "cache": None, "queues": None})
-    problem = replace(rebuilt.problem, workload=own)
+    left_out = {"scheduler": None, "cache": None, "queues": None, "rebalance": None}
+    problem = replace(rebuilt.problem, workload=rebuilt.problem.workload.model_copy(update=left_out))
+    needs_slots = rebuilt.problem.workload.scheduling is not None
     seed = search_seed(plan)
     twin = TwinEstimator(problem, seed)
     estimator = make_estimator(problem, "auto", twin)
@@ -55,7 +57,7 @@ def verify_without_scheduling(
     assignments = []
     for number, instance in enumerate(instances):
         report("adapter slots", number, len(instances))
-        assignments.append(_with_slots(problem, instance, estimator, twin))
+        assignments.append(_with_slots(problem, instance, estimator, twin) if needs_slots else instance)
     count = len(plan.verification.seeds) or FRESH_SEEDS
     verifier = make_verifier(problem, twin, seed, count=count)
     verifications = verifier.whole(assignments, lambda done, total: report("verifying", done, total))

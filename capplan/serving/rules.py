@@ -16,7 +16,7 @@ VLLM_ENGINE: Final = "vllm"
 SLORA_ENGINE: Final = "s-lora"
 CAPPLAN_ENGINE: Final = "capplan"
 _SLORA_REVISION: Final = "c1ddf48"
-_VERSION: Final = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?(?:[^\d.].*|\..*)?")
+_VERSION: Final = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.\d+)*(?:\.?(?:rc|dev|post)\d+)*(?:\+[\w.]+)?")
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     Raises
     ------
     InputError
-        If it does not begin with two numbers.
+        If it is not two or three numbers, with suffixes such as rc1, .dev3, .post1 and +cu128 or without.
     """
     found = _VERSION.fullmatch(version)
     if found is None:

@@ -244,7 +244,7 @@ def _adapters_tag(value: Any) -> str:
 
 
 AdaptersSource: TypeAlias = Annotated[
-    Annotated[Many[AdapterEntry], Field(min_length=1), Tag("<list>")]
+    Annotated[Many[AdapterEntry], Tag("<list>")]
     | Annotated[Text, Tag("<csv>")]
     | Annotated[RegistryEntry, Tag("<registry>")],
     Discriminator(_adapters_tag),
@@ -277,6 +277,8 @@ class WorkloadFile(PlanningRequirements):
             raise rule_error("is required, unless pools are given", key=("profile",))
         if self.trace is None and self.adapters is None and self.base is None:
             raise rule_error("must give adapters or trace, one of the two, or base")
+        if self.adapters == () and self.base is None:
+            raise rule_error("must not be empty, unless there is base traffic", key=("adapters",), value=[])
         if self.trace is not None:
             self._check_trace(self.trace)
         else:
@@ -317,4 +319,4 @@ class WorkloadFile(PlanningRequirements):
 
     def _only_base_has(self, name: str) -> bool:
         """Return whether the base model has lengths of its own and there is nothing else."""
-        return self.adapters is None and self.base is not None and getattr(self.base, name) is not None
+        return not self.adapters and self.base is not None and getattr(self.base, name) is not None

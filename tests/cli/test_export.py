@@ -6,7 +6,7 @@ import pytest
 
 from capplan import Plan
 from capplan.deploy import vllm_files
-from capplan.spec import Cache, Scheduler
+from capplan.spec import Cache, RebalanceSettings, Scheduler
 from tests.cli.conftest import Run, error_line
 from tests.cli.examples import small_plan, write_inputs
 
@@ -124,8 +124,16 @@ def test_a_plan_with_a_scheduler_is_exported_as_verified_without_it(
     assert Plan.from_json(out / "plan.json") == again
 
 
+def test_a_plan_with_rebalancing_is_not_exported_as_verified(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    small_plan().replace(rebalance=RebalanceSettings(period_s=600.0)).to_json(path)
+    line = error_line(run("export", path, "--target", "vllm", "-o", tmp_path / "deploy"))
+    assert "--workload: is required to verify the plan without its re-balancing, which vllm does not" in line
+    assert run("export", path, "--target", "vllm", "-o", tmp_path / "deploy", "--unverified").exit_code == 0
+
+
 @pytest.mark.parametrize("flags", [("--workload", "w.yaml"), ("--profile", "p.json")])
-@pytest.mark.parametrize("reason", ["--unverified", "a plan without a scheduler and a cache"])
+@pytest.mark.parametrize("reason", ["--unverified", "a plan without scheduler, cache and re-balancing"])
 def test_an_option_of_another_verification_is_refused_without_one(
     run: Run, tmp_path: Path, plan_json: Path, flags: tuple[str, str], reason: str
 ) -> None:

@@ -112,6 +112,14 @@ def test_what_is_wrong_is_one_line(run: Run, tmp_path: Path, flags: tuple[str, .
     assert rule in error_line(result)
 
 
+def test_another_workload_than_the_planned_one_is_refused(run: Run, tmp_path: Path) -> None:
+    chosen, workload, profile = written(tmp_path, workload_document(["a0"], "tiny-llama"))
+    other = {**workload_document(["a0"], "tiny-llama", rate_rps=9.0), "profile": str(profile)}
+    workload.write_text(json.dumps(other))
+    refused = error_line(run("validate", chosen, "--workload", workload, "--url", "http://127.0.0.1:9"))
+    assert "must be the workload that the plan was made for" in refused
+
+
 def test_a_plan_beyond_the_positions_of_the_model_is_refused(run: Run, tmp_path: Path) -> None:
     chosen, workload, profile = written(tmp_path, workload_document(["a0"], "tiny-llama"))
     document = json.loads(profile.read_text())

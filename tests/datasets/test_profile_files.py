@@ -66,10 +66,12 @@ def test_a_path_loads_as_text_as_path_and_without_a_suffix(
     assert expected.name == profile_document()["name"]
 
 
-def test_an_unknown_name_gets_the_nearest_and_all_shipped_ones(shipped: tuple[str, str]) -> None:
+def test_an_unknown_name_gets_the_nearest_one_and_the_command_for_all(
+    shipped: tuple[str, str],
+) -> None:
     text = message("gpu-a/model/vllm-0.8.4")
     assert "did you mean 'gpu-a/model/vllm-0.8.5'?" in text
-    assert all(name in text for name in shipped)
+    assert f"`capplan profiles` lists all {len(shipped)}" in text
 
 
 @pytest.mark.parametrize(

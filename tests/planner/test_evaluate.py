@@ -11,6 +11,7 @@ from capplan.planner.parallel import estimate_all, parallel_map
 from capplan.planner.problem import AdapterShare, Estimate, make_problem
 from capplan.planner.slots import choose_slots
 from capplan.spec import Diurnal, Renewal, Trace
+from capplan.spec.slo import describe_latency
 from capplan.testing import example_problem
 
 Make = Callable[..., Workload]
@@ -39,7 +40,9 @@ def test_waiting_requests_break_a_percentile_that_completed_ones_keep(
     problem = make_problem(workload(("hot", 8, 12.0), *cold, slo=Slo(**{bound: 60.0})), 1, profile)
     alone = evaluate(problem, Assignment(problem.shares, 1), 0, 3600.0)
     assert getattr(alone.result, bound.replace("_s", "").replace("_p", "_s_p")) < 60.0
-    assert any(words.startswith(bound) and "still wait" in words for words in alone.violations)
+    assert any(
+        words.startswith(describe_latency(bound)[0]) and "still wait" in words for words in alone.violations
+    )
     assert not evaluate(problem, Assignment(problem.shares, 32), 0, 3600.0).violations
 
 
@@ -51,11 +54,13 @@ def test_an_adapter_without_a_slot_starves_beside_one_that_is_served(
     placed = Assignment(problem.shares, 1)
     alone = evaluate(problem, placed, 0, 3600.0)
     assert alone.result.served_fraction > 0.98
-    assert [words for words in alone.violations if words.startswith("adapter cold: ")] == [*alone.violations]
+    assert [words for words in alone.violations if words.startswith("adapter cold leaves ")] == [
+        *alone.violations
+    ]
     assert alone.violations
     assert not evaluate(problem, Assignment(problem.shares, 2), 0, 3600.0).violations
     (together, _) = evaluate_cluster(problem, [placed, Assignment((problem.shares[2],), 1)], 0, 3600.0)
-    assert [words.partition(":")[0] for words in together.violations] == ["adapter cold"]
+    assert [words.partition(" leaves ")[0] for words in together.violations] == ["adapter cold"]
 
 
 def test_rare_adapters_without_a_slot_starve_together(workload: Make, profile: Profile) -> None:
@@ -64,7 +69,7 @@ def test_rare_adapters_without_a_slot_starve_together(workload: Make, profile: P
     problem = make_problem(workload(("hot", 8, 12.0), *rare), 1, profile)
     alone = evaluate(problem, Assignment(problem.shares, 1), 0, 3600.0)
     assert alone.result.served_fraction > 0.98
-    assert [words.partition(":")[0] for words in alone.violations] == ["adapters with few requests"]
+    assert [words.partition(" leave ")[0] for words in alone.violations] == ["adapters with few requests"]
     assert not evaluate(problem, Assignment(problem.shares, 8), 0, 3600.0).violations
 
 

@@ -194,3 +194,23 @@ def test_max_model_len_never_exceeds_the_positions_of_the_model() -> None:
     assert str(refused.value) == (
         "engine.max_model_len: must be at most 4096, the positions of Llama-3.1-8B (got 8192)"
     )
+
+
+def test_a_plan_names_the_profiles_that_it_uses_and_no_others() -> None:
+    composed = "h100-80g/llama-3.1-8b/vllm-0.15.1"
+    pools = (
+        {"name": "dear", "profile": composed, "count": 1, "usd_per_hour": 9.0},
+        {"name": "cheap", "profile": PROFILE, "count": 1, "usd_per_hour": 1.0},
+    )
+    workload = Workload(
+        base_model="meta-llama/Llama-3.1-8B-Instruct",
+        pools=pools,
+        objective="min_cost",
+        adapters=[Adapter(name="a", rank=8, rate_rps=0.1)],
+        prompt_tokens=Lengths(mean=200),
+        output_tokens=Lengths(mean=100),
+    )
+    made = plan(workload, seeds=1)
+    assert [group.pool for group in made.groups] == ["cheap"]
+    assert list(made.provenance["pools"]) == ["cheap"]
+    assert (made.engine.version, made.groups[0].engine) == ("0.8.5", None)

@@ -3,6 +3,7 @@
 import pytest
 
 from capplan import Adapter, InputError, Plan, Workload, plan
+from capplan.planner import verify_without_scheduling
 from capplan.planner.served import fleet_of_plan
 from capplan.planner.served_rebalancing import served_rebalancer
 from capplan.spec import Lengths, Pool, RebalanceSettings
@@ -42,6 +43,17 @@ def test_a_plan_is_verified_with_its_rebalancing(planned) -> None:
     assert len(result.moves.rounds) == 5
     served = min(each.served_fraction for each in result.instances)
     assert made.verification.min_served_fraction == pytest.approx(served, abs=1e-9)
+
+
+def test_a_plan_is_verified_again_for_engines_that_do_not_rebalance(planned) -> None:
+    made, workload = planned
+    again = verify_without_scheduling(made, workload)
+    assert again.rebalance is None
+    assert again.verification.ok
+    slots = [group.engine_args.max_loras for group in made.groups]
+    assert [group.engine_args.max_loras for group in again.groups] == slots
+    expected = plan(make(), gpus=2, solver="loraserve", seeds=1)
+    assert again.verification.min_served_fraction == expected.verification.min_served_fraction
 
 
 def test_other_settings_replace_those_of_the_plan(planned) -> None:

@@ -1,5 +1,6 @@
 """Rule sets: versions, differences between them, and engines."""
 
+import re
 from dataclasses import fields
 
 import pytest
@@ -125,3 +126,16 @@ def test_a_prompt_longer_than_the_free_blocks_waits_since_0_20(rules: ServingRul
     submit(state, limits, 1, 1, 24, 9)
     admitted = schedule(state, limits)
     assert admitted == (4 if rules.short_name in ("vllm-0.20", "vllm-0.32") else 8)
+
+
+@pytest.mark.parametrize("version", ["0.15.1rc0", "0.11.0+cu128", "0.19.1.dev123+gabc.d20261101", "0.10.1.1"])
+def test_a_version_may_have_suffixes(version: str) -> None:
+    plain = re.split(r"rc|\+|\.dev", version)[0]
+    assert rules_of_version(version) is rules_of_version(plain)
+
+
+@pytest.mark.parametrize("version", ["0.32-sync", "0.32-async", "0.11x", "0.11.", "0", "latest"])
+def test_a_name_of_rules_is_no_version(version: str) -> None:
+    """Versions that end in the name of a mode had the rules of the other mode."""
+    with pytest.raises(InputError, match="must be a version such as"):
+        rules_of_version(version)

@@ -143,6 +143,15 @@ def test_equal_extrapolations_of_several_groups_are_one_record() -> None:
     assert "rank 128" in found.note
 
 
+def test_groups_that_are_all_outside_are_named_with_the_range_of_their_values() -> None:
+    groups = [
+        (f"g{slots}", extrapolations(fitted(a_max=(8, 352)), {"a_max": (slots, slots)})[0])
+        for slots in (0, 4)
+    ]
+    (found,) = merged(groups)
+    assert "adapter slots 0 to 4" in found.note
+
+
 def test_plans_list_their_extrapolations_and_none_otherwise(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan(traffic(rank=64), verify=False).to_json(path)

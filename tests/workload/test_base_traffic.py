@@ -1,5 +1,7 @@
 """Traffic of the base model: requests without an adapter."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -39,6 +41,17 @@ def test_adapters_may_be_absent_only_beside_base_traffic() -> None:
         workload(adapters=[])
     with pytest.raises(InputError, match=r"adapters\[0\].name: must differ from base_model"):
         workload(adapters=[Adapter(name=MODEL, rank=8, rate_rps=1.0)], base_rate_rps=1.0)
+
+
+def test_a_file_may_have_an_empty_list_of_adapters_beside_base_traffic(tmp_path: Path) -> None:
+    path = tmp_path / "workload.yaml"
+    head = f"base_model: {MODEL}\nprofile: absent/profile\nadapters: []\n"
+    path.write_text(head + "base: {rate_rps: 3, prompt_tokens: {mean: 50}, output_tokens: {mean: 20}}\n")
+    read = load_workload(path)
+    assert (read.adapters, read.base_rate_rps) == ((), 3.0)
+    path.write_text(head + "requests: {prompt_tokens: {mean: 50}, output_tokens: {mean: 20}}\n")
+    with pytest.raises(InputError, match="adapters: must not be empty, unless there is base traffic"):
+        load_workload(path)
 
 
 def test_a_workload_without_base_traffic_keeps_its_digest() -> None:

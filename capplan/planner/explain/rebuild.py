@@ -72,7 +72,7 @@ def rebuild(plan: Plan, workload: Workload, profile: Profile | None, source: str
     InputError
         If the workload or the profile is not the plan's.
     """
-    problem = _rebuild_problem(plan, _planned_workload(plan, workload, source), profile)
+    problem = _rebuild_problem(plan, planned_workload(plan, workload, source), profile)
     knobs = KnobSearch.named(str(plan.provenance.get("knobs", KnobSearch.FITTED)))
     links = _number(plan, "gpus_per_link", 1)
     problem = replace(problem, knobs=knobs, robust=_quantile(plan), gpus_per_link=links)
@@ -99,8 +99,14 @@ def _quantile(plan: Plan) -> float | None:
     return value if isinstance(value, float) and 0.5 <= value < 1.0 else None
 
 
-def _planned_workload(plan: Plan, workload: Workload, source: str) -> Workload:
-    """Return the planned workload: that of the file, or with the options of `capplan plan`."""
+def planned_workload(plan: Plan, workload: Workload, source: str) -> Workload:
+    """Return the planned workload: that of the file, or with the options of `capplan plan`.
+
+    Raises
+    ------
+    InputError
+        If the plan was made for another workload; located at `source`.
+    """
     group = plan.groups[0]
     schedulers: list[dict[str, object]] = [
         {},
