@@ -1,9 +1,9 @@
 """LoRAServe's evaluation, simulated: ``python -m benchmarks.loraserve --traces DIR --out DIR``.
 
-Prints a table per part. Rates are the highest with a P95 TTFT within 10 s, bracketed and bisected to 1 %, per
-seed with common random numbers; mean and range over seeds, and 20 placements of S-LoRA Random. DIR of
-``--out`` has a JSON file per cell, and an interrupted run goes on. The part ``authors`` compares with the
-authors' measured rows and needs ``--measured``, the folder of their tables.
+Prints a table per part. Rates are the highest with a P95 TTFT within 10 s, bracketed and bisected to 1 %
+(``--precision``), per seed with common random numbers; mean and range over seeds, and 20 placements of S-LoRA
+Random. DIR of ``--out`` has a JSON file per cell, and an interrupted run goes on. The part ``authors``
+compares with the authors' measured rows and needs ``--measured``, the folder of their tables.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=Lab.seeds)
     parser.add_argument("--first-seed", type=int, default=Lab.first_seed)
     parser.add_argument("--duration-s", type=float, default=Lab.duration_s)
+    parser.add_argument("--precision", type=float, default=Lab.precision, help="of the highest rates")
     parser.add_argument("--step-s", type=float, default=Lab.step_s, help="time step of re-balancing")
     parser.add_argument("--search-s", type=float, default=SEARCH_S, help="time of a placement by capplan")
     parser.add_argument(
@@ -46,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("part authors needs --measured")
     times = {"duration_s": given.duration_s, "step_s": given.step_s, "search_s": given.search_s}
     numbers = {"seeds": given.seeds, "first_seed": given.first_seed, "servers": given.servers}
-    lab = Lab(given.traces, given.out, given.hardware, **numbers, **times)
+    lab = Lab(given.traces, given.out, given.hardware, precision=given.precision, **numbers, **times)
     with user_errors():
         for part in given.part:
             table = report(given.measured) if part == AUTHORS else PARTS[part](lab)

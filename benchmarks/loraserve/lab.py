@@ -40,6 +40,8 @@ class Lab:
     servers: int = SERVERS
     """Of the part equal-load."""
     first_seed: int = 0
+    precision: float = PRECISION
+    """Relative precision of highest rates."""
 
     def scene(self, name: str, servers: int = SERVERS) -> Scene:
         """Return a trace of the paper, or a stand-in of the production trace, on so many servers.
@@ -78,7 +80,7 @@ class Lab:
 
                 near = [rps for rps in found if rps]
                 start, step = (fmean(near), _NEAR) if near else (scene.sustained_rps(), _FAR)
-                found.append(highest(holds, start, step))
+                found.append(highest(holds, start, step, self.precision))
             return found
 
         return self.cell(f"{scene.name}.{scene.servers}.{system}", find)
@@ -117,7 +119,7 @@ class Lab:
     def cell(self, name: str, find: Callable[[], Any]) -> Any:
         """Return the stored result for these settings, or compute and store it."""
         path = self._folder / f"{name}.json"
-        names = ("duration_s", "seeds", "first_seed", "step_s")
+        names = ("duration_s", "seeds", "first_seed", "step_s", "precision")
         settings = {name: getattr(self, name) for name in names}
         if path.exists():
             known = json.loads(path.read_text(encoding="utf-8"))
@@ -149,8 +151,10 @@ class Lab:
         return kept >= needed
 
 
-def highest(holds: Callable[[float], bool], start: float, step: float = 2.0) -> float:
-    """Return a rate that holds and is within 1 % of one that does not; 0 if none holds.
+def highest(
+    holds: Callable[[float], bool], start: float, step: float = 2.0, precision: float = PRECISION
+) -> float:
+    """Return a rate that holds and is within the precision of one that does not; 0 if none holds.
 
     The bracket starts at `start` and widens by `step`, then its square, at most by 2.
     """
@@ -163,7 +167,7 @@ def highest(holds: Callable[[float], bool], start: float, step: float = 2.0) -> 
             high, step = low, min(2.0, step**2)
             if low < SMALLEST_RPS:
                 return 0.0
-    while high / low > 1.0 + PRECISION:
+    while high / low > 1.0 + precision:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low
