@@ -58,9 +58,16 @@ class CapacityArgs:
         "reference run, METRIC=FACTOR*unloaded or METRIC=FACTOR*no-lora. Repeatable.",
     )
     profile: ProfileName = None
-    duration_s: float = typer.Option(600.0, "--duration", metavar="SECONDS", help="Simulated time.")
+    duration_s: float = typer.Option(
+        600.0,
+        "--duration",
+        metavar="SECONDS",
+        help="Simulated time; the trace of a workload is replayed as a whole.",
+    )
     seed: Seed = 0
-    seeds: int = typer.Option(5, metavar="N", min=1, max=_MOST_SEEDS, help="Seeds from --seed on.")
+    seeds: int = typer.Option(
+        5, metavar="N", min=1, max=_MOST_SEEDS, help="Seeds from --seed on; one for a trace."
+    )
     precision: float = typer.Option(0.01, metavar="SHARE", help="Relative error of the load of a seed.")
     confidence: float = typer.Option(0.9, metavar="SHARE", help="Of the interval of the mean over seeds.")
     as_json: AsJson = False
@@ -74,7 +81,7 @@ def capacity(args: CapacityArgs) -> None:
     instances, is within the SLO.
     """
     from capplan.planner.served import capacity as highest
-    from capplan.planner.served import fewest_instances, with_bounds
+    from capplan.planner.served import distinct_seeds, fewest_instances, with_bounds
     from capplan.spec import load_workload
     from capplan.spec.limits import input_limits
 
@@ -86,7 +93,7 @@ def capacity(args: CapacityArgs) -> None:
     announce_compilation(quiet=args.as_json)
     found = with_bounds(fleet, relative, args.seed, args.duration_s)
     slo = _slo(workload.slo, {**absolute, **found}, relative or absolute)
-    seeds = range(args.seed, args.seed + args.seeds)
+    seeds = distinct_seeds(workload, range(args.seed, args.seed + args.seeds))
     if args.fewest:
         most = input_limits().max_instances
         count = fewest_instances(lambda n: _fleet(args, workload, n), slo, seeds, args.duration_s, most)
@@ -219,18 +226,21 @@ def _print(fleet: SimulatedFleet, slo: Slo, result: LoadCapacity, *, as_json: bo
         facts = {"router": fleet.router, "instances": len(fleet.instances), "slo": slo.latency_bounds()}
         print_json({**facts, "rate_rps": rate, **asdict(result)})
         return
-    share = f"{100.0 * result.confidence:g} %"
+    above = "above " if result.above_limit else ""
+    loads, head = [result.mean], ["mean"]
+    if result.low is not None and result.high is not None:
+        loads += [result.low, result.high]
+        head += [f"{100.0 * result.confidence:g} % from", "to"]
     columns = (
-        ("load, x workload", *(number(load, 3) for load in (result.mean, result.low, result.high))),
-        ("req/s", *(number(rate * load, 2) for load in (result.mean, result.low, result.high))),
+        ("load, x workload", *(above + number(load, 3) for load in loads)),
+        ("req/s", *(above + number(rate * load, 2) for load in loads)),
     )
-    print_table(
-        Table(
-            (f"{counted(len(fleet.instances), 'instance')}, {fleet.router}", "mean", f"{share} from", "to"),
-            columns,
-        )
-    )
-    typer.echo(f"bounds: {_words(slo)}; {counted(len(result.loads), 'seed')}")
+    print_table(Table((f"{counted(len(fleet.instances), 'instance')}, {fleet.router}", *head), columns))
+    trace = fleet.workload.trace
+    simulated = counted(len(result.loads), "seed")
+    if trace is not None:
+        simulated = f"the trace of {trace.duration_s:g} s as a whole"
+    typer.echo(f"bounds: {_words(slo)}; {simulated}")
     if result.binds:
         typer.echo(f"just above: {'; '.join(result.binds)}")
 

@@ -16,6 +16,7 @@ from capplan.planner.evaluate import violated_bounds
 from capplan.planner.explain.rebuild import rebuild
 from capplan.planner.operating_points import rebalancing_of
 from capplan.planner.parallel import parallel_map
+from capplan.planner.problem import horizon_s
 from capplan.planner.served_rebalancing import equal_engine_args
 from capplan.serving import adapter_bytes
 from capplan.spec import Plan, Profile, RebalanceSettings, Slo, Workload
@@ -77,6 +78,16 @@ class SimulatedFleet:
             rebalance=self.rebalance,
         )
 
+    def replay(self, seed: int, duration_s: float, load: float = 1.0) -> ClusterResult:
+        """Simulate the fleet as `simulate` does, but a trace to its end, which comes `load` times as early.
+
+        Raises
+        ------
+        InfeasibleError
+            If an instance does not start.
+        """
+        return self.simulate(seed, horizon_s(at_load(self.workload, load), duration_s), load)
+
     def extrapolations(self, result: ClusterResult) -> tuple[Extrapolation, ...]:
         """Return what a simulation used beyond the fitted ranges of the profiles; groups are instances."""
         found = []
@@ -105,10 +116,13 @@ class SimulatedFleet:
         ----------
         run
             ``unloaded``: at 1 % of the load; ``no-lora``: the same requests without adapters, least loaded.
+        duration_s
+            Simulated time at the workload's load; a trace is replayed as a whole.
         """
         if run == "unloaded":
-            return self.simulate(seed, duration_s / UNLOADED, UNLOADED)
-        return simulate_without_adapters(self.workload, self.instances, duration_s=duration_s, seed=seed)
+            return self.replay(seed, duration_s / UNLOADED, UNLOADED)
+        length_s = horizon_s(self.workload, duration_s)
+        return simulate_without_adapters(self.workload, self.instances, duration_s=length_s, seed=seed)
 
 
 def at_load(workload: Workload, load: float) -> Workload:
@@ -119,6 +133,11 @@ def at_load(workload: Workload, load: float) -> Workload:
         arrival_ns.setflags(write=False)
         trace = replace(trace, arrival_ns=arrival_ns, duration_s=trace.duration_s / load)
     return workload.at_rates_times(load).model_copy(update={"trace": trace})
+
+
+def distinct_seeds(workload: Workload, seeds: Sequence[int]) -> Sequence[int]:
+    """Return the seeds to simulate: the first one only for a trace, whose requests are fixed."""
+    return seeds if workload.trace is None else seeds[:1]
 
 
 def fleet_of_plan(
@@ -190,18 +209,23 @@ class LoadCapacity:
     ----------
     loads
         Per seed.
-    mean, low, high
-        Mean, and the ends of its confidence interval.
+    mean
+        Mean of the loads.
+    low, high
+        Ends of its confidence interval; None for one seed, or above the limit.
     binds
-        Bounds that break just above the mean of the loads.
+        Bounds that break just above the mean of the loads; empty above the limit.
+    above_limit
+        Whether the bounds hold at the largest load, 1024, on a seed. The mean is then a lower bound.
     """
 
     loads: tuple[float, ...]
     mean: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     confidence: float
     binds: tuple[str, ...]
+    above_limit: bool = False
 
 
 PRECISION: Final = 0.01
@@ -212,7 +236,8 @@ _LARGEST: Final = 1024.0
 def highest_load(holds: Callable[[float], bool], precision: float = PRECISION) -> float:
     """Return a load that holds and is within `precision` of one that does not; 0 if none holds.
 
-    The load is bracketed from 1 on by doubling and halving, and bisected in its logarithm.
+    The search ends at 1024. The load is bracketed from 1 on by doubling and halving, and bisected in its
+    logarithm.
     """
     low, high = 0.5, 1.0
     while holds(high):
@@ -242,10 +267,12 @@ def capacity(
     """Return the highest load of a fleet within its bounds.
 
     A seed has the same random numbers at all loads. Its highest load is bracketed and bisected; the interval
-    of the mean is Student's over the seeds.
+    of the mean is Student's over the seeds. A trace is replayed as a whole at each load, on the first seed.
 
     Parameters
     ----------
+    duration_s
+        Simulated time, unless the workload is a trace.
     precision
         Relative error of the bisection.
     confidence
@@ -266,21 +293,33 @@ def capacity(
         if not 0 < value < 1:
             raise InputError("must be above 0 and below 1", value, name)
 
+    seeds = distinct_seeds(fleet.workload, seeds)
+
     def of_seed(seed: int) -> float:
         def holds(load: float) -> bool:
-            return not violated_bounds(slo, fleet.simulate(seed, duration_s, load))
+            return not violated_bounds(slo, fleet.replay(seed, duration_s, load))
 
         return highest_load(holds, precision)
 
     loads = parallel_map(of_seed, seeds, answered)
     mean = fmean(loads)
-    half = 0.0
-    if len(loads) > 1:
-        quantile = float(student_t.ppf(0.5 + confidence / 2.0, len(loads) - 1))
-        half = quantile * stdev(loads) / len(loads) ** 0.5
+    if max(loads) >= _LARGEST:
+        return LoadCapacity(tuple(loads), mean, None, None, confidence, (), above_limit=True)
     above = (mean or _SMALLEST) * (1.0 + 2.0 * precision)
-    binds = violated_bounds(slo, fleet.simulate(seeds[0], duration_s, above))
-    return LoadCapacity(tuple(loads), mean, max(0.0, mean - half), mean + half, confidence, binds)
+    binds = violated_bounds(slo, fleet.replay(seeds[0], duration_s, above))
+    low, high = _interval(loads, mean, confidence)
+    return LoadCapacity(tuple(loads), mean, low, high, confidence, binds)
+
+
+def _interval(
+    loads: Sequence[float], mean: float, confidence: float
+) -> tuple[float, float] | tuple[None, None]:
+    """Return Student's interval of a mean of loads, which are not negative; None for one load."""
+    if len(loads) < 2:
+        return None, None
+    quantile = float(student_t.ppf(0.5 + confidence / 2.0, len(loads) - 1))
+    half = quantile * stdev(loads) / len(loads) ** 0.5
+    return max(0.0, mean - half), mean + half
 
 
 def fewest_instances(
@@ -288,7 +327,8 @@ def fewest_instances(
 ) -> int:
     """Return the fewest instances that serve the workload within the bounds on every seed.
 
-    The number is doubled until the bounds hold, and bisected.
+    The number is doubled until the bounds hold, and bisected. A trace is replayed as a whole, on the first
+    seed.
 
     Raises
     ------
@@ -298,7 +338,8 @@ def fewest_instances(
 
     def holds(count: int) -> bool:
         fleet = make(count)
-        results = parallel_map(lambda seed: fleet.simulate(seed, duration_s), seeds)
+        own = distinct_seeds(fleet.workload, seeds)
+        results = parallel_map(lambda seed: fleet.replay(seed, duration_s), own)
         return not any(violated_bounds(slo, result) for result in results)
 
     low, high = 0, 1

@@ -98,6 +98,33 @@ def test_capacity_is_reported_with_its_interval(run: Run, workload_yaml: Path) -
     assert fewest["instances"] >= 1
 
 
+def test_capacity_for_a_trace_has_one_seed_and_no_interval(run: Run, workload_yaml: Path) -> None:
+    folder = workload_yaml.parent
+    rows = [f"{0.2 * number:.1f},120,40,a{number % 4}" for number in range(300)]
+    (folder / "trace.csv").write_text(
+        "\n".join(["arrival_s,prompt_tokens,output_tokens,adapter", *rows]) + "\n"
+    )
+    (folder / "ranks.csv").write_text("name,rank\na0,8\na1,8\na2,8\na3,8\n")
+    kept = workload_yaml.read_text().partition("requests:")[0]
+    workload_yaml.write_text(f"{kept}trace: {{file: trace.csv, ranks: ranks.csv, duration_s: 60}}\n")
+    words = ("capacity", workload_yaml, "--a-max", 4, "--precision", 0.2)
+    found = told(run, *words)
+    assert len(found["loads"]) == 1
+    assert (found["low"], found["high"], found["above_limit"]) == (None, None, False)
+    assert found["mean"] < 100.0
+    text = run(*words).stdout
+    assert "the trace of 60 s as a whole" in text
+    assert "90 %" not in text
+
+
+def test_a_capacity_above_the_largest_load_is_called_so(run: Run, workload_yaml: Path) -> None:
+    idle = workload_yaml.read_text().replace("rate_rps: 0.05", "rate_rps: 1e-5").replace("0.3", "1e-5")
+    workload_yaml.write_text(idle)
+    words = ("capacity", workload_yaml, "--a-max", 4, *SHORT, "--seeds", 1, "--precision", 0.5)
+    assert told(run, *words)["above_limit"] is True
+    assert "above 1,024" in run(*words).stdout
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -15,7 +15,7 @@ from capplan.planner.served import (
     stored_adapters,
     with_bounds,
 )
-from capplan.spec import Lengths, Slo
+from capplan.spec import Lengths, Slo, Trace
 from capplan.twin.cluster import Instance, served_router, simulate_cluster
 from capplan.twin.cluster.plans import served_rule, workload_of
 from capplan.twin.cluster.routers import MODELLED
@@ -103,11 +103,56 @@ def test_a_served_router_moves_no_requests() -> None:
 def test_more_instances_sustain_more_and_the_fewest_sustain_the_load() -> None:
     one, two = (capacity(replicated(n), SLO, range(2), 120.0, precision=0.05) for n in (1, 2))
     assert 1.6 < two.mean / one.mean < 2.6
+    assert one.low is not None
+    assert one.high is not None
     assert one.low <= one.mean <= one.high
     assert one.binds
     needed = fewest_instances(replicated, SLO, range(2), 120.0, most=64)
     results = [replicated(needed).simulate(seed, 120.0) for seed in range(2)]
     assert all(result.ttft_s_p95 <= 2.0 for result in results)
+
+
+def recorded(requests: int = 600, length_s: float = 60.0) -> SimulatedFleet:
+    """Return one instance that holds the adapters of a trace of evenly spaced requests."""
+    owners = [f"a{number % 8}" for number in range(requests)]
+    arrival_s = np.arange(requests) * length_s / requests
+    lengths = (np.full(requests, tokens) for tokens in (200, 100))
+    trace = Trace.from_arrays(arrival_s, owners, *lengths, duration_s=length_s)
+    workload = even(8, requests / length_s).model_copy(update={"trace": trace})
+    return SimulatedFleet(workload, tuple(same(1)), ("i1",), "least-loaded")
+
+
+def test_a_trace_is_replayed_to_its_end_at_every_load() -> None:
+    fleet = recorded()
+    for duration_s in (10.0, 600.0):
+        assert fleet.replay(0, duration_s, 4.0).duration_s == 15.0
+    whole = fleet.replay(0, 60.0)
+    assert (whole.submitted, whole.duration_s) == (600, 60.0)
+    assert fleet.reference("no-lora", 0, 10.0).duration_s == 60.0
+    assert fleet.reference("unloaded", 0, 10.0).duration_s == pytest.approx(6000.0)
+
+
+def test_the_capacity_for_a_trace_is_near_that_for_its_rate() -> None:
+    fleet = recorded()
+    found = capacity(fleet, SLO, range(3), 10.0, precision=0.05)
+    assert len(found.loads) == 1
+    assert (found.low, found.high, found.above_limit) == (None, None, False)
+    assert found.binds
+    drawn = SimulatedFleet(even(8, 10.0), fleet.instances, fleet.names, fleet.router)
+    assert 0.7 < found.mean / capacity(drawn, SLO, range(2), 60.0, precision=0.05).mean < 1.4
+    heavy = recorded(round(600 * 3 * found.mean)).workload
+
+    def fleet_of(count: int) -> SimulatedFleet:
+        return SimulatedFleet(heavy, tuple(same(count)), tuple(map(str, range(count))), "least-loaded")
+
+    assert 3 <= fewest_instances(fleet_of, SLO, range(2), 10.0, most=64) <= 5
+
+
+def test_a_load_above_the_largest_one_is_marked() -> None:
+    idle = SimulatedFleet(even(2, 0.002), tuple(same(1)), ("i1",), "least-loaded")
+    found = capacity(idle, SLO, range(2), 60.0, precision=0.5)
+    assert (found.mean, found.above_limit) == (1024.0, True)
+    assert (found.low, found.high, found.binds) == (None, None, ())
 
 
 def test_bounds_may_be_multiples_of_reference_runs() -> None:
