@@ -123,13 +123,13 @@ def _trace_speed(trace: Trace | None) -> dict[str, JsonValue]:
 
 
 def _mean_lengths(workload: Workload) -> dict[str, JsonValue]:
-    """Return the mean lengths of requests, by which routers are fitted; empty without a router."""
-    if workload.router is None:
-        return {}
+    """Return the mean lengths of requests, by which routers are fitted."""
     traffic = list(workload.traffic.values())
     rates = [each.rate_rps for each in traffic]
     weights = rates if any(rates) else [1.0] * len(traffic)
-    means = np.average([[part.mean for part in workload.lengths_of(each)] for each in traffic], 0, weights)
+    means = np.average(
+        [[part.mean_tokens for part in workload.lengths_of(each)] for each in traffic], 0, weights
+    )
     return dict(zip(MEAN_LENGTHS, means.tolist(), strict=True))
 
 

@@ -192,6 +192,26 @@ def test_a_running_router_has_a_model_of_every_instance(planned) -> None:
     assert plain.prior_output_tokens == made.provenance["mean_output_tokens"] == 200.0
 
 
+@pytest.mark.parametrize("router", [None, "least-work-left"])
+def test_plans_store_mean_lengths(router: str | None) -> None:
+    """With and without a router, for histograms and own lengths of adapters."""
+    workload = Workload(
+        base_model="meta-llama/Llama-3.1-8B-Instruct",
+        profile=PROFILE.name,
+        adapters=[
+            Adapter(name="a", rank=8, rate_rps=3.0),
+            Adapter(name="b", rank=8, rate_rps=1.0, output_tokens=Lengths(mean=20)),
+        ],
+        prompt_tokens=Lengths(values=(100, 300), counts=(3, 1)),
+        output_tokens=Lengths(mean=60),
+        router=router,
+    )
+    made = plan(workload, gpus=1, seeds=1, verify=False)
+    assert made.router == router
+    means = workload_of(made, made.groups)
+    assert (means.prompt_tokens.mean, means.output_tokens.mean) == pytest.approx((150.0, 50.0))
+
+
 def test_a_running_router_assumes_lengths_that_the_engines_take(planned) -> None:
     """A plan without mean lengths, of engines that take short requests only."""
     made, _ = planned
