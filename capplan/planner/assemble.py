@@ -12,7 +12,7 @@ from pydantic import JsonValue
 
 from capplan.planner.bound import lower_bound, lower_bound_gpus
 from capplan.planner.deadline import NEVER, Deadline
-from capplan.planner.evaluate import find_bottleneck, known_values
+from capplan.planner.evaluate import cluster_engine_args, find_bottleneck, known_values
 from capplan.planner.intervals import prediction_interval
 from capplan.planner.parallel import parallel_until
 from capplan.planner.previous import (
@@ -161,9 +161,11 @@ def _extrapolations(
 ) -> list[JsonValue]:
     """Return the extrapolations of all groups; equal ones of several groups are one record."""
     found: list[tuple[str, Extrapolation]] = []
-    for name, assignment, verification in zip(names, assignments, verifications, strict=True):
+    settings = cluster_engine_args(problem, assignments, problem.workload.rebalance is not None)
+    rows = zip(names, assignments, settings, verifications, strict=True)
+    for name, assignment, args, verification in rows:
         profile = problem.pools[assignment.pool].profile
-        traffic, args = problem.subworkload(assignment.shares), problem.engine_args(assignment)
+        traffic = problem.subworkload(assignment.shares)
         values = values_of(traffic, args, profile.tp, verification.results)
         found += [(name, each) for each in extrapolations(profile, values)]
     return [each.document() for each in merged(found)]

@@ -14,7 +14,7 @@ from capplan.errors import InfeasibleError
 from capplan.planner.deadline import NEVER, Deadline, interrupt_at
 from capplan.planner.problem import SIMULATED_S, Assignment, Problem, distinct_adapters, horizon_s
 from capplan.planner.queues import with_queues
-from capplan.spec import Binds, Slo, Workload
+from capplan.spec import Binds, EngineArgs, Slo, Workload
 from capplan.spec.routing import PLAN_ROUTER, STATE_PERIOD_S
 from capplan.spec.slo import describe_latency
 from capplan.twin import SimulationResult, simulate
@@ -212,6 +212,19 @@ def describe_failure(problem: Problem, assignment: Assignment) -> str:
     return describe_violation(problem, evaluation) or "no bound breaks on one seed of the twin"
 
 
+def largest_engine_args(settings: Iterable[EngineArgs]) -> EngineArgs:
+    """Return the engine settings with the largest slots: those of all instances that are re-balanced."""
+    return max(settings, key=lambda args: (args.max_lora_rank, args.max_loras))
+
+
+def cluster_engine_args(
+    problem: Problem, assignments: Sequence[Assignment], rebalanced: bool
+) -> list[EngineArgs]:
+    """Return the engine settings with which the instances of a plan run; equal ones if `rebalanced`."""
+    own = [problem.engine_args(each) for each in assignments]
+    return [largest_engine_args(own)] * len(own) if rebalanced else own
+
+
 def evaluate_cluster(
     problem: Problem,
     assignments: Sequence[Assignment],
@@ -222,6 +235,8 @@ def evaluate_cluster(
 ) -> list[Evaluation]:
     """Simulate all instances under one clock, with requests routed as `capplan serve PLAN` does.
 
+    Instances to re-balance have equal engine settings, as `capplan serve PLAN` starts them.
+
     Raises
     ------
     InfeasibleError
@@ -230,15 +245,12 @@ def evaluate_cluster(
         If the deadline passes, or that of the problem.
     """
     workload = problem.busiest_workload
+    settings = cluster_engine_args(problem, assignments, rebalance is not None)
     instances = [
         Instance.of(
-            problem.pools[each.pool].profile,
-            problem.engine_args(each),
-            each.fractions,
-            problem.workload.scheduling,
-            each.queues,
+            problem.pools[each.pool].profile, args, each.fractions, problem.workload.scheduling, each.queues
         )
-        for each in assignments
+        for each, args in zip(assignments, settings, strict=True)
     ]
     length_s = horizon_s(workload, duration_s)
     interrupt = interrupt_at(problem.deadline, deadline)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from capplan.datasets import load_profile
 from capplan.errors import InputError
+from capplan.planner.evaluate import largest_engine_args
 from capplan.planner.operating_points import OperatingPoints
 from capplan.planner.problem import AdapterShare, Problem, make_problem
 from capplan.serving.rebalancing import AdapterDemand, Rebalancer, RebalanceSettings, Replan
@@ -28,8 +29,7 @@ def equal_engine_args(groups: Sequence[Group]) -> EngineArgs:
     if len(kinds) > 1:
         names = ", ".join(sorted({group.profile for group in groups}))
         raise InputError("must be of one profile and tp to be re-balanced", names, "groups")
-    largest = max(groups, key=lambda group: (group.engine_args.max_lora_rank, group.engine_args.max_loras))
-    return largest.engine_args
+    return largest_engine_args(group.engine_args for group in groups)
 
 
 def served_rebalancer(

@@ -4,6 +4,8 @@ import pytest
 
 from capplan import Adapter, InputError, Plan, Workload, plan
 from capplan.planner import verify_without_scheduling
+from capplan.planner.evaluate import evaluate_cluster, simulate_instances
+from capplan.planner.explain.rebuild import rebuild
 from capplan.planner.served import fleet_of_plan
 from capplan.planner.served_rebalancing import served_rebalancer
 from capplan.spec import Lengths, Pool, RebalanceSettings
@@ -78,6 +80,26 @@ def test_instances_have_the_slots_of_the_largest_group(planned) -> None:
     fleet = fleet_of_plan(apart, workload, None, "workload")
     assert [each.s_max for each in fleet.instances] == [16, 16]
     assert fleet.simulate(1, 60.0).moves is not None
+
+
+def test_verification_has_the_settings_that_run(planned) -> None:
+    """Groups with few and many slots."""
+    made, workload = planned
+    first, second = (group.engine_args for group in made.groups)
+    groups = [
+        made.groups[0].replace(engine_args=first.replace(max_loras=1, max_num_seqs=64)),
+        made.groups[1].replace(engine_args=second.replace(max_loras=8, max_num_seqs=32)),
+    ]
+    uneven = made.replace(groups=groups)
+    rebuilt = rebuild(uneven, workload, None, "workload")
+    fleet = fleet_of_plan(uneven, workload, None, "workload")
+    assert [(each.a_max, each.max_num_seqs) for each in fleet.instances] == [(8, 32)] * 2
+    wanted = list(fleet.simulate(1, 300.0).instances)
+    assignments = [each.assignment for each in rebuilt.groups]
+    options = (rebuilt.problem, assignments, 1, 300.0)
+    verified = evaluate_cluster(*options, rebalance=fleet.rebalance)
+    assert [each.result for each in verified] == wanted
+    assert simulate_instances(*options, rebalance=fleet.rebalance) == wanted
 
 
 def test_a_simulation_has_a_bounded_number_of_rebalancings(planned) -> None:
