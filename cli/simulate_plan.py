@@ -101,6 +101,7 @@ def document(
     return {
         "router": fleet.router,
         "state_period_s": fleet.state_period_s,
+        "gpus_per_link": fleet.gpus_per_link,
         "cluster": _metrics(result),
         "instances": instances,
         "ranks": [asdict(each) for each in ranks],

@@ -51,6 +51,8 @@ class SimulatedFleet:
         Of the instances, as in `capplan serve PLAN`.
     state_period_s
         Time between reports of the instances to the router.
+    gpus_per_link
+        Consecutive instances that share a link from host memory.
     """
 
     workload: Workload
@@ -59,6 +61,7 @@ class SimulatedFleet:
     router: str = PLAN_ROUTER
     state_period_s: float = STATE_PERIOD_S
     rebalance: Rebalancing | None = None
+    gpus_per_link: int = 1
 
     def simulate(self, seed: int, duration_s: float, load: float = 1.0) -> ClusterResult:
         """Simulate the fleet with every rate times `load`.
@@ -76,6 +79,7 @@ class SimulatedFleet:
             seed=seed,
             state_period_s=self.state_period_s,
             rebalance=self.rebalance,
+            gpus_per_link=self.gpus_per_link,
         )
 
     def replay(self, seed: int, duration_s: float, load: float = 1.0) -> ClusterResult:
@@ -148,7 +152,7 @@ def fleet_of_plan(
     router: str | None = None,
     rebalance: RebalanceSettings | None = None,
 ) -> SimulatedFleet:
-    """Return the instances of a plan.
+    """Return the instances of a plan, with its router, re-balancing and GPUs per link.
 
     Parameters
     ----------
@@ -180,7 +184,14 @@ def fleet_of_plan(
         names += [f"{group.id}-{replica}" for replica in range(1, group.replicas + 1)]
     chosen = router or plan.router or PLAN_ROUTER
     moves = None if settings is None else rebalancing_of(rebuilt.problem, settings)
-    return SimulatedFleet(rebuilt.problem.workload, tuple(instances), tuple(names), chosen, rebalance=moves)
+    return SimulatedFleet(
+        rebuilt.problem.workload,
+        tuple(instances),
+        tuple(names),
+        chosen,
+        rebalance=moves,
+        gpus_per_link=rebuilt.problem.gpus_per_link,
+    )
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,13 @@
 """Plans simulated as clusters behind their routers, and the load that they sustain."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from capplan import Adapter, InputError, Plan, Workload, plan
+from capplan.planner.evaluate import evaluate_cluster
+from capplan.planner.explain.rebuild import rebuild
 from capplan.planner.served import (
     RelativeBound,
     SimulatedFleet,
@@ -15,7 +19,7 @@ from capplan.planner.served import (
     stored_adapters,
     with_bounds,
 )
-from capplan.spec import Lengths, Slo, Trace
+from capplan.spec import EngineConfig, Lengths, Slo, Trace
 from capplan.twin.cluster import Instance, served_router, simulate_cluster
 from capplan.twin.cluster.plans import served_rule, workload_of
 from capplan.twin.cluster.routers import MODELLED
@@ -64,6 +68,26 @@ def test_a_plan_names_its_router_and_is_verified_with_it(planned) -> None:
     served = min(each.served_fraction for each in result.instances)
     assert made.verification.min_served_fraction == pytest.approx(served, abs=1e-9)
     assert Plan.model_validate_json(made.to_json()) == made
+
+
+def test_instances_of_a_plan_share_its_links_as_in_the_verification() -> None:
+    """Two instances, each with fewer slots than adapters."""
+    workload = Workload(
+        base_model="meta-llama/Llama-3.1-8B-Instruct",
+        profile=PROFILE.name,
+        adapters=[Adapter(name=f"a{i}", rank=16, rate_rps=0.5) for i in range(24)],
+        prompt_tokens=Lengths(mean=100),
+        output_tokens=Lengths(mean=20),
+        engine=EngineConfig(max_loras=6),
+    )
+    made = plan(workload, gpus=2, solver="slora-contiguous", seeds=1, verify=False, gpus_per_link=2)
+    fleet = fleet_of_plan(made, workload, None, "workload")
+    assert (len(fleet.instances), fleet.gpus_per_link) == (2, 2)
+    shared = fleet.simulate(3, 120.0)
+    rebuilt = rebuild(made, workload, None, "workload")
+    verified = evaluate_cluster(rebuilt.problem, [each.assignment for each in rebuilt.groups], 3, 120.0)
+    assert [each.result for each in verified] == list(shared.instances)
+    assert shared.load_s > replace(fleet, gpus_per_link=1).simulate(3, 120.0).load_s
 
 
 def test_a_plan_without_a_router_does_not_mention_one(planned) -> None:
