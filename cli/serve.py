@@ -30,7 +30,14 @@ from capplan.cli.options import (
 )
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation
-from capplan.cli.serve_plan import PlanProfiles, instance_launcher, model_of, plan_routing, pool_folder
+from capplan.cli.serve_plan import (
+    PlanProfiles,
+    instance_launcher,
+    model_of,
+    plan_routing,
+    pool_folder,
+    running_groups,
+)
 from capplan.cli.serve_rebalance import FLAGS as REBALANCE_FLAGS
 from capplan.cli.serve_rebalance import equal_settings, rebalance_options, rebalancing
 from capplan.errors import InputError
@@ -42,9 +49,7 @@ if TYPE_CHECKING:
     from capplan.engine.server import PoolSettings, ServerLimits
 
 _OPEN_RANK: Final = 16  # vLLM's default
-
 _MOST_RANK_DIGITS: Final = 9
-
 _LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 
 
@@ -401,7 +406,7 @@ def _serve_plan(args: ServeArgs) -> int:
         )
     except InputError as error:
         raise _by_flag(error) from None
-    groups = [group for group in plan.groups if not args.groups or group.id in args.groups]
+    groups = running_groups(plan, specs)
     routing = plan_routing(args.router, args.state_period_s, file, plan, groups, profiles)
     announce_compilation()
     moving = None

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from capplan.cli.options import require_extra
 from capplan.errors import InputError
-from capplan.spec import Group, Plan, Profile
+from capplan.spec import Cache, EngineArgs, Group, Plan, Profile, Queues, Scheduler
 from capplan.spec.routing import PLAN_ROUTER
 
 if TYPE_CHECKING:
+    from capplan.engine.router.instances import InstanceSpec
     from capplan.engine.router.launcher import Launcher
     from capplan.engine.router.routing import RoutingSettings
 
@@ -85,6 +86,29 @@ def instance_launcher(ray_address: str | None, instances: int) -> Launcher:
     return RayLauncher(ray_address)
 
 
+def running_groups(plan: Plan, specs: Sequence[InstanceSpec]) -> list[Group]:
+    """Return the groups of a plan that run, with the settings of their instances.
+
+    These are the plan's settings, equal ones for re-balancing, and those of the command line. They are not
+    checked again.
+    """
+    engines = {spec.group: spec.engine for spec in specs}
+    documents = (("scheduler", Scheduler), ("cache", Cache), ("queues", Queues))
+    running = []
+    for group in plan.groups:
+        if group.id not in engines:
+            continue
+        engine = engines[group.id]
+        args = {name: engine[name] for name in EngineArgs.model_fields if name in engine}
+        policies = {
+            name: kind.model_validate(engine[name]) if engine.get(name) is not None else None
+            for name, kind in documents
+        }
+        update = {"engine_args": group.engine_args.model_copy(update=args), **policies}
+        running.append(group.model_copy(update=update))
+    return running
+
+
 def plan_routing(
     router: str | None,
     state_period_s: float,
@@ -94,6 +118,8 @@ def plan_routing(
     profiles: PlanProfiles,
 ) -> RoutingSettings:
     """Return the router of groups of a plan: that of the command line, or else the plan's.
+
+    Its models are fitted to the engine settings of the groups, which are those that run.
 
     Raises
     ------

@@ -27,7 +27,7 @@ def served_rule(
     plan
         The plan. Models of the router are fitted at the mean lengths in its provenance.
     groups
-        Groups that run.
+        Groups that run, with the engine settings that run.
     router
         Name of the router.
     profiles

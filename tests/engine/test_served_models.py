@@ -1,0 +1,49 @@
+"""Models of the routers of served plans, fitted to the engines that run."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
+
+from capplan import Plan
+from capplan.datasets import load_profile
+from capplan.engine.router.supervisor import RouterConfig
+from capplan.spec import Scheduler
+from capplan.twin.cluster.plans import served_rule
+from capplan.twin.cluster.routers import MODELLED
+from tests.cli.conftest import Run, run
+from tests.engine.test_router_config import moving_flags, moving_plan, started
+
+__all__ = ["moving_plan", "run", "started"]
+
+
+@pytest.mark.parametrize("router", MODELLED)
+@pytest.mark.parametrize(("flags", "slots"), [([], 2), (["--max-loras", 3], 3), (["--scheduler", "fifo"], 2)])
+def test_models_of_a_router_are_those_of_the_engines_that_run(
+    run: Run,
+    started: list[RouterConfig],
+    moving_plan: Path,
+    router: str,
+    flags: list[Any],
+    slots: int,
+) -> None:
+    """A plan with slots of rank 16 in one group, of rank 64 in the other, and equal ones for re-balancing."""
+    plan = Plan.from_json(moving_plan)
+    small, large = plan.groups
+    args = large.engine_args.replace(max_lora_rank=64)
+    plan.replace(groups=(small, large.replace(engine_args=args))).to_json(moving_plan)
+    options = ["--router", router, "--rebalance", 60, *flags, *moving_flags(moving_plan.parent)]
+    result = run("serve", "--unverified", "--model", "tiny-llama", *options, moving_plan)
+    assert result.exit_code == 0, result.output
+    [cluster] = started
+    scheduler = Scheduler(policy="fifo") if "--scheduler" in flags else None
+    equal = {"engine_args": args.replace(max_loras=slots), "scheduler": scheduler}
+    groups = [group.replace(**equal) for group in plan.groups]
+    rule = served_rule(plan, groups, router, {small.profile: load_profile(small.profile)})
+    assert cluster.routing.rule is not None
+    assert np.array_equal(cluster.routing.rule.models, rule.models)
+    other = served_rule(plan, plan.groups, router, {small.profile: load_profile(small.profile)})
+    assert not np.array_equal(rule.models, other.models)
