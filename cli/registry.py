@@ -112,6 +112,8 @@ def list_(args: ListArgs) -> None:
     from capplan.spec.registry import AdapterRegistry
 
     with AdapterRegistry(args.registry) as registry:
+        if args.server is not None and args.server not in registry.servers():
+            raise InputError("must be the name of a server", args.server, registry.location)
         found = registry.adapters(args.base_model, args.server)
     if args.as_json:
         print_json([each.model_dump(mode="json") for each in found])

@@ -66,9 +66,11 @@ def test_a_workload_of_the_registry_can_be_loaded(run: Run, registry: Path, tmp_
         (["add", "x=s3://y", "--digest", "q", "--rank", 8, "--base-model", "m"], "must be a SHA-256"),
         (["show", "none"], "must be the name of an adapter in the registry"),
         (["remove", "none"], "must be the name of an adapter in the registry"),
+        (["remove", "legal", "support", "legal"], "names of adapters: must be unique (got 'legal')"),
         (["remove"], "NAME: is required, or --server"),
         (["remove", "legal", "--server", "s"], "--server: does not go with NAME"),
         (["remove", "--server", "s"], "must be the name of a server"),
+        (["list", "--server", "s"], "must be the name of a server"),
         (["list", "--registry", "none.db"], "none.db: is missing: 'capplan registry add' makes a registry"),
     ],
 )

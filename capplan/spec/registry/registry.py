@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
@@ -167,8 +168,11 @@ class AdapterRegistry:
         Raises
         ------
         InputError
-            If there is none of a name.
+            If there is none of a name, or one repeats.
         """
+        for name, times in Counter(names).items():
+            if times > 1:
+                raise InputError("must be unique", name, f"{self.location}: names of adapters")
         with self._database.writing() as connection:
             for name in names:
                 connection.execute(sa.delete(HOLDERS).where(HOLDERS.c.adapter == name))
