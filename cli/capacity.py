@@ -125,6 +125,9 @@ def _check(args: CapacityArgs) -> None:
         ):
             if value:
                 raise InputError("does not go with --plan", value, flag)
+    for flag, share in (("--precision", args.precision), ("--confidence", args.confidence)):
+        if not 0 < share < 1:
+            raise InputError("must be above 0 and below 1", share, flag)
     if args.fewest and args.instances is not None:
         raise InputError("does not go with --fewest", args.instances, "--instances")
     if args.instances is not None and args.instances < 1:

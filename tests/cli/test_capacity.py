@@ -134,7 +134,15 @@ def test_a_capacity_above_the_largest_load_is_called_so(run: Run, workload_yaml:
         (("capacity", "--slo", "ttft_p95_s=2*idle"), "--slo ttft_p95_s: must be one of unloaded, no-lora"),
         (("capacity", "--instances", 0), "--instances: must be >= 1"),
         (("capacity", "--instances", 2, "--fewest"), "--instances: does not go with --fewest"),
-        (("capacity", "--a-max", 4, "--precision", 0), "precision: must be above 0 and below 1"),
+        (("capacity", "--a-max", 4, "--precision", 0), "--precision: must be above 0 and below 1"),
+        (
+            ("capacity", "--a-max", 4, "--fewest", "--precision", 7),
+            "--precision: must be above 0 and below 1",
+        ),
+        (
+            ("capacity", "--a-max", 4, "--fewest", "--confidence", 7),
+            "--confidence: must be above 0 and below",
+        ),
         (("capacity", "--router", "fastest"), "--router: must be one of plan-shares"),
         (("simulate", "--router", "toppings"), "--router: goes with --plan"),
         (("simulate", "--plan", "PLAN", "--a-max", 4), "--a-max: does not go with --plan"),
