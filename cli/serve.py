@@ -30,6 +30,7 @@ from capplan.cli.options import (
 )
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation
+from capplan.cli.rebalancing import ForecastName
 from capplan.cli.serve_plan import (
     PlanProfiles,
     instance_launcher,
@@ -118,11 +119,7 @@ class ServeArgs:
         help="Re-balance the plan's adapters over its instances every S seconds; with --registry and "
         "--lora-root.",
     )
-    forecast: str | None = typer.Option(
-        None,
-        metavar="NAME",
-        help="Forecast of the demand, with --rebalance: holt (default), last, ewma or linear.",
-    )
+    forecast: ForecastName = None
     solver: str | None = typer.Option(
         None, metavar="NAME", help="Placement by --rebalance: loraserve (default) or capplan."
     )

@@ -12,6 +12,7 @@ import typer
 import capplan
 from capplan import InfeasibleError, InputError
 from capplan.cli.app import _COMMANDS, app
+from capplan.spec.rebalance import FORECASTS
 from tests.cli.conftest import ROOT, Process, Run, command, environment, error_line
 from tests.cli.examples import small_plan
 
@@ -32,6 +33,13 @@ def test_help_is_at_hand(run: Run, arguments: tuple[str, ...]) -> None:
 def test_help_lists_every_command(run: Run) -> None:
     text = run("--help").stdout
     assert all(f" {name} " in text for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", ["serve", "simulate"])
+def test_help_of_forecast_names_every_forecast(name: str) -> None:
+    commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    (option,) = (each for each in commands[name].params if each.name == "forecast")
+    assert all(forecast in option.help for forecast in FORECASTS)
 
 
 def test_help_lines_are_those_of_the_commands() -> None:
