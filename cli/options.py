@@ -17,7 +17,7 @@ from typer.models import ArgumentInfo, ParameterInfo
 from capplan.errors import InputError
 from capplan.spec import Cache, EngineArgs, Queues, Scheduler
 from capplan.spec.files import parse_yaml
-from capplan.spec.routing import ROUTER_NAMES
+from capplan.spec.routing import ROUTER_NAMES, STATE_PERIOD_S
 from capplan.spec.scheduling import cache_of, scheduler_of
 from capplan.spec.validation import format_key, validate_document
 
@@ -108,6 +108,15 @@ RouterOption: TypeAlias = Annotated[
         metavar="NAME",
         callback=_known_router,
         help="Router, such as smooth-shares, least-work-left or toppings; default: that of the file.",
+    ),
+]
+
+StatePeriod: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        metavar="S",
+        help="Time between reports of an instance to the router of a plan; default: "
+        f"{STATE_PERIOD_S:g}, as in the verification.",
     ),
 ]
 
@@ -327,3 +336,15 @@ def require_extra(extra: str, modules: Sequence[str]) -> None:
     if missing:
         rule = f"is missing: pip install '.[{extra}]', in the checkout"
         raise InputError(rule, missing, f"extra {extra!r}")
+
+
+def require_state_period(seconds: float) -> None:
+    """Check the time between reports of an instance to its router.
+
+    Raises
+    ------
+    InputError
+        If it is out of range.
+    """
+    if not 0.01 <= seconds <= 60.0:
+        raise InputError("must be from 0.01 to 60", seconds, "--state-period-s")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from capplan.cli.options import require_extra
+from capplan.cli.options import require_extra, require_state_period
 from capplan.errors import InputError
 from capplan.spec import Cache, EngineArgs, Group, Plan, Profile, Queues, Scheduler
 from capplan.spec.routing import PLAN_ROUTER
@@ -128,8 +128,7 @@ def plan_routing(
     """
     from capplan.engine.router.routing import RoutingSettings
 
-    if not 0.01 <= state_period_s <= 60.0:
-        raise InputError("must be from 0.01 to 60", state_period_s, "--state-period-s")
+    require_state_period(state_period_s)
     name = router or plan.router or PLAN_ROUTER
     if name == PLAN_ROUTER:
         return RoutingSettings()

@@ -19,6 +19,7 @@ from capplan.cli.options import (
     RouterOption,
     SchedulerName,
     Seed,
+    StatePeriod,
     Workers,
     WorkloadFile,
     chosen_profile,
@@ -33,6 +34,7 @@ from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.cli.rebalancing import ForecastName, RebalanceOptions, RebalancePeriod, RebalanceSolverName
 from capplan.cli.scheduling import pool_rows
+from capplan.cli.simulate_plan import require_plan
 from capplan.cli.slot_order import (
     LEGEND,
     ONE_SEED,
@@ -76,6 +78,7 @@ class SimulateArgs:
         None, metavar="PLAN", help="Simulate the instances of this plan for the workload, behind its router."
     )
     router: RouterOption = None
+    state_period_s: StatePeriod = None
     rebalance_s: RebalancePeriod = None
     forecast: ForecastName = None
     solver: RebalanceSolverName = None
@@ -134,9 +137,8 @@ def simulate(args: SimulateArgs) -> None:
     if args.plan is not None:
         _simulate_plan(args, args.plan)
         return
-    if args.router is not None:
-        raise InputError("goes with --plan", args.router, "--router")
-    RebalanceOptions(args.rebalance_s, args.forecast, args.solver).require_plan()
+    rebalance = RebalanceOptions(args.rebalance_s, args.forecast, args.solver)
+    require_plan(args.router, args.state_period_s, rebalance)
     workload = load_workload(args.workload)
     pair = _scheduling(args, workload)
     slots = _slots(args, workload, pair)
@@ -207,6 +209,7 @@ def _simulate_plan(args: SimulateArgs, plan: str) -> None:
     options = PlanSimulation(
         profile=args.profile,
         router=args.router,
+        state_period_s=args.state_period_s,
         rebalance=RebalanceOptions(args.rebalance_s, args.forecast, args.solver),
         duration_s=args.duration_s,
         seed=args.seed,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
 from capplan.cli.console import Table, counted, number, percent, print_json, print_table
 from capplan.cli.notes import extrapolation_line, require_no_extrapolation
-from capplan.cli.options import chosen_profile, read_plan
+from capplan.cli.options import chosen_profile, read_plan, require_state_period
 from capplan.cli.progress import announce_compilation
 from capplan.cli.rebalancing import RebalanceOptions
+from capplan.errors import InputError
 
 if TYPE_CHECKING:
     from capplan.planner.served import RankMetrics, SimulatedFleet, StoredAdapters
@@ -45,9 +46,18 @@ class PlanSimulation:
 
     profile: str | None
     router: str | None
+    state_period_s: float | None
     rebalance: RebalanceOptions
     duration_s: float
     seed: int
+
+
+def require_plan(router: str | None, state_period_s: float | None, rebalance: RebalanceOptions) -> None:
+    """Raise an `InputError` if an option of a plan is given, for a simulation without a plan."""
+    for flag, value in (("--router", router), ("--state-period-s", state_period_s)):
+        if value is not None:
+            raise InputError("goes with --plan", value, flag)
+    rebalance.require_plan()
 
 
 def simulate_plan(
@@ -61,8 +71,12 @@ def simulate_plan(
     plan = read_plan(plan_file, unverified=True)
     chosen = None if given.profile is None else chosen_profile(workload, given.profile)
     settings = given.rebalance.settings(plan.rebalance)
+    if given.state_period_s is not None:
+        require_state_period(given.state_period_s)
     announce_compilation(quiet=as_json)
     fleet = fleet_of_plan(plan, workload, chosen, workload_file, given.router, settings)
+    if given.state_period_s is not None:
+        fleet = replace(fleet, state_period_s=given.state_period_s)
     result = fleet.simulate(given.seed, given.duration_s)
     ranks, held = by_rank(fleet, result), stored_adapters(fleet)
     found = [each.document() for each in fleet.extrapolations(result)]

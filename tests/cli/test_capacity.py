@@ -1,12 +1,13 @@
 """`capplan simulate --plan` and `capplan capacity`."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from capplan import load_profile, load_workload, plan
+from capplan import Plan, load_profile, load_workload, plan
 from capplan.planner.served import by_rank, fleet_of_plan
 from capplan.spec import RebalanceSettings
 from tests.cli.conftest import Run, error_line
@@ -49,8 +50,6 @@ def test_a_plan_is_simulated_as_a_cluster(run: Run, workload_yaml: Path, plan_js
         *SHORT,
     )
     found = told(run, *words)
-    from capplan import Plan
-
     profile = load_profile(workload_yaml.parent / "profile.json")
     fleet = fleet_of_plan(
         Plan.from_json(plan_json), load_workload(workload_yaml), profile, "w", "least-work-left"
@@ -69,6 +68,20 @@ def test_a_plan_is_simulated_as_a_cluster(run: Run, workload_yaml: Path, plan_js
     text = strict.stdout
     assert "adapters stored per instance" in text
     assert fleet.names[0] in text
+
+
+def test_states_of_any_age_are_simulated(run: Run, workload_yaml: Path, plan_json: Path) -> None:
+    words = ("simulate", workload_yaml, "--plan", plan_json, "--router", "least-loaded", *SHORT)
+    seldom = told(run, *words, "--state-period-s", 30)
+    assert seldom["state_period_s"] == 30.0
+    plan = Plan.from_json(plan_json)
+    profile = load_profile(workload_yaml.parent / "profile.json")
+    fleet = fleet_of_plan(plan, load_workload(workload_yaml), profile, "w", "least-loaded")
+    result = replace(fleet, state_period_s=30.0).simulate(0, 60.0)
+    assert seldom["cluster"]["ttft_s_mean"] == result.ttft_s_mean
+    assert told(run, *words)["state_period_s"] == 0.25
+    message = error_line(run(*words, "--state-period-s", 0))
+    assert message.startswith("error: --state-period-s: must be from 0.01 to 60")
 
 
 def test_rebalancing_of_a_plan_is_simulated(run: Run, workload_yaml: Path, tmp_path: Path) -> None:
@@ -145,6 +158,7 @@ def test_a_capacity_above_the_largest_load_is_called_so(run: Run, workload_yaml:
         ),
         (("capacity", "--router", "fastest"), "--router: must be one of plan-shares"),
         (("simulate", "--router", "toppings"), "--router: goes with --plan"),
+        (("simulate", "--state-period-s", 1), "--state-period-s: goes with --plan"),
         (("simulate", "--plan", "PLAN", "--a-max", 4), "--a-max: does not go with --plan"),
         (("simulate", "--plan", "absent.json"), "absent.json: "),
         (("simulate", "--rebalance", 30), "--rebalance: goes with --plan"),
