@@ -51,7 +51,7 @@ A CPU that sleeps between requests slows down: on a virtual machine the steps af
 times as long as the same steps under load.
 """
 _RECEIVE_BYTES: Final = 2**18
-_CALLS: Final = ("ping", "gauges", "state_report", "add_adapter", "remove_adapter")
+_CALLS: Final = ("ping", "gauges", "state_report", "add_adapter", "remove_adapter", "replace_adapter")
 
 
 class CoreLoop:

@@ -242,6 +242,27 @@ class Engine:
         self._numbers.remove(name)
         self._prefix_ids.renew(number)
 
+    def replace_adapter(self, name: str, source: str | Path | int | PeftFolder) -> bool:
+        """Remove an adapter, and register another one under its name.
+
+        Returns
+        -------
+        bool
+            False: requests in flight use the former one, which stays.
+
+        Raises
+        ------
+        InputError
+            As `add_adapter`; the former one is removed then.
+        """
+        if name in self.adapters:
+            number = self._numbers.number(name)
+            if any(request.adapter == number for request in self.core.requests.values()):
+                return False
+            self.remove_adapter(name)
+        self.add_adapter(name, source)
+        return True
+
     def state_report(self) -> StateReport:
         """Return the state that routers read."""
         return state_report(self.core, self._numbers.name_of)

@@ -418,20 +418,6 @@ def test_a_server_that_stops_during_a_transfer_leaves_no_copy(
             assert answer(s0, "a") == right["a"]
 
 
-def test_an_adapter_that_is_replaced_in_the_registry_is_replaced_at_its_servers(
-    fleet: Fleet, right: dict[str, list[int]]
-) -> None:
-    with fleet.server("s0") as s0:
-        assert answer(s0, "a") == right["a"]
-        fleet.registry.add(read_adapter("a", fleet.top / "source" / "b", "base"), replace=True)
-        share(s0)
-        assert answer(s0, "a") == right["b"]
-        fleet.registry.remove("a")
-        share(s0)
-        assert refusal(s0, "a") == (404, "model_not_found")
-        fleet.check("s0")
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_random_schedules_lose_no_adapter(seed: int, fleet: Fleet, right: dict[str, list[int]]) -> None:
     """Requests, shares and restarts, when the servers have the only copies."""

@@ -307,7 +307,14 @@ class AdapterCopies:
                     await self.hold(name, stored[name])
 
     async def remove_unwanted(self, idle_s: float) -> None:
-        """Remove copies whose share is zero, or whose bytes the registry does not know any more."""
+        """Remove copies whose share is zero, or whose bytes the registry does not know any more.
+
+        Parameters
+        ----------
+        idle_s
+            Time without a request after which a copy whose share is zero may be removed. Bytes that the
+            registry does not know are served to no further requests, however recent the last one is.
+        """
         stored, unresponsive = dict(self.stored), set[str]()
 
         def outdated() -> set[str]:
@@ -315,13 +322,27 @@ class AdapterCopies:
             return {name for name, each in known.items() if each is None or each.digest != stored[name]}
 
         unknown = await self.in_thread(outdated)
+        for name in unknown:  # first all: each removal may take long
+            await self._served.expire(name, stored[name])
         for name in stored:
-            if time.monotonic() - self._used_s.get(name, -math.inf) < idle_s:
-                continue
             if name in unknown:
                 await self._remove(name, stored[name], None)
+            elif time.monotonic() - self._used_s.get(name, -math.inf) < idle_s:
+                continue
             elif self.has_no_share(name):
                 await self._release(name, stored[name], unresponsive)
+        await self._remove_former()
+
+    async def _remove_former(self) -> None:
+        """Remove copies that were replaced by other ones of their adapters, when no request uses them."""
+        for digest in self._sizes.keys() - self.stored.values():
+            lock = self.lock_of(digest)
+            if lock.locked():  # being loaded
+                continue
+            async with lock:
+                if digest not in self.stored.values() and digest not in self._served.folders():
+                    await self._delete(digest)
+                    self._counters.removed += 1
 
     @asynccontextmanager
     async def room(self, size_bytes: int) -> AsyncIterator[None]:
@@ -419,6 +440,8 @@ class AdapterCopies:
                 self._registry.release, name, self._own.name, keeper
             ):
                 return "without a confirmed other copy"
+            if self.stored.get(name) != digest:  # replaced meanwhile
+                return "in use"
             del self.stored[name]
             self._used_s.pop(name, None)
             self._counters.removed += 1

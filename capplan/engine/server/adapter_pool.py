@@ -34,6 +34,8 @@ from capplan.spec.registry.adapter import ADAPTER_FILES, RegisteredServer
 _MAX_LOADS: Final = 256
 """Adapters that are fetched, or wait for a transfer, at a time."""
 _MAX_NAME: Final = 256
+_FORMER_S: Final = 0.05
+"""Time between looks for requests that use a former adapter of a name."""
 _THREADS: Final = 8
 """For calls of the registry, and for files."""
 
@@ -177,7 +179,7 @@ class AdapterPool:
                             size_bytes = await self._fetch(adapter, digest)
                         self._copies.add_bytes(digest, size_bytes)
                     await self._copies.hold(name, digest)
-                    await self._served.serve(name, self._store.folder(digest), self._copies.by_use())
+                    await self._serve(name, digest)
                     self._copies.touch(name)
         except RegistryUnavailableError as error:
             raise _unavailable(error) from None
@@ -185,11 +187,20 @@ class AdapterPool:
             message = f"The adapter has changed in the registry: {error.rule}"
             raise ApiError(503, message, "model", "adapter_changed", RETRY) from None
         except TimeoutError:
+            if self._served.is_outdated(name):
+                message = "Requests still use the former version of the adapter"
+                raise ApiError(503, message, "model", "adapter_changed", RETRY) from None
             message = f"The adapter could not be fetched within {self._timeout_s:g} s"
             raise ApiError(503, message, "model", "timeout", RETRY) from None
         except OSError as error:
             message = f"The adapter cannot be stored: {error.strerror}"
             raise ApiError(503, message, "model", "storage", RETRY) from None
+
+    async def _serve(self, name: str, digest: str) -> None:
+        """Serve a stored adapter, after the requests that use a former one of its name have ended."""
+        folder = self._store.folder(digest)
+        while not await self._served.serve(name, folder, self._copies.by_use()):
+            await asyncio.sleep(_FORMER_S)
 
     async def _known(self, name: str) -> tuple[RegisteredAdapter, str]:
         """Return an adapter of the registry that this server can serve, and its digest."""

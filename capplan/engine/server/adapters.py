@@ -70,6 +70,8 @@ class ServedAdapters:
         self._dtype = ready.dtype
         self._max_rank = ready.args.max_lora_rank
         self._adapters = {name: AdapterInfo(name) for name in initial}
+        self._outdated: dict[str, AdapterInfo] = {}
+        self._folders: dict[str, str] = {}
         self._lock = asyncio.Lock()
         self._capacity = ready.max_adapters
         self._pins: Counter[str] = Counter()
@@ -121,6 +123,7 @@ class ServedAdapters:
             except InputError as error:
                 self._adapters[name] = info
                 raise ApiError(409, str(error), "lora_name", "adapter_in_use") from None
+            self._folders.pop(name, None)
 
     def check(self, folder: PeftFolder) -> None:
         """Read an adapter as the engine core will, in a thread of the caller.
@@ -132,8 +135,8 @@ class ServedAdapters:
         """
         folder.read(self._layout, self._dtype, pin=False, max_rank=self._max_rank)
 
-    async def serve(self, name: str, folder: PeftFolder, removable: Iterable[str]) -> None:
-        """Serve an adapter that has been checked.
+    async def serve(self, name: str, folder: PeftFolder, removable: Iterable[str]) -> bool:
+        """Serve an adapter that has been checked; return False while requests use another one of its name.
 
         Parameters
         ----------
@@ -146,18 +149,71 @@ class ServedAdapters:
             If the adapter is broken, there is no room, or the time limit has passed.
         """
         async with self._changing():
+            former = self._folders.get(name)
+            if name in self._adapters and former not in (None, folder.name):
+                self._expire(name)
+            if former == folder.name and name in self._outdated:  # the registry has it again
+                self._adapters[name] = self._outdated.pop(name)
             if name in self._adapters:
-                return
-            candidates = [each for each in removable if each in self._adapters][:_MAX_CANDIDATES]
-            while len(self._adapters) >= self._capacity:
-                if not candidates:
-                    raise overloaded("There is no room for further adapters: all are in use")
-                await self._removed(candidates.pop(0))
+                return True
             try:
-                await self._add(name, folder)
+                if not await self._replace(name, folder, removable):
+                    return False
             except InputError as error:
                 raise ApiError(400, str(error), "model") from None
             self._adapters[name] = AdapterInfo(name)
+            self._folders[name] = folder.name
+            return True
+
+    async def _replace(self, name: str, folder: PeftFolder, removable: Iterable[str]) -> bool:
+        """Add an adapter to the engine; return False while requests use the outdated one of its name."""
+        if name not in self._outdated:
+            await self._make_room(removable)
+            await self._add(name, folder)
+            return True
+        try:
+            replaced = bool(await self._engine.call("replace_adapter", name, folder))
+        except asyncio.CancelledError:
+            self._folders[name] = ""  # the core has either of them
+            raise
+        except InputError:
+            del self._outdated[name], self._folders[name]
+            raise
+        if replaced:
+            del self._outdated[name]
+        return replaced
+
+    async def _make_room(self, removable: Iterable[str]) -> None:
+        """Remove adapters until there is room for another one."""
+        candidates = [each for each in removable if each in self._adapters or each in self._outdated]
+        del candidates[_MAX_CANDIDATES:]
+        while len(self._adapters) + len(self._outdated) >= self._capacity:
+            if not candidates:
+                raise overloaded("There is no room for further adapters: all are in use")
+            await self._removed(candidates.pop(0))
+
+    async def expire(self, name: str, folder: str) -> None:
+        """Serve an adapter to no further requests if it is the one of a folder; those that run go on.
+
+        Raises
+        ------
+        ApiError
+            If the engine has failed or the time limit has passed.
+        """
+        async with self._changing():
+            if name in self._adapters and self._folders.get(name) == folder:
+                self._expire(name)
+
+    def _expire(self, name: str) -> None:
+        self._outdated[name] = self._adapters.pop(name)
+
+    def is_outdated(self, name: str) -> bool:
+        """Return whether the engine has a former adapter of a name, which gets no further requests."""
+        return name in self._outdated
+
+    def folders(self) -> set[str]:
+        """Return the names of the folders of the adapters that the engine has by `serve`."""
+        return set(self._folders.values())
 
     async def withdraw(self, name: str) -> bool:
         """Stop to serve an adapter unless requests use it; return whether it is not served any more.
@@ -182,16 +238,18 @@ class ServedAdapters:
                 del self._pins[name]
 
     async def _removed(self, name: str) -> bool:
-        if name not in self._adapters:
+        adapters = self._adapters if name in self._adapters else self._outdated
+        if name not in adapters:
             return True
         if self._pins[name]:
             return False
-        info = self._adapters.pop(name)
+        info = adapters.pop(name)
         try:
             await self._engine.call("remove_adapter", name)
         except InputError:  # requests use it
-            self._adapters[name] = info
+            adapters[name] = info
             return False
+        self._folders.pop(name, None)
         return True
 
     @contextlib.asynccontextmanager
