@@ -1,5 +1,7 @@
 """Limit of the adapters that a server stores: others leave for new ones, or the new ones are refused."""
 
+import errno
+import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -10,6 +12,7 @@ import pytest
 pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
 
 from capplan import InputError
+from capplan.engine.lora.store import IncomingAdapter
 from capplan.engine.server import PoolSettings
 from tests.engine.adapter_fleet import NAMES, Fleet, answer, ask, set_shares, until
 from tests.engine.live import Live
@@ -29,6 +32,10 @@ def stored_bytes(fleet: Fleet, server: str) -> int:
     return sum(file.stat().st_size for file in fleet.root(server).glob("*/*"))
 
 
+def metrics_of(server: Live) -> str:
+    return send(server, "GET", "/metrics").body.decode()
+
+
 def refused_message(server: Live, name: str) -> str:
     refused = ask(server, name)
     assert (refused.status, refused.error["code"]) == (503, "storage")
@@ -46,7 +53,7 @@ def test_the_adapter_used_longest_ago_leaves_for_a_new_one(fleet: Fleet, right: 
         fleet.check("s0", "s1")
         assert answer(s0, "b") == right["b"]
         assert [name for name in NAMES if "s0" in fleet.holders(name)] == ["b", "c"]
-        metrics = send(s0, "GET", "/metrics").body.decode().splitlines()
+        metrics = metrics_of(s0).splitlines()
         values = dict(line.rsplit(" ", 1) for line in metrics if line.startswith("capplan:adapter"))
         assert float(values["capplan:adapters_stored_bytes"]) == stored_bytes(fleet, "s0")
         assert float(values["capplan:adapters_stored_bytes_limit"]) == int(2.5 * size_bytes(fleet))
@@ -142,6 +149,25 @@ def test_requests_of_more_adapters_than_there_is_room_for_keep_the_limit(
                 assert stored_bytes(fleet, server) <= 2.2 * size_bytes(fleet)
             assert all(fleet.holders(name) for name in NAMES)
         fleet.check("s0", "s1", "s2")
+
+
+@pytest.mark.parametrize("source", ["server", "location"])
+def test_a_disk_that_is_full_during_a_transfer_is_no_fault_of_the_source(
+    source: str, fleet: Fleet, right: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with fleet.server("s0") as s0, fleet.server("s1") as s1:
+        if source == "server":
+            answer(s0, "a")
+        monkeypatch.setattr(IncomingAdapter, "write", full)
+        assert "The adapter cannot be stored: No space left on device" in refused_message(s1, "a")
+        monkeypatch.undo()
+        assert 'capplan:adapter_transfers_total{outcome="failed"' not in metrics_of(s1)
+        assert 'capplan:adapter_copy_checks_total{outcome="intact"} 0.0' in metrics_of(s0), "it is not blamed"
+        fleet.check("s1")
+        assert answer(s1, "a") == right["a"]
 
 
 @pytest.mark.parametrize("limit_gib", [0.0, -1.0, float("inf"), float("nan")])

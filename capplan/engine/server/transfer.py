@@ -29,6 +29,10 @@ class TransferError(Exception):
     """A source does not deliver an adapter; the message says why."""
 
 
+class _WriteError(Exception):
+    """The adapter cannot be written here, for the reason of its cause; no fault of the source."""
+
+
 @dataclass(frozen=True)
 class TransferParams:
     """Times of transfers.
@@ -116,6 +120,8 @@ class Fetcher:
         ------
         TransferError
             If the source does not deliver them, or more bytes than the registry says.
+        OSError
+            If they cannot be written.
         """
         with _reasons(self._params, timeout_s):
             async with asyncio.timeout(timeout_s):
@@ -159,7 +165,7 @@ class Fetcher:
             if response.status != 200:
                 raise TransferError(f"status {response.status}")
             async for part in response.content.iter_chunked(_PART_BYTES):
-                await asyncio.get_running_loop().run_in_executor(self._threads, adapter.write, name, part)
+                await asyncio.get_running_loop().run_in_executor(self._threads, _write, adapter, name, part)
 
     def _connected(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -183,14 +189,23 @@ def _copy(folder: Path, adapter: IncomingAdapter) -> None:
     for name in ADAPTER_FILES:
         with open_regular(folder / name, None, name) as file:
             while part := file.read(_PART_BYTES):
-                adapter.write(name, part)
+                _write(adapter, name, part)
+
+
+def _write(adapter: IncomingAdapter, name: str, part: bytes) -> None:
+    try:
+        adapter.write(name, part)
+    except OSError as error:
+        raise _WriteError(error) from error
 
 
 @contextlib.contextmanager
 def _reasons(params: TransferParams, timeout_s: float) -> Iterator[None]:
-    """Raise whatever keeps a source from delivering as `TransferError`."""
+    """Raise whatever keeps a source from delivering as `TransferError`, and errors of writing as they are."""
     try:
         yield
+    except _WriteError as error:
+        raise error.args[0] from None
     except aiohttp.ConnectionTimeoutError:
         raise TransferError(f"no connection within {params.connect_timeout_s:g} s") from None
     except aiohttp.SocketTimeoutError:
