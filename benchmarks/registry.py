@@ -171,7 +171,7 @@ def _write(where: str, log: Path, server: str) -> None:
 def _commits(where: str) -> int:
     database = Database(where, create=False, timeout_s=_LOCK_TIMEOUT_S)
     with contextlib.closing(database):
-        return database.changes()
+        return database.changes()[1]
 
 
 def _file_faults(file: str) -> list[str]:

@@ -12,6 +12,7 @@ from capplan.engine.server.adapter_copies import PoolParams
 from capplan.spec.registry import read_adapter
 from tests.engine.adapter_fleet import Fleet, answer, ask, refusal, share, until
 from tests.engine.test_faults import tokens_of
+from tests.spec.test_registry_restored import back_up, put_in_place
 
 
 def test_an_adapter_that_is_replaced_in_the_registry_is_replaced_at_its_servers(
@@ -68,4 +69,19 @@ def test_requests_wait_for_those_of_the_former_adapter_within_the_time_limit(
         share(s0)
         assert answer(s0, "a") == right["b"]
         share(s0)
+        fleet.check("s0")
+
+
+def test_a_server_enters_itself_and_its_copies_in_a_registry_that_was_restored(
+    fleet: Fleet, right: dict[str, list[int]]
+) -> None:
+    backup = fleet.top / "backup.db"
+    back_up(fleet.file, backup)
+    with fleet.server("s0", pool_params=PoolParams(0.2, 3600.0, renew_s=0.2)) as s0:
+        assert answer(s0, "a") == right["a"]
+        fleet.registry.remove("c")
+        put_in_place(backup, fleet.file)
+        until(lambda: fleet.holders("a") == ("s0",))
+        assert fleet.registry.servers() == {"s0": s0.url}
+        assert answer(s0, "c") == right["c"]
         fleet.check("s0")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import stat
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -129,11 +131,15 @@ class Database:
     def __init__(self, where: str, *, create: bool, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._file: Path | None = None
+        self._identity: tuple[int, int] | None = None
+        self._reopening = threading.Lock()
+        self._openings = 0
         self._counter: Any = None
+        self._counter_opening = 0
         self.location = where
         url = self._url(where)
-        if self._file is not None and not create:
-            self._require_file()
+        if not create:
+            self._identity = self._file_identity()
         try:
             self._engine = sa.create_engine(
                 url, connect_args=self._connect_args(url), pool_pre_ping=not self._is_sqlite
@@ -149,6 +155,7 @@ class Database:
         event.listen(self._engine, "connect", self._prepare)
         if create:
             self._create()
+            self._identity = self._file_identity()
         self._require_registry()
 
     def _url(self, where: str) -> sa.URL:
@@ -201,10 +208,42 @@ class Database:
         cursor.close()
         connection.commit()
 
+    def _file_identity(self) -> tuple[int, int] | None:
+        """Return what tells an SQLite file from another one at its path; None for other databases.
+
+        Raises
+        ------
+        RegistryUnavailableError
+            If there is no file.
+        """
+        if self._file is None:
+            return None
+        with contextlib.suppress(OSError, ValueError):
+            found = self._file.stat()
+            if stat.S_ISREG(found.st_mode):
+                return found.st_dev, found.st_ino
+        rule = "is missing: 'capplan registry add' makes a registry"
+        raise RegistryUnavailableError(rule, location=self.location)
+
     def _require_file(self) -> None:
-        if self._file is not None and not self._file.is_file():
-            rule = "is missing: 'capplan registry add' makes a registry"
-            raise RegistryUnavailableError(rule, location=self.location)
+        """Check that the SQLite file is there; open it again if it is another one than that of before.
+
+        The former file has no name any more while it is open: no other process sees what is written to it.
+
+        Raises
+        ------
+        RegistryUnavailableError
+            If there is no file, or it is no registry.
+        """
+        if self._file is None or self._file_identity() == self._identity:
+            return
+        with self._reopening:
+            found = self._file_identity()
+            if found != self._identity:
+                self._openings += 1
+                self._engine.dispose()
+                self._require_registry()
+                self._identity = found
 
     def _create(self) -> None:
         for attempts_left in reversed(range(_CREATE_ATTEMPTS)):
@@ -254,7 +293,7 @@ class Database:
 
     def _require_registry(self) -> None:
         rule = "must be an adapter registry: 'capplan registry add' makes one"
-        with self.reading() as connection:
+        with self._errors(), self._connected(writes=False) as connection:
             if not sa.inspect(connection).has_table(STATE.name):
                 raise RegistryUnavailableError(rule, location=self.location)
             version = connection.execute(sa.select(STATE.c.schema_version)).scalar()
@@ -285,19 +324,28 @@ class Database:
             connection.execute(sa.update(STATE).values(changes=STATE.c.changes + int(counts)))
             yield connection
 
-    def changes(self) -> int:
-        """Return the number of committed changes, by any process, at the least cost; not for two threads."""
+    def changes(self) -> tuple[int, int]:
+        """Return what every committed change by any process changes, at the least cost; not for two threads.
+
+        Returns
+        -------
+        tuple of int
+            Number of times that the registry was opened again, and number of changes in it.
+        """
         self._require_file()
         with self._errors():
+            opening = self._openings
+            if opening != self._counter_opening:
+                self._close_counter()
             if self._counter is not None:
                 try:
-                    return self._read_counter()
+                    return opening, self._read_counter()
                 except self._engine.dialect.loaded_dbapi.Error:
                     if self._is_sqlite:
                         raise
                     # The database may have ended a connection that was idle.
-            self._counter = self._engine.raw_connection()
-            return self._read_counter()
+            self._counter, self._counter_opening = self._engine.raw_connection(), opening
+            return opening, self._read_counter()
 
     def _read_counter(self) -> int:
         try:

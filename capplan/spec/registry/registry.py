@@ -64,7 +64,7 @@ class AdapterRegistry:
     ) -> None:
         self._database = Database(os.fspath(where), create=create, timeout_s=timeout_s)
         self._lock = threading.Lock()
-        self._changes = -1
+        self._changes: tuple[int, int] | None = None
         self._cached: dict[str, RegisteredAdapter] = {}
 
     @property
