@@ -231,13 +231,16 @@ async def routed(
     policy: RestartPolicy = QUICK,
     routing: RoutingSettings | None = None,
     rebalancing: RebalancingConfig | None = None,
+    registry: str | None = None,
     **server: Any,
 ) -> AsyncIterator[Routed]:
     """Serve a plan with fake instances; check that no task is left at the end."""
-    specs = instances_of(plan or tiny_plan(), ServingOptions("tiny-llama", "base", max_queue=4), groups)
-    if rebalancing is not None:  # servers of a pool
-        pools = [PoolSettings(rebalancing.registry, spec.name) for spec in specs]
-        root = {"lora_root": Path(rebalancing.registry).parent, "admin_api_key": "admin"}
+    options = ServingOptions("tiny-llama", "base", max_queue=4)
+    specs = instances_of(plan or tiny_plan(), options, groups)
+    registry = rebalancing.registry if rebalancing is not None else registry
+    if registry is not None:  # servers of a pool
+        pools = [PoolSettings(registry, spec.name) for spec in specs]
+        root = {"lora_root": Path(registry).parent, "admin_api_key": "admin"}
         specs = tuple(
             replace(spec, server=replace(spec.server, pool=pool, **root))
             for spec, pool in zip(specs, pools, strict=True)

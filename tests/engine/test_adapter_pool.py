@@ -305,6 +305,7 @@ def test_an_adapter_that_is_broken_or_does_not_fit_is_refused(fleet: Fleet) -> N
     with fleet.server("s0") as s0:
         for _ in range(2):
             assert refusal(s0, "c") == (400, "unusable_adapter")
+            assert ask(s0, "c").error["message"].startswith("c: "), "not its digest"
         counted = 'capplan:adapter_transfers_total{outcome="unusable",source="location"} 1.0'
         assert counted in send(s0, "GET", "/metrics").body.decode(), "what does not fit is fetched once"
         assert refusal(s0, "other") == (400, "other_base_model")

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import pytest
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
 from capplan.engine.server import ServerLimits
-from tests.engine.fake_instances import QUICK, Routed, events, routed
+from tests.cli.examples import group
+from tests.engine.fake_instances import QUICK, Routed, events, routed, tiny_plan
 
 
 def run(check: Callable[[Routed], Awaitable[None]], **settings: Any) -> None:
@@ -147,6 +149,33 @@ def test_requests_that_an_instance_cannot_start_now_go_to_other_holders(code: st
         assert all(instance.is_up for instance in r.state.fleet.instances), "it serves other requests"
 
     run(check, policy=replace(QUICK, ping_every_s=60.0))
+
+
+def test_an_adapter_too_large_for_the_instances_that_are_up_waits_for_its_holder(tmp_path: Path) -> None:
+    """In a pool, in which other instances fetch the adapters of one that is down."""
+    sizes = {"max_model_len": 512, "max_num_seqs": 32, "max_num_batched_tokens": 256}
+    groups = (
+        group("g0", (("a", 8, 1.0, None), ("large", 16, 1.0, None)), **sizes),
+        group("g1", (("b", 4, 1.0, None),), max_lora_rank=8, **sizes),
+    )
+
+    async def check(r: Routed) -> None:
+        r.launcher.may_start.clear()
+        await r.launcher["g0-1"].crash()
+        await r.until(lambda: not r.state.fleet.instances[0].is_up)
+        for model in ("a", "b"):
+            status, body, _ = await r.post(model)
+            assert (status, body["instance"]) == (200, "g1-1")
+        status, body, headers = await r.post("large")
+        assert (status, body["error"]["code"]) == (503, "no_instance")
+        assert int(headers["Retry-After"]) >= 1
+        async with r.client.get("/health") as health:
+            assert (await health.json())["status"] == "unavailable", "as without a pool"
+        r.launcher.may_start.set()
+        await r.until(lambda: r.state.fleet.instances[0].is_up)
+        assert (await r.post("large"))[0] == 200
+
+    run(check, plan=tiny_plan().replace(groups=groups), registry=str(tmp_path / "r.db"))
 
 
 def test_an_instance_that_refuses_connections_is_restarted() -> None:

@@ -140,7 +140,7 @@ def test_requests_without_a_holder_that_is_up_go_to_instances_that_fetch() -> No
     held: list[dict[str, float]] = [{"x": 1.0}, {"y": 1.0}, {}]
     for rule in (None, rule_and_reference("least-work-left", 0)[0]):
         strict = InstanceRouter(held, None, RoutingSettings(rule, RANK))
-        fetching = InstanceRouter(held, None, RoutingSettings(rule, RANK, fetches=True))
+        fetching = InstanceRouter(held, None, RoutingSettings(rule, RANK, fetch_ranks=(16, 16, 16)))
         for router in (strict, fetching):
             router.set_available(0, False)
         assert strict.choose("x", 4) is None
@@ -150,6 +150,20 @@ def test_requests_without_a_holder_that_is_up_go_to_instances_that_fetch() -> No
         fetching.set_available(0, True)
         assert fetching.choose("x", 4) == 0
         assert fetching.choose("x", 4, excluded=[0]) is None, "its holder is up"
+
+
+def test_requests_go_to_instances_whose_slots_are_large_enough_for_the_adapter() -> None:
+    held: list[dict[str, float]] = [{"x": 1.0, "y": 1.0}, {}, {}, {}]
+    assert (RANK["x"], RANK["y"]) == (8, 16)
+    for rule in (None, rule_and_reference("least-work-left", 0)[0]):
+        router = InstanceRouter(held, None, RoutingSettings(rule, RANK, fetch_ranks=(16, 8, 0, 8)))
+        router.set_available(0, False)
+        assert {router.choose("x", 4) for _ in range(12)} == {1, 3}
+        assert router.choose("x", 4, excluded=[3]) == 1
+        assert router.choose("x", 4, excluded=[1, 3]) is None
+        assert router.choose("y", 4) is None
+        router.set_available(0, True)
+        assert {router.choose(name, 4) for name in ("x", "y")} == {0}
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,11 @@ class InstanceSpec(InstanceConfig):
         own = self.server.pool and self.server.pool.server_name
         return own or self.name
 
+    @property
+    def max_lora_rank(self) -> int:
+        """Largest rank of its adapters; 0: an engine without LoRA."""
+        return int(self.engine["max_lora_rank"]) if self.engine["max_loras"] else 0
+
     def message(self, host: str, key: str) -> bytes:
         """Return the line of JSON that configures the engine process."""
         server = asdict(replace(self.server, host=host, port=0, api_key=key))

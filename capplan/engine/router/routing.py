@@ -74,15 +74,16 @@ class RoutingSettings:
         Ranks of the adapters.
     state_period_s
         Time between reports of an instance, for rules that read them.
-    fetches
-        Whether instances fetch adapters that they do not hold. Then requests of an adapter whose holders are
-        all unavailable go to other instances, as those of the base model.
+    fetch_ranks
+        Largest rank of the adapters that each instance can fetch; 0: none. Requests of an adapter whose
+        holders are all unavailable go to instances that can fetch it, by the shares of the base model. None:
+        instances have the adapters that they hold, and no others.
     """
 
     rule: RoutingRule | None = None
     rank_of: Mapping[str, int] | None = None
     state_period_s: float = STATE_PERIOD_S
-    fetches: bool = False
+    fetch_ranks: Sequence[int] | None = None
 
 
 class _Sent(NamedTuple):
@@ -134,7 +135,8 @@ class InstanceRouter:
         settings = settings or RoutingSettings()
         ranks = settings.rank_of or {}
         self._rank = [0, *(ranks.get(name, 1) for name in self._table.numbers if name is not None)]
-        self._fetches = settings.fetches
+        fetch_ranks = settings.fetch_ranks
+        self._fetch_ranks = None if fetch_ranks is None else np.array(fetch_ranks, np.int64)
         self._is_up = np.ones(len(held), np.bool_)
         self._down = 0
         self._rule = None
@@ -252,10 +254,11 @@ class InstanceRouter:
         rank = self._rank[number]
         among = self._holders_up(number, excluded) if self._down or excluded else None
         if among is not None and not among.places.size:
-            if not self._fetches or self._has_holder_up(number):
+            if self._fetch_ranks is None or self._has_holder_up(number):
                 return None
+            unable = np.flatnonzero(self._fetch_ranks < rank).tolist()
             adapter, number = None, 0
-            among = self._holders_up(number, excluded)
+            among = self._holders_up(number, {*excluded, *unable})
             if among is None or not among.places.size:
                 return None
         if self._rule is None:

@@ -322,11 +322,17 @@ class InstanceFleet:
     def __init__(self, config: RouterConfig) -> None:
         key = secrets.token_urlsafe(32)  # only the router uses the instances
         self.failed = asyncio.Event()
-        self._fetches = all(spec.server.pool is not None for spec in config.specs)
+        routing, self._ranks = config.routing, dict[str, int]()
+        if all(spec.server.pool is not None for spec in config.specs):
+            every = (pair for spec in config.specs for pair in spec.adapters.items())
+            self._ranks = {name: rank for name, rank in every if isinstance(rank, int)}
+            ranks = {**self._ranks, **(routing.rank_of or {})}
+            fetch_ranks = [spec.max_lora_rank for spec in config.specs]
+            routing = replace(routing, rank_of=ranks, fetch_ranks=fetch_ranks)
         self.router = InstanceRouter(
             [spec.shares for spec in config.specs],
             [spec.base_share for spec in config.specs],
-            replace(config.routing, fetches=self._fetches),
+            routing,
         )
         self.instances = [
             InstanceSupervisor(spec, config, key, partial(self.router.set_available, i))
@@ -358,12 +364,13 @@ class InstanceFleet:
         return min(self.instances[i].retry_after_s() for i in self.router.holders(adapter))
 
     def serves_everything(self) -> bool:
-        """Return whether every adapter has a holder that is up; every instance serves the base model."""
-        if self._fetches:
-            return any(instance.is_up for instance in self.instances)
+        """Return whether an instance that is up serves each adapter; every instance serves the base model."""
         every = {name for instance in self.instances for name in instance.spec.adapters}
-        up = [instance for instance in self.instances if instance.is_up]
-        return bool(up) and {name for instance in up for name in instance.spec.adapters} == every
+        up = [instance.spec for instance in self.instances if instance.is_up]
+        served = {name for spec in up for name in spec.adapters}
+        largest = max((spec.max_lora_rank for spec in up), default=0)
+        served |= {name for name, rank in self._ranks.items() if rank <= largest}  # which a pool fetches
+        return bool(up) and served == every
 
     async def start(self) -> None:
         """Start all instances and supervise them from then on.

@@ -217,11 +217,12 @@ class AdapterPool:
             message = "The registry has no digest of the adapter, so that it cannot be fetched"
             raise ApiError(503, message, "model", "no_digest")
         if adapter.digest in self._unusable:
-            raise self._refusal(adapter.digest)
+            raise self._refusal(name, adapter.digest)
         return adapter, adapter.digest
 
-    def _refusal(self, digest: str) -> ApiError:
-        return ApiError(400, self._unusable[digest], "model", "unusable_adapter")
+    def _refusal(self, name: str, digest: str) -> ApiError:
+        message = self._unusable[digest].replace(digest, name)  # its folder, of which clients know nothing
+        return ApiError(400, message, "model", "unusable_adapter")
 
     async def _fetch(self, adapter: RegisteredAdapter, digest: str) -> int:
         """Store an adapter from the first source that delivers its bytes; return their number."""
@@ -276,7 +277,7 @@ class AdapterPool:
             except InputError as error:
                 self._counters.transfers[source.kind, "unusable"] += 1
                 self._unusable[digest] = str(error)
-                raise self._refusal(digest) from None
+                raise self._refusal(adapter.name, digest) from None
             async with self._copies.room(incoming.size_bytes if adapter.size_bytes is None else 0):
                 await self._served.readers.run(incoming.store)
         self._counters.on_transfer(source.kind, incoming.size_bytes, time.monotonic() - begin_s)

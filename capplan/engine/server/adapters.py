@@ -160,7 +160,7 @@ class ServedAdapters:
                 if not await self._replace(name, folder, removable):
                     return False
             except InputError as error:
-                raise ApiError(400, str(error), "model") from None
+                raise ApiError(400, str(error).replace(folder.name, name), "model") from None
             self._adapters[name] = AdapterInfo(name)
             self._folders[name] = folder.name
             return True
