@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
 from capplan.engine.server import ServerLimits
+from capplan.spec import Totals
 from tests.cli.examples import group
 from tests.engine.fake_instances import QUICK, Routed, events, routed, tiny_plan
 
@@ -149,6 +150,46 @@ def test_requests_that_an_instance_cannot_start_now_go_to_other_holders(code: st
         assert all(instance.is_up for instance in r.state.fleet.instances), "it serves other requests"
 
     run(check, policy=replace(QUICK, ping_every_s=60.0))
+
+
+@pytest.mark.parametrize(
+    "code", ["adapter_changed", "adapter_unavailable", "registry_unavailable", "server_name_taken", "storage"]
+)
+def test_requests_of_an_adapter_that_no_holder_can_get_go_to_one_other_instance(
+    code: str, tmp_path: Path
+) -> None:
+    """In a pool, in which it may be stored."""
+    sizes = {"max_model_len": 512, "max_num_seqs": 32, "max_num_batched_tokens": 256}
+    groups = (
+        group("g0", (("a", 8, 1.0, None),), replicas=3, **sizes),
+        group("g1", (("b", 4, 1.0, None), ("large", 32, 1.0, None)), max_lora_rank=32, **sizes),
+    )
+
+    async def check(r: Routed) -> None:
+        holder, others = r.launcher["g1-1"], [r.launcher[f"g0-{number}"] for number in (1, 2, 3)]
+        holder.refusal = code
+        for _ in range(3):
+            status, body, _ = await r.post("b")
+            assert status == 200
+            assert body["instance"].startswith("g0")
+        assert r.state.refused_by_holders == r.state.retries == len(holder.bodies) == 3
+        status, body, _ = await r.post("large")
+        assert (status, body["error"]["code"]) == (503, code), "it does not fit elsewhere"
+        for each in others:
+            each.refusal = code
+            each.bodies.clear()
+        status, body, _ = await r.post("b")
+        assert (status, body["error"]["code"]) == (503, code)
+        assert sum(len(each.bodies) for each in others) == 1
+        holder.refusal = "overloaded"
+        status, body, _ = await r.post("b")
+        assert (status, body["error"]["code"]) == (503, "overloaded")
+        assert sum(len(each.bodies) for each in others) == 1, "the load of holders is no other's"
+        async with r.client.get("/metrics") as metrics:
+            assert "capplan:router_refused_by_holders_total 4.0" in await metrics.text()
+
+    plan = tiny_plan().replace(groups=groups, totals=Totals(gpus=4, lower_bound_gpus=1))
+    run(check, plan=plan, registry=str(tmp_path / "r.db"), policy=replace(QUICK, ping_every_s=60.0))
 
 
 def test_an_adapter_too_large_for_the_instances_that_are_up_waits_for_its_holder(tmp_path: Path) -> None:

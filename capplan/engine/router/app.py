@@ -162,6 +162,12 @@ class RouterMetrics:
             (Gauge, "instances_up", "Instances that are up", sum(each.is_up for each in instances)),
             (Gauge, "router_requests_in_flight", "Requests not answered yet", state.in_flight),
             (Counter, "router_retries", "Requests that went on to another instance", state.retries),
+            (
+                Counter,
+                "router_refused_by_holders",
+                "Requests sent to an instance without their adapter, as its holders cannot get it",
+                state.refused_by_holders,
+            ),
         ):
             yield metric_family(kind, f"capplan:{name}", help_text, (), [((), count)])
         refusals = [((str(status),), count) for status, count in sorted(state.refusals.items())]

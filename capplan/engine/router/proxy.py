@@ -60,6 +60,8 @@ class RouterState(ServerState):
         Requests sent to each instance.
     retries
         Times that a request went on to another instance, which was up.
+    refused_by_holders
+        Requests sent to an instance that does not hold their adapter, because its holders cannot get it.
     demand
         Counts the tokens of requests by adapter; None if the cluster is not re-balanced.
     """
@@ -70,7 +72,7 @@ class RouterState(ServerState):
         self.fleet = fleet
         self._in_flight = 0
         self.by_instance: Counter[str] = Counter()
-        self.retries = 0
+        self.retries = self.refused_by_holders = 0
         self.demand = None if fleet.rebalancing is None else fleet.rebalancing.demand
         self._idle = asyncio.Event()
         self._idle.set()
@@ -194,21 +196,32 @@ class _Exchange:
         return len(self._request) // BYTES_PER_TOKEN
 
     async def _forward(self, adapter: str | None) -> None:
+        """Forward the request to the adapter's holders, one after the other, until one has started it.
+
+        If none can get the adapter, one more instance that can fetch it gets the request: it may store it.
+        More of them would multiply the load while the registry or all sources are gone.
+        """
         tried: list[InstanceSupervisor] = []
-        refusal: str | None = None
+        refusals: list[str] = []
+        fleet, is_elsewhere = self._state.fleet, False
         while True:
-            instance = self._state.fleet.choose(adapter, tried, self._prompt_tokens)
+            instance = fleet.choose(adapter, tried, self._prompt_tokens)
+            if instance is None and refusals and "overloaded" not in refusals and not is_elsewhere:
+                is_elsewhere = True
+                instance = fleet.choose(adapter, tried, self._prompt_tokens, elsewhere=True)
+                self._state.refused_by_holders += instance is not None
             if instance is None:
-                raise self._no_instance(adapter, refusal)
+                raise self._no_instance(adapter, refusals[-1] if refusals else None)
             self._state.retries += bool(tried)
             try:
                 await self._forward_to(instance)
                 return
             except InstanceGoneError as gone:
-                if gone.refusal in _REFUSALS:
-                    refusal = gone.refusal
-                elif gone.refusal is not None:
-                    instance.take_out(gone.refusal)
+                code = gone.refusal
+                if code is not None and code in _REFUSALS:
+                    refusals.append(code)
+                elif code is not None:
+                    instance.take_out(code)
                 tried.append(instance)
 
     def _no_instance(self, adapter: str | None, refusal: str | None) -> ApiError:

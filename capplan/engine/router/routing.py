@@ -236,6 +236,8 @@ class InstanceRouter:
         prompt_tokens: int = 0,
         excluded: Collection[int] = (),
         now_ns: int | None = None,
+        *,
+        elsewhere: bool = False,
     ) -> int | None:
         """Return the instance of the next request; None if no holder is available.
 
@@ -249,12 +251,14 @@ class InstanceRouter:
             Instances that are not available for this request.
         now_ns
             Time on the monotonic clock; None: now.
+        elsewhere
+            Whether an instance that can fetch the adapter is chosen also if excluded holders are available.
         """
         number = self._number[adapter]
         rank = self._rank[number]
         among = self._holders_up(number, excluded) if self._down or excluded else None
         if among is not None and not among.places.size:
-            if self._fetch_ranks is None or self._has_holder_up(number):
+            if self._fetch_ranks is None or (self._has_holder_up(number) and not elsewhere):
                 return None
             unable = np.flatnonzero(self._fetch_ranks < rank).tolist()
             adapter, number = None, 0

@@ -352,11 +352,13 @@ class InstanceFleet:
         adapter: str | None,
         excluded: Collection[InstanceSupervisor] = (),
         prompt_tokens: int = 0,
+        *,
+        elsewhere: bool = False,
     ) -> InstanceSupervisor | None:
-        """Return the instance of a request by the router; None if none is up."""
+        """Return the instance of a request as `InstanceRouter.choose`; None if none is up."""
         instances = self.instances
         without = [instances.index(each) for each in excluded]
-        index = self.router.choose(adapter, prompt_tokens, without)
+        index = self.router.choose(adapter, prompt_tokens, without, elsewhere=elsewhere)
         return None if index is None else instances[index]
 
     def retry_after_s(self, adapter: str | None) -> int:
