@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import typer
 
 from capplan.cli.console import Table, counted, number, print_json, print_table
+from capplan.cli.notes import extrapolation_line, trace_lines
 from capplan.cli.options import (
     AsJson,
     ProfileName,
@@ -112,7 +114,9 @@ def capacity(args: CapacityArgs) -> None:
         )
     if result.mean == 0.0:
         raise InfeasibleError(f"no load is within the SLO: {'; '.join(result.binds)}", "slo")
-    _print(fleet, slo, result, as_json=args.as_json)
+    at_capacity = fleet.replay(seeds[0], args.duration_s, result.mean)
+    found_beyond = [each.document() for each in fleet.extrapolations(at_capacity)]
+    _print(fleet, slo, result, found_beyond, as_json=args.as_json)
 
 
 def _check(args: CapacityArgs) -> None:
@@ -223,11 +227,19 @@ def _print_fewest(count: int, slo: Slo, *, as_json: bool) -> None:
         typer.echo(f"{counted(count, 'instance')} for the workload within {_words(slo)} on every seed")
 
 
-def _print(fleet: SimulatedFleet, slo: Slo, result: LoadCapacity, *, as_json: bool) -> None:
+def _print(
+    fleet: SimulatedFleet,
+    slo: Slo,
+    result: LoadCapacity,
+    beyond: Sequence[Mapping[str, Any]],
+    *,
+    as_json: bool,
+) -> None:
+    """Print the highest load and what its simulation used beyond the fitted ranges of the profiles."""
     rate = fleet.workload.total_rate_rps
     if as_json:
         facts = {"router": fleet.router, "instances": len(fleet.instances), "slo": slo.latency_bounds()}
-        print_json({**facts, "rate_rps": rate, **asdict(result)})
+        print_json({**facts, "rate_rps": rate, **asdict(result), "extrapolations": beyond})
         return
     above = "above " if result.above_limit else ""
     loads, head = [result.mean], ["mean"]
@@ -246,6 +258,9 @@ def _print(fleet: SimulatedFleet, slo: Slo, result: LoadCapacity, *, as_json: bo
     typer.echo(f"bounds: {_words(slo)}; {simulated}")
     if result.binds:
         typer.echo(f"just above: {'; '.join(result.binds)}")
+    replayed = () if trace is None else trace_lines(trace.speed * result.mean)
+    for line in (*map(extrapolation_line, beyond), *replayed):
+        typer.echo(line)
 
 
 def _words(slo: Slo) -> str:

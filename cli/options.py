@@ -17,6 +17,7 @@ from typer.models import ArgumentInfo, ParameterInfo
 from capplan.errors import InputError
 from capplan.spec import Cache, EngineArgs, Queues, Scheduler
 from capplan.spec.files import parse_yaml
+from capplan.spec.limits import require_duration
 from capplan.spec.routing import ROUTER_NAMES, STATE_PERIOD_S
 from capplan.spec.scheduling import cache_of, scheduler_of
 from capplan.spec.validation import format_key, validate_document
@@ -24,6 +25,7 @@ from capplan.spec.validation import format_key, validate_document
 if TYPE_CHECKING:
     from capplan.spec import Plan, Profile, Workload
 
+_HOUR_S: Final = 3600.0
 _PATHS: Final = ("FILE", "DIR", "[DIR]", "PLAN", "WORKLOAD")
 """Metavars of files and folders."""
 
@@ -117,6 +119,15 @@ StatePeriod: TypeAlias = Annotated[
         metavar="S",
         help="Time between reports of an instance to the router of a plan; default: "
         f"{STATE_PERIOD_S:g}, as in the verification.",
+    ),
+]
+
+SimulatedTime: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        "--duration",
+        metavar="SECONDS",
+        help="Simulated time; default: an hour, or the trace of the workload as a whole.",
     ),
 ]
 
@@ -336,6 +347,20 @@ def require_extra(extra: str, modules: Sequence[str]) -> None:
     if missing:
         rule = f"is missing: pip install '.[{extra}]', in the checkout"
         raise InputError(rule, missing, f"extra {extra!r}")
+
+
+def simulated_s(workload: Workload, duration_s: float | None) -> float:
+    """Return the simulated time: as given, or else an hour or the length of the workload's trace.
+
+    Raises
+    ------
+    InputError
+        If it is out of range.
+    """
+    if duration_s is not None:
+        require_duration(duration_s)
+        return duration_s
+    return _HOUR_S if workload.trace is None else workload.trace.duration_s
 
 
 def require_state_period(seconds: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import typer
@@ -19,6 +19,7 @@ from capplan.cli.options import (
     RouterOption,
     SchedulerName,
     Seed,
+    SimulatedTime,
     StatePeriod,
     Workers,
     WorkloadFile,
@@ -29,6 +30,7 @@ from capplan.cli.options import (
     read_cache,
     read_scheduler,
     scheduling_flags,
+    simulated_s,
 )
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
@@ -46,7 +48,6 @@ from capplan.cli.slot_order import (
     require_seeds,
 )
 from capplan.errors import InfeasibleError, InputError
-from capplan.spec.limits import require_duration
 from capplan.spec.scheduling import completed
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class SimulateArgs:
     forecast: ForecastName = None
     solver: RebalanceSolverName = None
     profile: ProfileName = None
-    duration_s: float = typer.Option(3600.0, "--duration", metavar="SECONDS", help="Simulated time.")
+    duration_s: SimulatedTime = None
     seed: Seed = 0
     seeds: int = typer.Option(
         1, metavar="N", help="Paired seeds from --seed on, which order several numbers of slots."
@@ -133,13 +134,13 @@ def simulate(args: SimulateArgs) -> None:
     from capplan.spec import load_workload, write_text_atomic
 
     require_writable_files(args.report, args.requests_out)
-    require_duration(args.duration_s)
     if args.plan is not None:
         _simulate_plan(args, args.plan)
         return
     rebalance = RebalanceOptions(args.rebalance_s, args.forecast, args.solver)
     require_plan(args.router, args.state_period_s, rebalance)
     workload = load_workload(args.workload)
+    args = replace(args, duration_s=simulated_s(workload, args.duration_s))
     pair = _scheduling(args, workload)
     slots = _slots(args, workload, pair)
     require_seeds(args.seeds, workload)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 from capplan.cli.console import Table, counted, number, percent, print_json, print_table
-from capplan.cli.notes import extrapolation_line, require_no_extrapolation
-from capplan.cli.options import chosen_profile, read_plan, require_state_period
+from capplan.cli.notes import extrapolation_line, require_no_extrapolation, trace_lines
+from capplan.cli.options import chosen_profile, read_plan, require_state_period, simulated_s
 from capplan.cli.progress import announce_compilation
 from capplan.cli.rebalancing import RebalanceOptions
 from capplan.errors import InputError
@@ -48,7 +48,7 @@ class PlanSimulation:
     router: str | None
     state_period_s: float | None
     rebalance: RebalanceOptions
-    duration_s: float
+    duration_s: float | None
     seed: int
 
 
@@ -77,7 +77,7 @@ def simulate_plan(
     fleet = fleet_of_plan(plan, workload, chosen, workload_file, given.router, settings)
     if given.state_period_s is not None:
         fleet = replace(fleet, state_period_s=given.state_period_s)
-    result = fleet.simulate(given.seed, given.duration_s)
+    result = fleet.simulate(given.seed, simulated_s(workload, given.duration_s))
     ranks, held = by_rank(fleet, result), stored_adapters(fleet)
     found = [each.document() for each in fleet.extrapolations(result)]
     beyond = tuple(map(extrapolation_line, found))
@@ -87,7 +87,8 @@ def simulate_plan(
         print_table(metrics_table(fleet, result))
         print_table(instances_table(fleet, result, held))
         print_table(ranks_table(ranks))
-        for line in (storage_line(fleet, held), *moves_lines(fleet, result), *beyond):
+        replayed = trace_lines(None if workload.trace is None else workload.trace.speed)
+        for line in (storage_line(fleet, held), *moves_lines(fleet, result), *beyond, *replayed):
             typer.echo(line)
     if strict:
         require_no_extrapolation(beyond)

@@ -111,7 +111,8 @@ def test_capacity_is_reported_with_its_interval(run: Run, workload_yaml: Path) -
     assert fewest["instances"] >= 1
 
 
-def test_capacity_for_a_trace_has_one_seed_and_no_interval(run: Run, workload_yaml: Path) -> None:
+def replayed(workload_yaml: Path, rate_scale: float = 1.0) -> None:
+    """Replace the requests of a workload by a trace of 60 s at 5 req/s."""
     folder = workload_yaml.parent
     rows = [f"{0.2 * number:.1f},120,40,a{number % 4}" for number in range(300)]
     (folder / "trace.csv").write_text(
@@ -119,7 +120,28 @@ def test_capacity_for_a_trace_has_one_seed_and_no_interval(run: Run, workload_ya
     )
     (folder / "ranks.csv").write_text("name,rank\na0,8\na1,8\na2,8\na3,8\n")
     kept = workload_yaml.read_text().partition("requests:")[0]
-    workload_yaml.write_text(f"{kept}trace: {{file: trace.csv, ranks: ranks.csv, duration_s: 60}}\n")
+    trace = f"{{file: trace.csv, ranks: ranks.csv, duration_s: 60, rate_rps: {5.0 * rate_scale}}}"
+    workload_yaml.write_text(f"{kept}trace: {trace}\n")
+
+
+def test_a_simulation_of_a_trace_ends_with_it(run: Run, workload_yaml: Path, tmp_path: Path) -> None:
+    """In the idle time after a trace its backlog would drain, and count as served."""
+    replayed(workload_yaml, rate_scale=40.0)
+    alone = json.loads(run("simulate", workload_yaml, "--a-max", 4, "--json").stdout)
+    (result,) = alone["results"]
+    assert alone["settings"]["duration_s"] == pytest.approx(1.5)
+    assert result["starved"]
+    plan = tmp_path / "traced.json"
+    assert run("plan", workload_yaml, "-o", plan, "--gpus", 8, "--seeds", 1).exit_code == 0
+    words = ("simulate", workload_yaml, "--plan", plan)
+    found = json.loads(run(*words, "--json").stdout)
+    offered_tok_s = 200.0 * 160.0
+    assert 0.5 * offered_tok_s < found["cluster"]["throughput_tok_s"] <= offered_tok_s
+    assert "trace at 40 times its recorded rate" in run(*words).stdout
+
+
+def test_capacity_for_a_trace_has_one_seed_and_no_interval(run: Run, workload_yaml: Path) -> None:
+    replayed(workload_yaml)
     words = ("capacity", workload_yaml, "--a-max", 4, "--precision", 0.2)
     found = told(run, *words)
     assert len(found["loads"]) == 1
@@ -127,6 +149,7 @@ def test_capacity_for_a_trace_has_one_seed_and_no_interval(run: Run, workload_ya
     assert found["mean"] < 100.0
     text = run(*words).stdout
     assert "the trace of 60 s as a whole" in text
+    assert "times its recorded rate" in text
     assert "90 %" not in text
 
 
