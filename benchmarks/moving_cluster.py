@@ -151,7 +151,7 @@ class MovingCluster:
         self.right: dict[str, list[int]] = {}
         self.outcomes = Outcomes()
         self.log: list[str] = []
-        self._settings = RebalanceSettings(period_s=period_s, forecast="last")
+        self._settings = RebalanceSettings(every_s=period_s, forecast="last")
         self._registry = AdapterRegistry(top / "registry.db", timeout_s=10.0)
         self._digests = {name: str(self._registry.get(name).digest) for name in names}
 

@@ -63,24 +63,24 @@ HIGH_PRICE_PER_GB: Final = 0.05
 SYSTEMS: Final[Mapping[str, RebalanceSettings | None]] = {
     "frozen": None,
     **{
-        f"{period_s:g} s, {forecast}": RebalanceSettings(period_s=period_s, forecast=forecast)
-        for period_s in (60.0, 300.0, 900.0)
+        f"{every_s:g} s, {forecast}": RebalanceSettings(every_s=every_s, forecast=forecast)
+        for every_s in (60.0, 300.0, 900.0)
         for forecast in FORECAST_NAMES
     },
     "300 s, holt, labels by packing": RebalanceSettings(permute=False),
     ARBITRARY: RebalanceSettings(permute=False, solver="capplan"),  # with `arbitrary_labels` as the solver
     **{
-        f"capplan, {period_s:g} s, {forecast}": RebalanceSettings(
-            period_s=period_s, forecast=forecast, solver="capplan"
+        f"capplan, {every_s:g} s, {forecast}": RebalanceSettings(
+            every_s=every_s, forecast=forecast, solver="capplan"
         )
-        for period_s in (60.0, 300.0)
+        for every_s in (60.0, 300.0)
         for forecast in FORECAST_NAMES
     },
     **{
-        f"capplan, {period_s:g} s, {forecast}, price {HIGH_PRICE_PER_GB:g}": RebalanceSettings(
-            period_s=period_s, forecast=forecast, solver="capplan", price_per_gb=HIGH_PRICE_PER_GB
+        f"capplan, {every_s:g} s, {forecast}, price {HIGH_PRICE_PER_GB:g}": RebalanceSettings(
+            every_s=every_s, forecast=forecast, solver="capplan", price_per_gb=HIGH_PRICE_PER_GB
         )
-        for period_s in (60.0, 300.0)
+        for every_s in (60.0, 300.0)
         for forecast in FORECAST_NAMES[1:]
     },
 }

@@ -39,14 +39,14 @@ RebalanceSolverName: TypeAlias = Annotated[
     ),
 ]
 
-_FLAGS: Final = {"period_s": "--rebalance", "forecast": "--forecast", "solver": "--solver"}
+_FLAGS: Final = {"every_s": "--rebalance", "forecast": "--forecast", "solver": "--solver"}
 
 
 @dataclass(frozen=True)
 class RebalanceOptions:
     """Options of re-balancing; None: as in the plan."""
 
-    period_s: float | None = None
+    every_s: float | None = None
     forecast: str | None = None
     solver: str | None = None
 
@@ -69,7 +69,7 @@ class RebalanceOptions:
             For an invalid value, or options without re-balancing.
         """
         changes = self.given
-        if planned is None and self.period_s is None:
+        if planned is None and self.every_s is None:
             for name, value in changes.items():
                 raise InputError("goes with --rebalance", value, _FLAGS[name])
             return None

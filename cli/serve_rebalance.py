@@ -45,7 +45,7 @@ def rebalance_options(values: dict[str, Any], planned: RebalanceSettings | None)
     for flag, name in (("--registry", "registry"), ("--lora-root", "lora_root")):
         if values[name] is None:
             where = "plan: rebalance" if values["rebalance"] is None else "--rebalance"
-            raise InputError(f"requires {flag}: instances share adapters", settings.period_s, where)
+            raise InputError(f"requires {flag}: instances share adapters", settings.every_s, where)
     return ServedRebalance(settings, values["registry"], values["admin_api_key"], values["workload"])
 
 

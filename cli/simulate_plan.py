@@ -148,7 +148,7 @@ def moves_lines(fleet: SimulatedFleet, result: ClusterResult) -> list[str]:
     planned = sum(each.moved_bytes for each in moves.rounds)
     unpermuted = sum(each.unpermuted_bytes for each in moves.rounds)
     lines = [
-        f"re-balancing every {fleet.rebalance.settings.period_s:g} s: "
+        f"re-balancing every {fleet.rebalance.settings.every_s:g} s: "
         f"{counted(len(moves.rounds), 'round')}; new placements lack {planned / _GIB:.2f} GiB "
         f"({unpermuted / _GIB:.2f} GiB without permutation)",
         f"{counted(moves.transfers, 'transfer')} of {moves.transferred_bytes / _GIB:.2f} GiB in "

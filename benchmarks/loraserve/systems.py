@@ -121,7 +121,7 @@ class Scene:
             router = LeastWorkLeft(off_plan, rank_raise=raised)
             return routed_by_state(load, router, self.placed("capplan"))
         if system in RUNTIME:
-            settings = RebalanceSettings.model_validate({"period_s": self.step_s, **RUNTIME[system]})
+            settings = RebalanceSettings.model_validate({"every_s": self.step_s, **RUNTIME[system]})
             return rebalanced(load, self.points(), self.servers, settings)
         if system in STEPPED:
             placements, _ = self.stepped(load, STEPPED[system])

@@ -18,7 +18,7 @@ REBALANCE_SOLVERS: Final[tuple[RebalanceSolver, ...]] = get_args(RebalanceSolver
 class RebalanceSettings(SpecModel):
     """Periodic re-balancing of adapters over the GPUs that serve a plan."""
 
-    period_s: Positive = Field(
+    every_s: Positive = Field(
         default=300.0, description="Time between two re-balancings, and length of a window of demand."
     )
     forecast: Forecast = Field(

@@ -91,7 +91,7 @@ def test_rebalancing_of_a_plan_is_simulated(run: Run, workload_yaml: Path, tmp_p
     words = ("simulate", workload_yaml, "--plan", tmp_path / "moving.json", "--duration", 70)
     options = ("--rebalance", 20, "--forecast", "ewma", "--solver", "capplan")
     found = told(run, *words, *options)["rebalance"]
-    assert found["settings"]["period_s"] == 20.0
+    assert found["settings"]["every_s"] == 20.0
     assert (found["settings"]["forecast"], found["settings"]["solver"]) == ("ewma", "capplan")
     assert [each["at_s"] for each in found["rounds"]] == [20.0, 40.0, 60.0]
     assert found["operating_points_tok_s"].keys() == {"8", "16"}

@@ -126,7 +126,7 @@ def test_a_plan_with_a_scheduler_is_exported_as_verified_without_it(
 
 def test_a_plan_with_rebalancing_is_not_exported_as_verified(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    small_plan().replace(rebalance=RebalanceSettings(period_s=600.0)).to_json(path)
+    small_plan().replace(rebalance=RebalanceSettings(every_s=600.0)).to_json(path)
     line = error_line(run("export", path, "--target", "vllm", "-o", tmp_path / "deploy"))
     assert "--workload: is required to verify the plan without its re-balancing, which vllm does not" in line
     assert run("export", path, "--target", "vllm", "-o", tmp_path / "deploy", "--unverified").exit_code == 0

@@ -31,12 +31,12 @@ def registry(tmp_path: Path) -> AdapterRegistry:
 
 
 def config_of(
-    registry: AdapterRegistry, period_s: float = 3600.0, point: float = 1e6, base: bool = False
+    registry: AdapterRegistry, every_s: float = 3600.0, point: float = 1e6, base: bool = False
 ) -> RebalancingConfig:
     demands = [AdapterDemand(name, rank, 1.0, 100) for name, rank in RANKS.items()]
     demands += [AdapterDemand(MODEL, 0, 1.0)] if base else []
     points = dict.fromkeys((0, *RANKS.values()), point)
-    rebalancer = Rebalancer(demands, 2, points, RebalanceSettings(period_s=period_s, forecast="last"))
+    rebalancer = Rebalancer(demands, 2, points, RebalanceSettings(every_s=every_s, forecast="last"))
     return RebalancingConfig(
         rebalancer,
         registry.location,
@@ -160,7 +160,7 @@ def test_a_solver_with_a_defect_fails_the_round_and_the_router_serves_on(registr
         raise ZeroDivisionError("no server")
 
     config = config_of(registry)
-    settings = RebalanceSettings(period_s=3600.0, solver="capplan")
+    settings = RebalanceSettings(every_s=3600.0, solver="capplan")
     demands = [AdapterDemand(name, rank, 1.0, 100) for name, rank in RANKS.items()]
     rebalancer = Rebalancer(demands, 2, dict.fromkeys(RANKS.values(), 1e6), settings, replan)
 
@@ -251,7 +251,7 @@ def test_rounds_come_by_themselves_and_overload_is_reported(registry: AdapterReg
         assert any(line.startswith("overload: the expected demand is") for line in r.log)
         assert loop.target is not None
 
-    run(check, config_of(registry, period_s=0.3, point=0.01))
+    run(check, config_of(registry, every_s=0.3, point=0.01))
 
 
 def test_a_router_without_rebalancing_shows_its_shares() -> None:

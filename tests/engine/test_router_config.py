@@ -376,7 +376,7 @@ def test_a_plan_to_rebalance_has_equal_instances_and_operating_points_of_its_pro
     assert {spec.engine["max_lora_rank"] for spec in cluster.specs} == {16}
     moving = cluster.rebalancing
     assert moving is not None
-    assert (moving.rebalancer.settings.period_s, moving.rebalancer.settings.forecast) == (60.0, "last")
+    assert (moving.rebalancer.settings.every_s, moving.rebalancer.settings.forecast) == (60.0, "last")
     held = [{"a": 1.0, "shared": 0.25}, {"b": 1.0, "shared": 0.75}]
     stored = [{"b"}, {"a", "shared"}]
     made = moving.rebalancer.step(None, stored, held)

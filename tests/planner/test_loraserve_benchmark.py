@@ -161,7 +161,7 @@ def test_re_balancing_at_run_time_follows_a_shifting_popularity(traces: Path) ->
     load = lab.load(scene, 220.0, 0)
 
     def times_s(period_s: float) -> np.ndarray:
-        return rebalanced(load, scene.points(), 4, RebalanceSettings(period_s=period_s))
+        return rebalanced(load, scene.points(), 4, RebalanceSettings(every_s=period_s))
 
     moving, frozen = times_s(5.0), times_s(2.0 * load.duration_s)
     assert moving.shape == frozen.shape == load.requests.arrival_ns.shape

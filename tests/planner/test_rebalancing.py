@@ -11,7 +11,7 @@ from capplan.planner.served_rebalancing import served_rebalancer
 from capplan.spec import Lengths, Pool, RebalanceSettings
 from tests.twin.cluster.workloads import PROFILE
 
-SETTINGS = RebalanceSettings(period_s=600.0, forecast="last")
+SETTINGS = RebalanceSettings(every_s=600.0, forecast="last")
 
 
 def make(**fields: object) -> Workload:
@@ -60,7 +60,7 @@ def test_a_plan_is_verified_again_for_engines_that_do_not_rebalance(planned) -> 
 
 def test_other_settings_replace_those_of_the_plan(planned) -> None:
     made, workload = planned
-    fleet = fleet_of_plan(made, workload, None, "workload", None, RebalanceSettings(period_s=20.0))
+    fleet = fleet_of_plan(made, workload, None, "workload", None, RebalanceSettings(every_s=20.0))
     moves = fleet.simulate(1, 61.0).moves
     assert moves is not None
     assert [each.at_s for each in moves.rounds] == [20.0, 40.0, 60.0]
@@ -104,8 +104,8 @@ def test_verification_has_the_settings_that_run(planned) -> None:
 
 def test_a_simulation_has_a_bounded_number_of_rebalancings(planned) -> None:
     made, workload = planned
-    fleet = fleet_of_plan(made, workload, None, "workload", None, RebalanceSettings(period_s=1e-9))
-    with pytest.raises(InputError, match="period_s: must be at least the simulated time over 100,000"):
+    fleet = fleet_of_plan(made, workload, None, "workload", None, RebalanceSettings(every_s=1e-9))
+    with pytest.raises(InputError, match="every_s: must be at least the simulated time over 100,000"):
         fleet.simulate(1, 60.0)
 
 

@@ -156,7 +156,7 @@ class FleetChanges:
         self._shares: Sequence[Mapping[str, float]] = shares_of(
             scenario.placement, self._movable, scenario.instances
         )
-        self._period_ns = max(1, round(rebalancing.settings.period_s * NS_PER_S))
+        self._period_ns = max(1, round(rebalancing.settings.every_s * NS_PER_S))
         self._counted = 0
         self._events = self._schedule(scenario.instances)
         self._rounds: list[RebalanceRound] = []

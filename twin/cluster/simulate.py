@@ -94,9 +94,9 @@ def simulate_cluster(
         For an invalid setting, or an adapter without a holder.
     """
     started = time.perf_counter()
-    if rebalance is not None and duration_s / rebalance.settings.period_s > _MOST_ROUNDS:
+    if rebalance is not None and duration_s / rebalance.settings.every_s > _MOST_ROUNDS:
         rule = f"must be at least the simulated time over {_MOST_ROUNDS:,}, {duration_s / _MOST_ROUNDS:g} s"
-        raise InputError(rule, rebalance.settings.period_s, "rebalance: period_s")
+        raise InputError(rule, rebalance.settings.every_s, "rebalance: every_s")
     build = build_cluster if rebalance is None else build_movable_cluster
     scenario = build(workload, instances, duration_s, seed, gpus_per_link=gpus_per_link)
     trace = _trace(scenario, router, seed, interrupt, state_period_s, rebalance)

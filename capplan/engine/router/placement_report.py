@@ -27,7 +27,7 @@ def placement_document(fleet: InstanceFleet) -> dict[str, Any]:
 
 def _rebalancing(loop: RebalanceLoop) -> dict[str, Any]:
     return {
-        "period_s": loop.period_s,
+        "every_s": loop.every_s,
         "done": loop.done,
         "failed": loop.failed,
         "moved_bytes": loop.moved_bytes,

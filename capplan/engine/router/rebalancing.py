@@ -133,7 +133,7 @@ class RoundFailedError(Exception):
 
 
 class RebalanceLoop:
-    """Re-balances a cluster every `period_s` of its settings; it belongs to the event loop.
+    """Re-balances a cluster every `every_s` of its settings; it belongs to the event loop.
 
     Attributes
     ----------
@@ -177,15 +177,15 @@ class RebalanceLoop:
         self._running = asyncio.Lock()
 
     @property
-    def period_s(self) -> float:
+    def every_s(self) -> float:
         """Time between two rounds."""
-        return self._config.rebalancer.settings.period_s
+        return self._config.rebalancer.settings.every_s
 
     async def run(self) -> None:
         """Re-balance until cancelled."""
         updating = asyncio.ensure_future(self.updates.run())
         self.demand.close_window()  # the start of the instances is not part of the first window
-        due_s = time.monotonic() + self.period_s
+        due_s = time.monotonic() + self.every_s
         try:
             while True:
                 await asyncio.wait((updating,), timeout=max(0.0, min(_WATCH_S, due_s - time.monotonic())))
@@ -193,7 +193,7 @@ class RebalanceLoop:
                     updating.result()
                 trigger = self._repair()
                 if time.monotonic() >= due_s:
-                    trigger, due_s = "period", max(due_s + self.period_s, time.monotonic())
+                    trigger, due_s = "period", max(due_s + self.every_s, time.monotonic())
                 if trigger is not None:
                     await self.rebalance(trigger)
         finally:

@@ -141,7 +141,7 @@ def test_invalid_shares_of_a_solver_are_rejected(shares: list[dict[str, float]],
 @pytest.mark.parametrize(
     ("fields", "rule"),
     [
-        ({"period_s": 0.0}, r"period_s: must be"),
+        ({"every_s": 0.0}, r"every_s: must be"),
         ({"forecast": "oracle"}, r"forecast: must be .*holt"),
         ({"solver": "greedy"}, r"solver: must be .*loraserve"),
         ({"price_per_gb": -1.0}, r"price_per_gb: must be"),

@@ -69,7 +69,7 @@ def _rebalancing(choose: Choose, scenario: ClusterScenario) -> Rebalancing:
     busy_ns = int(arrivals_ns[-1]) if arrivals_ns.size else 0
     ms = max(2, min(scenario.horizon_ns, busy_ns + 20 * MS) // MS)
     settings = RebalanceSettings(
-        period_s=choose(1, ms // 2) / 1000,
+        every_s=choose(1, ms // 2) / 1000,
         forecast=FORECASTS[choose(0, len(FORECASTS) - 1)],  # type: ignore[arg-type]
         permute=choose(0, 3) > 0,
         solver="capplan" if choose(0, 3) == 0 else "loraserve",
@@ -106,8 +106,8 @@ def movable_clusters(draw: st.DrawFn) -> World:
     """Return a strategy of clusters with changes, and at most `MOST_ROUNDS` periods to the horizon."""
     scenario, rebalancing = make_movable(lambda low, high: draw(st.integers(low, high)))
     settings, least_ms = rebalancing.settings, -(-scenario.horizon_ns // (MOST_ROUNDS * MS))
-    period_s = max(settings.period_s, least_ms / 1000)
-    return scenario, replace(rebalancing, settings=settings.replace(period_s=period_s))
+    every_s = max(settings.every_s, least_ms / 1000)
+    return scenario, replace(rebalancing, settings=settings.replace(every_s=every_s))
 
 
 def seeded_movable(seed: int) -> World:

@@ -101,7 +101,7 @@ def test_the_same_seed_gives_the_same_moves(world: World, router: str) -> None:
 def test_without_a_round_the_placement_stays(world: World, router: str) -> None:
     scenario, rebalancing = world
     rule = build_rule(served_router(router), scenario)
-    settings = rebalancing.settings.replace(period_s=2.0 * scenario.horizon_ns / 1e9)
+    settings = rebalancing.settings.replace(every_s=2.0 * scenario.horizon_ns / 1e9)
     quiet = replace(rebalancing, settings=settings, faults=Faults())
     once = run_cluster(scenario, rule, 1, rebalancing=quiet)
     frozen = run_cluster(scenario, build_rule(served_router(router), scenario), 1)
@@ -139,7 +139,7 @@ def test_rebalancing_follows_a_drift_that_overloads_a_frozen_placement() -> None
     workload = drifting(even(8, 20.0), 40.0, 600.0)
     instances = halves(workload)
     frozen = simulate_cluster(workload, instances, router="smooth-shares", duration_s=600.0)
-    settings = RebalanceSettings(period_s=30.0, forecast="last")
+    settings = RebalanceSettings(every_s=30.0, forecast="last")
     moving = simulate_cluster(
         workload, instances, router="smooth-shares", duration_s=600.0, rebalance=Rebalancing(settings, POINTS)
     )
