@@ -38,6 +38,7 @@ from capplan.cli.serve_plan import (
     plan_routing,
     pool_folder,
     running_groups,
+    unverified_overrides,
 )
 from capplan.cli.serve_rebalance import FLAGS as REBALANCE_FLAGS
 from capplan.cli.serve_rebalance import equal_settings, rebalance_options, rebalancing
@@ -384,6 +385,9 @@ def _serve_plan(args: ServeArgs) -> int:
     given = {name for name in args.ctx.params if _is_given(args.ctx, name)}
     file, plan = _plan_of(args, given)
     options = rebalance_options(vars(args), plan.rebalance)
+    moved = None if options is None else options.settings
+    for line in unverified_overrides(plan, args.router, moved):
+        _log(line)
     if args.registry is not None and args.lora_root is None:
         with AdapterRegistry(args.registry) as registry:
             plan = with_locations(plan, registry)

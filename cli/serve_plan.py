@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 
 from capplan.cli.options import require_extra, require_state_period
 from capplan.errors import InputError
-from capplan.spec import Cache, EngineArgs, Group, Plan, Profile, Queues, Scheduler
+from capplan.spec import (
+    Cache,
+    EngineArgs,
+    Group,
+    Plan,
+    Profile,
+    Queues,
+    RebalanceSettings,
+    Scheduler,
+)
 from capplan.spec.routing import PLAN_ROUTER
 
 if TYPE_CHECKING:
@@ -107,6 +116,21 @@ def running_groups(plan: Plan, specs: Sequence[InstanceSpec]) -> list[Group]:
         update = {"engine_args": group.engine_args.model_copy(update=args), **policies}
         running.append(group.model_copy(update=update))
     return running
+
+
+def unverified_overrides(
+    plan: Plan, router: str | None, rebalance: RebalanceSettings | None
+) -> tuple[str, ...]:
+    """Return a line for each setting of the command line with which the plan was not verified."""
+    replaced = []
+    planned = plan.router or PLAN_ROUTER
+    if router not in (None, planned):
+        replaced.append(f"router {router} instead of {planned}")
+    if rebalance is not None and rebalance != plan.rebalance:
+        was = "none" if plan.rebalance is None else f"that of every {plan.rebalance.every_s:g} s"
+        replaced.append(f"re-balancing every {rebalance.every_s:g} s instead of {was}")
+    hint = "`capplan simulate WORKLOAD --plan PLAN` with the same options simulates it"
+    return tuple(f"the plan was not verified with {each}; {hint}" for each in replaced)
 
 
 def plan_routing(

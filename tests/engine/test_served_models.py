@@ -9,12 +9,15 @@ import pytest
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
 from capplan import Plan
+from capplan.cli.serve_plan import unverified_overrides
 from capplan.datasets import load_profile
 from capplan.engine.router.supervisor import RouterConfig
-from capplan.spec import Scheduler
+from capplan.spec import RebalanceSettings, Scheduler
+from capplan.spec.routing import PLAN_ROUTER
 from capplan.twin.cluster.plans import served_rule
 from capplan.twin.cluster.routers import MODELLED
 from tests.cli.conftest import Run, run
+from tests.cli.examples import small_plan
 from tests.engine.test_router_config import moving_flags, moving_plan, started
 
 __all__ = ["moving_plan", "run", "started"]
@@ -47,3 +50,15 @@ def test_models_of_a_router_are_those_of_the_engines_that_run(
     assert np.array_equal(cluster.routing.rule.models, rule.models)
     other = served_rule(plan, plan.groups, router, {small.profile: load_profile(small.profile)})
     assert not np.array_equal(rule.models, other.models)
+
+
+def test_settings_of_the_command_line_that_were_not_verified_are_named() -> None:
+    plan = small_plan()
+    assert unverified_overrides(plan, None, None) == unverified_overrides(plan, PLAN_ROUTER, None) == ()
+    router, rebalance = unverified_overrides(plan, "toppings", RebalanceSettings(every_s=60.0))
+    assert "not verified with router toppings instead of smooth-shares" in router
+    assert "not verified with re-balancing every 60 s instead of none" in rebalance
+    moving = plan.replace(router="toppings", rebalance=RebalanceSettings(every_s=60.0))
+    assert unverified_overrides(moving, "toppings", moving.rebalance) == ()
+    (slower,) = unverified_overrides(moving, None, RebalanceSettings(every_s=90.0))
+    assert "every 90 s instead of that of every 60 s" in slower
