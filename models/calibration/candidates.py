@@ -51,8 +51,12 @@ TERM_GROUPS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 )
 """Terms of the additive form that a candidate leaves out together, which shows their contribution."""
 
-_MIN_WAITING: Final = 1.0
-"""Mean number of waiting requests that one row at least must have for a fit of the queue terms."""
+_MIN_WAITING: Final = 8.0
+"""Mean number of waiting requests that one row at least must have for a fit of the queue terms.
+
+One or two requests wait in the few steps whose token budget is full of prompts. What is different in these
+steps would otherwise be the cost of every queue.
+"""
 
 _RANK_FIELDS: Final = ("lora_decodes", "lora_prefill_tokens")
 _REQUIRED_BY_KERNEL: Final[Mapping[Kernel, tuple[str, ...]]] = MappingProxyType(

@@ -134,13 +134,17 @@ def test_the_ranges_of_a_table_include_its_streams_and_request_rates() -> None:
     assert (ranges["streams"], ranges["rate_rps"]) == ((1.0, float(len(frame))), (7.0, 7.0))
 
 
-def test_queue_terms_need_a_row_with_a_queue() -> None:
+@pytest.mark.parametrize("waiting", [0.05, 1.0, 2.5])
+def test_queue_terms_need_a_row_with_a_queue(waiting: float) -> None:
+    """A few long steps, with prompts up to the token budget, let one or two requests wait."""
     frame = steps_of("additive", ADDITIVE_TRUTH, noise=0.05)
-    frame["waiting"] = np.where(np.arange(len(frame)) % 50 == 0, 0.05, 0.0)
+    full = np.arange(len(frame)) % 50 == 0
+    frame["waiting"] = np.where(full, waiting, 0.0)
+    frame.loc[full, "step_ms"] *= 1.3
     table = table_of(frame)
-    assert candidate_named("additive", table, Kernel.VLLM).fit(table).coefficients()[
-        "ms_per_waiting_krequest"
-    ] == Coefficient(value=0.0)
+    found = candidate_named("additive", table, Kernel.VLLM).fit(table).coefficients()
+    for name in ("ms_per_waiting_krequest", "ms_per_adapter_queued"):
+        assert found[name] == Coefficient(value=0.0)
     assert "additive-without-queue" not in {score.label for score in calibrate_steps(table).scores}
 
 
