@@ -51,11 +51,13 @@ TERM_GROUPS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 )
 """Terms of the additive form that a candidate leaves out together, which shows their contribution."""
 
-_MIN_WAITING: Final = 8.0
-"""Mean number of waiting requests that one row at least must have for a fit of the queue terms.
+_MIN_WAITING: Final = 1.0
+"""Mean number of waiting requests that one row at least must have for a fit of the queue terms."""
+_MAX_PREFILLS: Final = 0.5
+"""Largest mean number of prompts in that row.
 
-One or two requests wait in the few steps whose token budget is full of prompts. What is different in these
-steps would otherwise be the cost of every queue.
+Without a queue for places or slots, requests still wait in steps whose token budget is full of prompts. What
+is different in these steps would otherwise be the cost of every queue.
 """
 
 _RANK_FIELDS: Final = ("lora_decodes", "lora_prefill_tokens")
@@ -173,10 +175,11 @@ def candidates(table: MeasuredSteps, kernel: Kernel) -> tuple[StepModelCandidate
 
     Variants are without a group of terms, or with a cache of a given size, beyond which KV tokens cost more.
     The order is that of preference among candidates of equal error. Rank terms require the ranks that the
-    kernel pays for, request terms the number of prefills, and queue terms a row with `_MIN_WAITING`: a few
-    steps with a waiting request do not determine the cost of long queues. Variants without the terms per
-    request come first, and under ``vllm``, whose slots have terms of their own, variants without the rank
-    terms as well: these terms must reduce the error. Variants with another kernel are for comparison only.
+    kernel pays for, request terms the number of prefills, and queue terms a row with `_MIN_WAITING` and few
+    prompts: requests that wait for the token budget do not determine the cost of a queue. Variants without
+    the terms per request come first, and under ``vllm``, whose slots have terms of their own, variants
+    without the rank terms as well: these terms must reduce the error. Variants with another kernel are for
+    comparison only.
     """
     groups = _known_groups(table, kernel)
     not_fitted = _unknown_terms(table, groups)
@@ -209,9 +212,14 @@ def _known_groups(table: MeasuredSteps, kernel: Kernel) -> dict[str, tuple[str, 
     known = {
         "ranks": all(name in table.ranks for name in _REQUIRED_BY_KERNEL[kernel]),
         "requests": "prefills" in table.ranks,
-        "queue": table.waiting.max() >= _MIN_WAITING,
+        "queue": _has_queue(table),
     }
     return {name: terms for name, terms in TERM_GROUPS.items() if known.get(name, True)}
+
+
+def _has_queue(table: MeasuredSteps) -> bool:
+    decodes = table.ranks.get("prefills", np.zeros(table.rows)) <= _MAX_PREFILLS
+    return bool((table.waiting[decodes] >= _MIN_WAITING).any())
 
 
 def _unknown_terms(table: MeasuredSteps, groups: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:

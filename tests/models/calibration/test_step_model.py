@@ -134,11 +134,14 @@ def test_the_ranges_of_a_table_include_its_streams_and_request_rates() -> None:
     assert (ranges["streams"], ranges["rate_rps"]) == ((1.0, float(len(frame))), (7.0, 7.0))
 
 
-@pytest.mark.parametrize("waiting", [0.05, 1.0, 2.5])
-def test_queue_terms_need_a_row_with_a_queue(waiting: float) -> None:
-    """A few long steps, with prompts up to the token budget, let one or two requests wait."""
+@pytest.mark.parametrize(
+    ("waiting", "with_prompts"), [(0.05, False), (0.05, True), (1.0, True), (18.0, True)]
+)
+def test_queue_terms_need_a_row_with_a_queue(waiting: float, with_prompts: bool) -> None:
+    """Requests wait in steps that are full of prompts, and would have the cost of such steps."""
     frame = steps_of("additive", ADDITIVE_TRUTH, noise=0.05)
-    full = np.arange(len(frame)) % 50 == 0
+    full = (frame["prefills"] >= 1) == with_prompts
+    full &= np.arange(len(frame)) % 10 == 0
     frame["waiting"] = np.where(full, waiting, 0.0)
     frame.loc[full, "step_ms"] *= 1.3
     table = table_of(frame)
