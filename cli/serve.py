@@ -385,9 +385,6 @@ def _serve_plan(args: ServeArgs) -> int:
     given = {name for name in args.ctx.params if _is_given(args.ctx, name)}
     file, plan = _plan_of(args, given)
     options = rebalance_options(vars(args), plan.rebalance)
-    moved = None if options is None else options.settings
-    for line in unverified_overrides(plan, args.router, moved):
-        _log(line)
     if args.registry is not None and args.lora_root is None:
         with AdapterRegistry(args.registry) as registry:
             plan = with_locations(plan, registry)
@@ -413,6 +410,8 @@ def _serve_plan(args: ServeArgs) -> int:
     moving = None
     if options is not None:
         moving = rebalancing(options, plan, groups, profiles.known, _log)
+    for line in unverified_overrides(plan, args.router, None if options is None else options.settings):
+        _log(line)
     _log(f"starting {counted(len(specs), 'instance')} of {file}")
     facts = {
         "model": model_name,

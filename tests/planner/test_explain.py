@@ -307,7 +307,8 @@ def curve(*points: CurvePoint, chosen: int, adapters: int = 64, most: int | None
 
 
 def test_a_decided_difference_is_stated_without_doubt() -> None:
-    seeds = curve(over_seeds(8, 3.0, 2.9, 3.1), over_seeds(16, 1.0, 1.1, 1.2), chosen=16)
+    slow, fast = over_seeds(8, 3.0, 2.9, 3.1, 3.0, 3.0), over_seeds(16, 1.0, 1.1, 1.2, 1.1, 1.1)
+    seeds = curve(slow, fast, chosen=16)
     words = explain_slots(seeds, "capplan", fixed=False)
     assert words.endswith("8 slots: 3 s from arrival to last token instead of 1.1")
 
