@@ -66,6 +66,17 @@ def test_why_an_adapter_is_not_delivered_is_logged_once_until_it_changes(
         assert logged() == []
 
 
+def test_a_delivery_after_a_failed_one_is_not_logged(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+    elsewhere = fleet.top / "elsewhere"
+    with fleet.server("s0") as s0:
+        (fleet.top / "source" / "a").rename(elsewhere)
+        assert refusal(s0, "a") == (503, "adapter_unavailable")
+        elsewhere.rename(fleet.top / "source" / "a")
+        caplog.clear()
+        answer(s0, "a")
+        assert [each for each in caplog.messages if "not delivered" in each] == []
+
+
 def test_a_request_that_waits_for_its_adapter_is_in_the_state_of_the_server(fleet: Fleet) -> None:
     may_send = threading.Event()
 

@@ -221,7 +221,7 @@ class AdapterPool:
         return adapter, adapter.digest
 
     def _refusal(self, name: str, digest: str) -> ApiError:
-        message = self._unusable[digest].replace(digest, name)  # its folder, of which clients know nothing
+        message = self._unusable[digest].replace(digest, name)  # its folder, unknown to clients
         return ApiError(400, message, "model", "unusable_adapter")
 
     async def _fetch(self, adapter: RegisteredAdapter, digest: str) -> int:
@@ -249,7 +249,7 @@ class AdapterPool:
     def _log_causes(self, name: str, causes: Mapping[str, Sequence[str]]) -> None:
         """Log which sources do not deliver an adapter, unless the last line was the same."""
         line = "; ".join(f"{', '.join(sorted(names))}: {cause}" for cause, names in sorted(causes.items()))
-        if line != self._causes.pop(name, ""):
+        if line not in ("", self._causes.pop(name, "")):
             _log.warning("adapter %s is not delivered by %s", name, line)
         if line:
             self._causes[name] = line
