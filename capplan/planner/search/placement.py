@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from capplan.planner.search.data import SearchData
 
+_WIDENING: Final = 1.25
 _LEVEL_PRECISION: Final = 0.01
-"""Relative precision of a bisected level of load."""
+"""Step from the least possible level of load upwards, and relative precision of the bisected level."""
 
 
 class PlacementState:
@@ -127,11 +128,13 @@ def by_rank(data: SearchData, pools: Sequence[int]) -> PlacementState | None:
     memory = [pool.profile.gpu.memory_bytes for pool in data.problem.pools]
     ordered = sorted(pools, key=lambda pool: -memory[pool])
     order = sorted(range(len(data.groups)), key=lambda g: (-data.rank[g], -data.weight[g], g))
-    best = _first_fit(data, ordered, order, np.inf)
-    if best is None:
-        return None
-    low, high = 0.0, float(best.loads().max())
-    while high > (1.0 + _LEVEL_PRECISION) * low:
+    low = high = max(float(data.weight.sum()) / len(pools), float(data.weight.max(initial=0.0)))
+    best = _first_fit(data, ordered, order, high)
+    most = float(data.loads.max(axis=(0, 1)).sum())
+    while best is None and high <= most:
+        low, high = high, _WIDENING * high
+        best = _first_fit(data, ordered, order, high)
+    while best is not None and high > (1.0 + _LEVEL_PRECISION) * low:
         level = 0.5 * (low + high)
         filled = _first_fit(data, ordered, order, level)
         if filled is None:
