@@ -50,7 +50,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     Raises
     ------
     InputError
-        If it is not two or three numbers, with suffixes such as rc1, .dev3, .post1 and +cu128 or without.
+        If it is not two or more numbers, with suffixes such as rc1, .dev3, .post1 and +cu128 or without.
     """
     found = _VERSION.fullmatch(version)
     if found is None:

@@ -277,8 +277,6 @@ class WorkloadFile(PlanningRequirements):
             raise rule_error("is required, unless pools are given", key=("profile",))
         if self.trace is None and self.adapters is None and self.base is None:
             raise rule_error("must give adapters or trace, one of the two, or base")
-        if self.adapters == () and self.base is None:
-            raise rule_error("must not be empty, unless there is base traffic", key=("adapters",), value=[])
         if self.trace is not None:
             self._check_trace(self.trace)
         else:
