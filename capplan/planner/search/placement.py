@@ -145,17 +145,17 @@ def by_rank(data: SearchData, pools: Sequence[int]) -> PlacementState | None:
 
 
 def balanced_by_rank(data: SearchData, pools: Sequence[int]) -> PlacementState | None:
-    """Cut as `by_rank`, then insert greedily among instances with the same ranks."""
-    cut = by_rank(data, pools)
-    if cut is None:
+    """Fill as `by_rank`, then insert greedily among instances with the same ranks."""
+    filled = by_rank(data, pools)
+    if filled is None:
         return None
     same_ranks: dict[frozenset[int], list[int]] = {}
-    for instance, members in enumerate(cut.members):
+    for instance, members in enumerate(filled.members):
         same_ranks.setdefault(frozenset(data.rank[list(members)].tolist()), []).append(instance)
-    state = PlacementState(data, cut.pools.tolist())
+    state = PlacementState(data, filled.pools.tolist())
     for instances in same_ranks.values():
         there = np.isin(np.arange(len(state)), instances)
-        groups = [group for instance in instances for group in cut.members[instance]]
+        groups = [group for instance in instances for group in filled.members[instance]]
         for group in sorted(groups, key=lambda g: (-data.weight[g], -data.rank[g], g)):
             anywhere = state.loads_with(group)
             loads = np.where(there, anywhere, np.inf)
