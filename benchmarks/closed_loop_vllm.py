@@ -40,8 +40,7 @@ from capplan.profiling.load.requests import LoadSettings, Target
 from capplan.profiling.server.process import engine_words
 from capplan.profiling.server.profiler import EngineSetting, ServerProfilingOptions, profile_server
 from capplan.profiling.tables import MeasurementFolder, tables_of
-from capplan.profiling.validation.loop import saturated_rps
-from capplan.profiling.validation.validate import (
+from capplan.profiling.validation.compare import (
     MetricComparison,
     Tolerances,
     compared,
@@ -51,6 +50,7 @@ from capplan.profiling.validation.validate import (
     offered_values,
     predicted_values,
 )
+from capplan.profiling.validation.loop import saturated_rps
 from capplan.spec import write_text_atomic
 from capplan.twin.calibration import CalibrationOptions, CalibrationTables, calibrate
 from capplan.twin.paired import PAIRED_SEEDS, contradictions, paired_order

@@ -26,7 +26,8 @@ from capplan.cli.progress import announce_compilation, load_progress
 from capplan.errors import InputError
 
 if TYPE_CHECKING:
-    from capplan.profiling.validation.validate import GroupValidation, MetricComparison, Validation
+    from capplan.profiling.validation.compare import GroupValidation, MetricComparison
+    from capplan.profiling.validation.validate import Validation
     from capplan.spec import Plan, Profile, Workload
 
 
@@ -78,7 +79,8 @@ def validate(args: ValidateArgs) -> None:
     if not args.url:
         require_extra("engine", ENGINE)
     from capplan.planner.explain.rebuild import planned_workload
-    from capplan.profiling.validation.validate import Tolerances, ValidationOptions
+    from capplan.profiling.validation.compare import Tolerances
+    from capplan.profiling.validation.validate import ValidationOptions
     from capplan.profiling.validation.validate import validate as run
     from capplan.spec import Plan, load_workload, write_text_atomic
 

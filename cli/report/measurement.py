@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from capplan.profiling.load.result import BenchResult
-    from capplan.profiling.validation.validate import GroupValidation, Validation
+    from capplan.profiling.validation.compare import GroupValidation
+    from capplan.profiling.validation.validate import Validation
 
     Columns = Mapping[str, NDArray[Any]]
 

@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 
 from capplan import InputError
 from capplan.cli.validate import group_verdict
-from capplan.profiling.validation.validate import (
+from capplan.profiling.validation.compare import (
     ITL,
     THROUGHPUT,
     GroupValidation,
     MetricComparison,
     Tolerances,
-    ValidationOptions,
     compared,
 )
+from capplan.profiling.validation.validate import ValidationOptions
 
 POSITIVE = st.floats(1e-3, 1e6)
 
