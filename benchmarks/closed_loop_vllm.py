@@ -278,9 +278,11 @@ class Loop:
         plain = simulated(held, constant_step(profile, predicted), *drawn)
         return compared(
             known["measured"],
-            predicted_values(predicted),
-            predicted_values(plain),
-            offered_values(predicted),
+            {
+                "predicted": predicted_values(predicted),
+                "constant_step": predicted_values(plain),
+                "offered_load": offered_values(predicted),
+            },
             TOLERANCES,
         )
 

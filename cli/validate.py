@@ -140,6 +140,7 @@ def _group_document(group: GroupValidation) -> dict[str, Any]:
         asdict(each)
         | {
             "error": each.error,
+            "as_profiled_error": each.as_profiled_error,
             "constant_step_error": each.constant_step_error,
             "offered_load_error": each.offered_load_error,
             "agrees": each.agrees,
@@ -226,6 +227,27 @@ def heading(group: GroupValidation) -> str:
     return f"group {group.group}: {group.requests:,} requests in {group.duration_s:g} s{scale}"
 
 
+_FAR: Final = 0.1
+
+
+def speed_note(group: GroupValidation) -> str | None:
+    """Return how fast the machine was, and the predictions without it; None if it is unknown."""
+    if group.slowdown is None:
+        return None
+    known = [each for each in group.comparisons if each.tolerance is not None]
+    values = (f"{_valued(each, each.as_profiled)} ({number(each.as_profiled_error, 1)} %)" for each in known)
+    note = (
+        f"speed: by the engine's probe, steps took {number(group.slowdown, 3)} times as long as profiled, "
+        f"which the predictions count; as profiled: {', '.join(values)}"
+    )
+    return note if abs(group.slowdown - 1.0) <= _FAR else f"{note}; profile the engine again on this machine"
+
+
+def _valued(each: MetricComparison, value: float) -> str:
+    label, unit = _LABELS[each.name]
+    return f"{label} {number(value, 1)} {unit}"
+
+
 def group_verdict(group: GroupValidation) -> str:
     """Return whether a group agrees, the metrics with a tolerance, and the faults of the measurement."""
     bounded = [each for each in group.comparisons if each.tolerance is not None]
@@ -240,8 +262,7 @@ def group_verdict(group: GroupValidation) -> str:
 
 def _metric_verdict(each: MetricComparison) -> str:
     """Return the values of a metric, its error, and its tolerance."""
-    label, unit = _LABELS[each.name]
-    values = f"{label} {number(each.measured, 1)} {unit} measured, {number(each.predicted, 1)} predicted"
+    values = f"{_valued(each, each.measured)} measured, {number(each.predicted, 1)} predicted"
     side = "within" if each.agrees else "over"
     return f"{values}: {number(each.error, 1)} % {side} the tolerance of {each.tolerance:g} %"
 
@@ -252,3 +273,5 @@ def show(found: Validation) -> None:
         typer.echo(heading(group))
         print_table(group_table(group))
         typer.echo(group_verdict(group))
+        if note := speed_note(group):
+            typer.echo(note)

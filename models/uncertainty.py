@@ -106,18 +106,22 @@ def _scaled(model: FittedModel, factor: float) -> FittedModel:
     """Return the step model with every time multiplied."""
     if factor == 1.0:
         return model
-    scaled = _SCALED.get(model.form)
     changed = {
         name: Coefficient(value=each.value * factor)
         for name, each in model.coefficients.items()
-        if scaled is None or name in scaled
+        if name not in _NO_TIMES
     }
     tables = {name: table.scaled(factor) for name, table in model.tables.items()}
     return model.replace(coefficients=model.coefficients | changed, tables=tables)
 
 
-_SCALED: Final = MappingProxyType({"digital-twin": ("k1", "k2", "k3", "k4", "k5")})
-"""Coefficients that scale the time of a form; all of them in forms that are not listed."""
+_NO_TIMES: Final = ("k6", "k7", "k7_base", "cache_kv_ktokens")
+"""Coefficients of step models that are no times, and no times per quantity."""
+
+
+def with_step_times(profile: Profile, factor: float) -> Profile:
+    """Return the profile with all step times multiplied, as on a machine that is slower by the factor."""
+    return profile.replace(step_latency=_scaled(profile.step_latency, factor))
 
 
 def pessimistic_profile(profile: Profile, quantile: float) -> Profile:
@@ -133,5 +137,4 @@ def pessimistic_profile(profile: Profile, quantile: float) -> Profile:
     """
     if not 0.5 <= quantile < 1.0:
         raise InputError("must be at least 0.5 and below 1", quantile, "robust")
-    factor = float(np.exp(scatter(profile) * ndtri(quantile)))
-    return profile.replace(step_latency=_scaled(profile.step_latency, factor))
+    return with_step_times(profile, float(np.exp(scatter(profile) * ndtri(quantile))))

@@ -38,6 +38,7 @@ from capplan.engine.messages import (
 )
 from capplan.engine.parallel.group import WorkerEndedError
 from capplan.engine.request import FinishReason, Request, TokenLogprobs
+from capplan.engine.timing import SpeedProbe
 from capplan.errors import InputError
 from capplan.serving import State
 from capplan.serving.state import POOLED
@@ -71,6 +72,7 @@ class CoreLoop:
         self._requests: dict[int, Request] = {}
         self._ended: dict[int, Ended] = {}
         self._has_worked = False
+        self._probe = SpeedProbe()
 
     def ready(self) -> CoreReady:
         """Return the facts of the engine."""
@@ -236,7 +238,10 @@ class CoreLoop:
             request.tag: request.logprobs[-1] for request in step.emitted if request.logprobs
         }
         ended, self._ended = self._ended, {}
-        self._send(StepTokens(step.record, tags, tokens, logprobs, ended))
+        record = step.record
+        if record is not None and (probe_ms := self._probe.taken_ms()):
+            record = record._replace(probe_ms=probe_ms)
+        self._send(StepTokens(record, tags, tokens, logprobs, ended))
 
     def _flush(self) -> None:
         """Send the ends of prompts that no step has sent."""

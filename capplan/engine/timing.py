@@ -11,10 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
+import numpy as np
+
 from capplan.engine.scheduler_output import SchedulerOutput
 from capplan.spec.durable import replace_durably, unused_beside
 
 _ROWS_PER_GROUP: Final = 10_000
+_PROBE_LOOPS: Final = 400
+_PROBE_SIDE: Final = 64
+_PROBE_REPEATS: Final = 3
 
 
 class WallClock:
@@ -96,6 +101,41 @@ class PhaseTimer:
         return sum(self._laps_ns.values())
 
 
+class SpeedProbe:
+    """Time of a fixed piece of work, taken now and then: the speed of the CPU at that time.
+
+    A loop of the interpreter and a product of matrices, of which a step consists, too. The shortest of three
+    repetitions counts, since the first one finds the caches as the step has left them.
+
+    Parameters
+    ----------
+    period_s
+        Least time between two of them. One takes about 0.1 ms.
+    """
+
+    def __init__(self, period_s: float = 0.05) -> None:
+        self._period_ns = round(period_s * 1e9)
+        self._next_ns = 0
+        self._square = np.full((_PROBE_SIDE, _PROBE_SIDE), 0.5, np.float32)
+        self._product = np.empty_like(self._square)
+
+    def taken_ms(self) -> float:
+        """Return the time of the work in milliseconds; 0 if the last one is less than the period ago."""
+        now_ns = time.perf_counter_ns()
+        if now_ns < self._next_ns:
+            return 0.0
+        self._next_ns = now_ns + self._period_ns
+        return 1e-6 * min(self._work_ns() for _ in range(_PROBE_REPEATS))
+
+    def _work_ns(self) -> int:
+        start_ns = time.perf_counter_ns()
+        total = 0
+        for number in range(_PROBE_LOOPS):
+            total += number
+        np.matmul(self._square, self._square, out=self._product)
+        return time.perf_counter_ns() - start_ns
+
+
 class StepRecord(NamedTuple):
     """Counts and times of one step. Counts are taken at the decision, as in the twin's latency models."""
 
@@ -130,6 +170,8 @@ class StepRecord(NamedTuple):
     forward_ms: float
     sample_ms: float
     commit_ms: float
+    probe_ms: float = 0.0
+    """Of `SpeedProbe` after the step; 0: not taken."""
 
 
 def step_record(

@@ -162,6 +162,10 @@ class Fit(SpecModel):
     max_error: float | None = Field(
         default=None, description="Largest relative error of a sample, in percent."
     )
+    probe_ms: float | None = Field(
+        default=None,
+        description="Milliseconds of the reference engine's speed probe when the fit's times were measured.",
+    )
 
 
 class Uncertainty(SpecModel):

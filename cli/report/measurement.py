@@ -11,7 +11,7 @@ from capplan.cli.bench import adapter_table, facts_table, latency_table, warning
 from capplan.cli.console import Table, counted, number
 from capplan.cli.report import page
 from capplan.cli.report.figures import Axis, Chart, Curve, bar_rows, bounds_of, line_chart
-from capplan.cli.validate import group_table, group_verdict, heading
+from capplan.cli.validate import group_table, group_verdict, heading, speed_note
 
 if TYPE_CHECKING:
     import numpy as np
@@ -276,5 +276,6 @@ def _group_section(group: GroupValidation) -> page.Section:
         heading(group),
         group_table(group, on_page=True),
         page.paragraph(group_verdict(group)),
+        *(page.paragraph(note) for note in (speed_note(group),) if note),
         page.charts(errors),
     )

@@ -97,6 +97,7 @@ class StepCalibration:
                 error=smape(predicted, table.step_ms),
                 cross_validated_error=self.score.held_out_error,
                 max_error=float(100 * np.max(np.abs(predicted / table.step_ms - 1.0))),
+                probe_ms=table.probe_ms,
             ),
             uncertainty=self.uncertainty(),
         )

@@ -42,6 +42,7 @@ STEP_OPTIONS: Final = (
     "prompt_std",
     "streams",
     "rate_rps",
+    "probe_ms",
     *StepRanks._fields,
 )
 """Optional columns. ``load_ms``: time of adapter loads within the step by the loading model with a
@@ -49,8 +50,9 @@ serving_factor of 1; blank if unknown. ``run``: group of the row, never on both 
 ``steps``: number of steps of which the row is the mean. ``prompt_std``: standard deviation of the tokens that
 one request has in a step of its prefill, beside ``prefills`` in rows that are means; default 0. ``regime``:
 replaces the result of `regimes` unless blank. ``streams``, ``rate_rps``: requests in flight and requests per
-second, for the ranges of the profile. The others are the limits that `regimes` uses, and the fields
-of `StepRanks`.
+second, for the ranges of the profile. ``probe_ms``: time of the engine's speed probe meanwhile, blank if
+unknown. Step times are multiplied by the median of this column over its value: times at one speed of the
+machine. The others are the limits that `regimes` uses, and the fields of `StepRanks`.
 """
 
 FROM_PREFILLS: Final = ("decodes", "lora_decodes", "lora_prefills", "lora_prefill_tokens")
@@ -60,7 +62,16 @@ requests have adapters.
 
 _MOST: Final = 1e18  # of a cell; bytes, tokens and milliseconds are less, and squares of cells are finite
 _LEAST: Final = 1e-9  # of a positive cell
-_POSITIVE: Final = ("step_ms", "requests", "a_max", "s_max", "adapters_served", "steps", "kv_capacity")
+_POSITIVE: Final = (
+    "step_ms",
+    "requests",
+    "a_max",
+    "s_max",
+    "adapters_served",
+    "steps",
+    "kv_capacity",
+    "probe_ms",
+)
 
 UNQUEUED: Final = "un-queued"
 SLOT_BOUND: Final = "slot-bound"
@@ -183,6 +194,8 @@ class MeasuredSteps:
     """See `prompt_quantiles`, shape (rows, `QUANTILES`)."""
     load_ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Smallest and largest ``streams`` and ``rate_rps``, if the table has them."""
+    probe_ms: float | None = None
+    """Time of the engine's speed probe to which the step times refer; None: unknown."""
 
     @property
     def unknown_loads(self) -> NDArray[np.bool_]:
@@ -228,7 +241,9 @@ def read_steps(path: str | Path, folds: int = 5) -> MeasuredSteps:
         For an unreadable or empty file, a missing column, or a value that is not a number, negative, or 0 in
         a column that must be positive.
     """
-    frame = read_table(path, STEP_COLUMNS, STEP_OPTIONS, text=("run", "regime"), blank=("load_ms",))
+    frame = read_table(
+        path, STEP_COLUMNS, STEP_OPTIONS, text=("run", "regime"), blank=("load_ms", "probe_ms")
+    )
     require_positive(frame, _POSITIVE, str(path))
     return step_table(frame, Path(path).name, folds)
 
@@ -255,10 +270,14 @@ def step_table(frame: pd.DataFrame, source: str, folds: int = 5) -> MeasuredStep
     prompt_mean = np.maximum(prompt_tokens, 1.0) / np.maximum(prefills, 1e-9)
     steps = column("steps", 1.0)
     loads = column("load_ms", np.nan)
+    probes = column("probe_ms", np.nan)
+    probe_ms = None if np.isnan(probes).all() else float(np.nanmedian(probes))
+    slower = np.ones(rows) if probe_ms is None else np.where(np.isnan(probes), 1.0, probes / probe_ms)
     offered = {name: column(name, 0.0) for name in ("streams", "rate_rps") if name in frame.columns}
     return MeasuredSteps(
         source=source,
-        **{name: column(name, 0.0) for name in STEP_COLUMNS},
+        step_ms=column("step_ms", 0.0) / slower,
+        **{name: column(name, 0.0) for name in STEP_COLUMNS if name != "step_ms"},
         slots_per_adapter=np.minimum(1.0, column("a_max", 1.0) / column("adapters_served", 1.0)),
         steps=steps,
         load_ms=None if np.isnan(loads).all() else loads,
@@ -268,6 +287,7 @@ def step_table(frame: pd.DataFrame, source: str, folds: int = 5) -> MeasuredStep
         ranks=ranks,
         prompt_quantiles=prompt_quantiles(prefills, column("prompt_std", 0.0) / prompt_mean, steps <= 1.0),
         load_ranges={name: (float(each.min()), float(each.max())) for name, each in offered.items()},
+        probe_ms=probe_ms,
     )
 
 

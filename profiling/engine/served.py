@@ -193,7 +193,8 @@ def _rows(records: Path, windows: Sequence[Window], last_s: float) -> list[dict[
         start, end = (1e3 * at + offset_ms for at in (window.start_s, window.end_s))
         own = table[(table["begin_ms"] >= start) & (table["begin_ms"] < end)]
         load = {"streams": window.streams, "rate_rps": window.rate_rps}
-        found += [{"run": window.name, **load, **row} for row in grouped(own)]
+        probe = {"probe_ms": float(own["probe_ms"].mean())}  # of the window, since a part of it has few
+        found += [{"run": window.name, **load, **row, **probe} for row in grouped(own)]
     return found
 
 
@@ -227,6 +228,7 @@ def recorded_rows(records: Any, pause_s: float) -> Any:
             "prefill_rank_sum": prefills * mean_rank,
             "prefill_rank_tokens": records["prefill_tokens"] * mean_rank,
             **{name: records[name] for name in PHASES},
+            "probe_ms": records["probe_ms"].replace(0.0, np.nan),
         }
     )
     goes_on = records["requests"] + records["waiting"] > records["finished"]

@@ -45,10 +45,12 @@ METRIC_NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "output_tokens": ("vllm:generation_tokens_total", "sglang:generation_tokens_total"),
         "steps": ("vllm:iteration_tokens_total_count",),
         "step_tokens": ("vllm:iteration_tokens_total_sum",),
+        "speed_probes": ("capplan:speed_probe_seconds_count",),
+        "speed_probe_s": ("capplan:speed_probe_seconds_sum",),
     }
 )
-"""Sampled metrics and their names on the servers. ``kv_used`` is a share of the KV tokens; the last five are
-counters.
+"""Sampled metrics and their names on the servers. ``kv_used`` is a share of the KV tokens; those after it
+are counters.
 """
 _SERIES: Final = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)", re.MULTILINE)
 _LORA_INFO: Final = "vllm:lora_requests_info"

@@ -17,6 +17,8 @@ THROUGHPUT: Final = "throughput_tok_s"
 ITL: Final = "itl_ms_mean"
 KV_CAPACITY: Final = "kv_tokens"
 KV_USED: Final = "kv_tokens_mean"
+PROBES: Final = "speed_probes"
+PROBE_S: Final = "speed_probe_s"
 
 NAMES: Final = (
     THROUGHPUT,
@@ -56,17 +58,25 @@ class MetricComparison:
     name: str
     measured: float
     predicted: float
+    """At the speed of the machine during the measurement, if it is known."""
     constant_step: float
     """Baseline: the twin with one time for all steps."""
     offered_load: float
     """Baseline: all requests are served."""
     tolerance: float | None = None
     """Largest SMAPE of agreement, in percent; None: any."""
+    as_profiled: float = math.nan
+    """Prediction at the speed of the machine of the profile."""
 
     @property
     def error(self) -> float:
         """SMAPE of the prediction, in percent."""
         return _error(self.predicted, self.measured)
+
+    @property
+    def as_profiled_error(self) -> float:
+        """SMAPE of the prediction at the speed of the profile, in percent."""
+        return _error(self.as_profiled, self.measured)
 
     @property
     def constant_step_error(self) -> float:
@@ -101,6 +111,8 @@ class GroupValidation:
     constant_step_starved: bool
     faults: tuple[str, ...] = ()
     """Reasons for which the measurement is void."""
+    slowdown: float | None = None
+    """Time of the engine's speed probe over that of the profile; None: unknown."""
 
     @property
     def agrees(self) -> bool:
@@ -120,18 +132,26 @@ def _error(predicted: float, measured: float) -> float:
 
 
 def compared(
-    measured: Values, predicted: Values, constant_step: Values, offered: Values, tolerances: Tolerances
+    measured: Values, predictions: Mapping[str, Values], tolerances: Tolerances
 ) -> tuple[MetricComparison, ...]:
-    """Return the measured metrics, and those with a tolerance."""
+    """Return the measured metrics, and those with a tolerance.
+
+    Parameters
+    ----------
+    measured
+        Measured values by metric.
+    predictions
+        Values by fields of `MetricComparison`: ``predicted``, ``constant_step``, ``offered_load`` and others.
+    tolerances
+        Largest errors.
+    """
     limits = {THROUGHPUT: tolerances.throughput, ITL: tolerances.itl}
     return tuple(
         MetricComparison(
             name,
             measured=measured.get(name, math.nan),
-            predicted=predicted.get(name, math.nan),
-            constant_step=constant_step.get(name, math.nan),
-            offered_load=offered.get(name, math.nan),
             tolerance=limits.get(name),
+            **{field: values.get(name, math.nan) for field, values in predictions.items()},
         )
         for name in NAMES
         if name in limits or not math.isnan(measured.get(name, math.nan))
@@ -169,6 +189,16 @@ def measured_values(
         KV_USED: sum(shares) / len(shares) * (reported_kv_tokens or kv_tokens) if shares else None,
     }
     return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def slowdown_of(result: BenchResult, profile: Profile) -> float | None:
+    """Return the mean time of the engine's speed probe over that of the profile; None if unknown."""
+    reference_ms = profile.step_latency.fit.probe_ms
+    known = [each.values for each in result.server if {PROBES, PROBE_S} <= each.values.keys()]
+    if reference_ms is None or not known:
+        return None
+    taken, spent_s = (known[-1][name] - known[0][name] for name in (PROBES, PROBE_S))
+    return 1e3 * spent_s / taken / reference_ms if taken > 0.0 else None
 
 
 def faults_of(result: BenchResult, drawn: int | None = None) -> tuple[str, ...]:

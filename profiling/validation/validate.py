@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from capplan.errors import InputError
+from capplan.models.uncertainty import with_step_times
 from capplan.profiling.load.bench import BenchOptions, OnTick, bench
 from capplan.profiling.load.preflight import fetch_engine_info
 from capplan.profiling.load.requests import LoadSettings, Target, scaled, schedule_of
@@ -28,6 +29,7 @@ from capplan.profiling.validation.compare import (
     measured_values,
     offered_values,
     predicted_values,
+    slowdown_of,
 )
 from capplan.spec import Group, Plan, Profile, Workload
 from capplan.twin import simulate
@@ -234,6 +236,33 @@ def validate(
     return Validation(tuple(groups), results)
 
 
+def _measured(
+    plan: Plan,
+    group: Group,
+    offered: Workload,
+    profile: Profile,
+    kv_tokens: int,
+    options: ValidationOptions,
+    on_tick: OnTick | None,
+) -> tuple[int | None, BenchResult]:
+    """Load one instance of a group; return its reported KV tokens and the result."""
+    max_model_len = group.engine_args.replace(**options.engine_args).max_model_len
+    schedule = schedule_of(offered, options.duration_s, options.seed, max_model_len, profile=profile)
+    running = options.urls.get(group.id)
+    started = server_command(plan, group, profile, offered, kv_tokens, len(schedule), options)
+    with running_server(started) if running is None else nullcontext(running) as url:
+        target = Target(url, options.api_key, plan.base_model)
+        reported = asyncio.run(fetch_engine_info(target)).kv_tokens
+        result = bench(
+            offered,
+            target,
+            LoadSettings(options.duration_s, drain_s=_DRAIN_S, metrics_interval_s=_METRICS_INTERVAL_S),
+            BenchOptions(seed=options.seed, profile=profile, max_model_len=max_model_len),
+            on_tick=on_tick,
+        )
+    return reported, result
+
+
 def _validate_group(
     plan: Plan,
     group: Group,
@@ -244,45 +273,33 @@ def _validate_group(
 ) -> tuple[GroupValidation, BenchResult]:
     """Simulate and load one instance of a group; compare with the twin and the baselines."""
     args = group.engine_args.replace(**options.engine_args)
-    scaled_requests, planned = (group_workload(group, workload, rate) for rate in (options.rate_scale, 1.0))
+    offered, planned = (group_workload(group, workload, rate) for rate in (options.rate_scale, 1.0))
     fields: dict[str, Any] = {**keywords_of(args), **_scheduling_fields(plan, group)}
     fields |= {"duration_s": options.duration_s, "seed": options.seed}
-    predicted = simulate(scaled_requests, profile, **fields)
-    schedule = schedule_of(
-        scaled_requests, options.duration_s, options.seed, args.max_model_len, profile=profile
-    )
-    running = options.urls.get(group.id)
-    started = server_command(
-        plan, group, profile, scaled_requests, predicted.kv_tokens, len(schedule), options
-    )
-    with running_server(started) if running is None else nullcontext(running) as url:
-        target = Target(url, options.api_key, plan.base_model)
-        kv_tokens = asyncio.run(fetch_engine_info(target)).kv_tokens
-        result = bench(
-            scaled_requests,
-            target,
-            LoadSettings(options.duration_s, drain_s=_DRAIN_S, metrics_interval_s=_METRICS_INTERVAL_S),
-            BenchOptions(seed=options.seed, profile=profile, max_model_len=args.max_model_len),
-            on_tick=on_tick,
-        )
-    plain = constant_step(profile, simulate(planned, profile, **fields))
-    baseline = simulate(scaled_requests, plain, **fields)
+    as_profiled = simulate(offered, profile, **fields)
+    kv_tokens, result = _measured(plan, group, offered, profile, as_profiled.kv_tokens, options, on_tick)
+    slowdown = slowdown_of(result, profile)
+    now = profile if slowdown is None else with_step_times(profile, slowdown)
+    predicted = simulate(offered, now, **fields)
+    baseline = simulate(offered, constant_step(now, simulate(planned, now, **fields)), **fields)
+    predictions = {
+        "predicted": predicted_values(predicted),
+        "as_profiled": predicted_values(as_profiled),
+        "constant_step": predicted_values(baseline),
+        "offered_load": offered_values(predicted),
+    }
+    measured = measured_values(result, profile, kv_tokens, predicted.kv_tokens)
     validated = GroupValidation(
         group=group.id,
         rate_scale=options.rate_scale,
         duration_s=options.duration_s,
         seed=options.seed,
         requests=predicted.submitted,
-        comparisons=compared(
-            measured_values(result, profile, kv_tokens, predicted.kv_tokens),
-            predicted_values(predicted),
-            predicted_values(baseline),
-            offered_values(predicted),
-            options.tolerances,
-        ),
+        comparisons=compared(measured, predictions, options.tolerances),
         starved=result.overall.starved,
         predicted_starved=predicted.starved,
         constant_step_starved=baseline.starved,
         faults=faults_of(result, predicted.submitted),
+        slowdown=slowdown,
     )
     return validated, result

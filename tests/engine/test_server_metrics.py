@@ -95,6 +95,16 @@ def test_gauges_of_running_and_waiting_requests(server: Live) -> None:
     assert afterwards["vllm:request_success_total{finished_reason=abort}"] == 5
 
 
+def test_the_speed_of_the_core_is_measured_between_steps(server: Live) -> None:
+    name = "capplan:speed_probe_seconds"
+    before = samples(server)
+    assert complete(server, max_tokens=400, ignore_eos=True).status == 200
+    after = samples(server)
+    taken, spent_s = (after[f"{name}_{part}"] - before[f"{name}_{part}"] for part in ("count", "sum"))
+    assert 0 < taken < 400  # not after each step
+    assert 0.0 < spent_s / taken < 0.1
+
+
 def test_a_shared_pool_has_metrics_of_its_queues_and_cached_adapters() -> None:
     wrs = Wrs(a=0.4, b=0.6, max_prompt_tokens=100, max_output_tokens=100, max_adapter_bytes=1)
     classes = (QueueClass(upper_wrs=0.5, quota_tokens=400), QueueClass(upper_wrs=None, quota_tokens=2000))

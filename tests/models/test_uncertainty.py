@@ -13,8 +13,9 @@ from capplan.models.uncertainty import (
     drawn_profiles,
     pessimistic_profile,
     scatter,
+    with_step_times,
 )
-from capplan.spec import Profile, ProvenanceKind, Uncertainty
+from capplan.spec import Coefficient, Profile, ProvenanceKind, Uncertainty
 
 LLAMA = load_profile("h100-64g/llama-3.1-8b/vllm-0.8.5")
 
@@ -74,6 +75,18 @@ def test_pessimistic_steps_are_slower_by_the_quantile_of_the_scatter() -> None:
     ratio = slow.step_latency.value("base_ms") / profile.step_latency.value("base_ms")
     assert ratio == pytest.approx(np.exp(0.1 * ndtri(0.9)))
     assert pessimistic_profile(profile, 0.5).step_latency == profile.step_latency
+
+
+def test_a_slower_machine_has_the_cache_of_the_profile() -> None:
+    cache = {
+        "ms_per_kv_ktoken_beyond_cache": Coefficient(value=0.02),
+        "cache_kv_ktokens": Coefficient(value=8.0),
+    }
+    steps = LLAMA.step_latency.replace(coefficients=LLAMA.step_latency.coefficients | cache)
+    slow = with_step_times(LLAMA.replace(step_latency=steps), 1.5).step_latency
+    assert slow.value("cache_kv_ktokens") == 8.0
+    times = set(steps.coefficients) - {"cache_kv_ktokens"}
+    assert all(slow.value(name) == pytest.approx(1.5 * steps.value(name)) for name in times)
 
 
 @pytest.mark.parametrize("quantile", [0.4, 1.0, -1.0])

@@ -14,7 +14,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import HistogramMetricFamily, SummaryMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -99,6 +99,7 @@ class Metrics:
         self.answers = self.answer_tokens = 0
         self._finished = dict.fromkeys(_FINISH_REASONS, 0)
         self._step_tokens = Histogram(_STEP_TOKENS)
+        self._probes, self._probe_s = 0, 0.0
         self._ttft_s = Histogram(_TTFT_S)
         self._itl_s = Histogram(_ITL_S)
         self._tpot_s = Histogram(_ITL_S)
@@ -117,6 +118,9 @@ class Metrics:
         self._preemptions += record.preemptions
         self._step_tokens.observe(record.tokens)
         self._generation_tokens += len(states)
+        if record.probe_ms:
+            self._probes += 1
+            self._probe_s += 1e-3 * record.probe_ms
         end_ns = record.begin_ns + record.duration_ns
         for state in states:
             if state.last_token_ns is not None:
@@ -157,6 +161,11 @@ class Metrics:
         yield from self._values()
         yield self._lora_info()
         yield self._core_info()
+        speed = SummaryMetricFamily(
+            "capplan:speed_probe_seconds", "Time of a fixed piece of work between steps"
+        )
+        speed.add_metric((), count_value=self._probes, sum_value=self._probe_s)
+        yield speed
         if self._gauges.pool is not None:
             yield from _pool_metrics(self._gauges.pool)
         for name, help_text, histogram in (

@@ -118,6 +118,18 @@ def test_counts_within_window_means_are_poisson() -> None:
     assert windows.probability_of_any(mean) == pytest.approx(1.0 - np.exp(-mean))
 
 
+def test_step_times_are_those_at_one_speed_of_the_machine(frame: pd.DataFrame, tmp_path: Path) -> None:
+    slower = np.where(np.arange(len(frame)) % 3 == 0, 2.0, 1.0)
+    measured = frame.assign(step_ms=frame["step_ms"] * slower, probe_ms=0.05 * slower)
+    table = read_steps(written(measured, tmp_path / "steps.csv"))
+    assert table.step_ms == pytest.approx(frame["step_ms"].to_numpy())
+    assert table.probe_ms == pytest.approx(0.05)
+    measured.loc[0, "probe_ms"] = np.nan  # unknown: as measured
+    table = read_steps(written(measured, tmp_path / "blank.csv"))
+    assert table.step_ms[0] == pytest.approx(2.0 * frame["step_ms"][0])
+    assert step_table(frame, "steps.csv").probe_ms is None
+
+
 def test_rows_without_a_run_form_blocks(frame: pd.DataFrame) -> None:
     table = step_table(frame.drop(columns="run"), "steps.csv", folds=4)
     assert table.run_names == ()

@@ -170,6 +170,13 @@ def test_a_served_step_lasts_until_the_next_starts() -> None:
     assert rows["decode_rank_sum"].tolist() == [16.0, 16.0]
 
 
+def test_steps_without_a_speed_probe_have_none() -> None:
+    records = table(record(0.0), record(5.0)._replace(probe_ms=0.05), record(9.0), record(12.0))
+    rows = recorded_rows(records, pause_s=0.3)
+    assert rows["probe_ms"].isna().tolist() == [True, False, True]
+    assert rows["probe_ms"].mean() == 0.05
+
+
 def test_means_over_groups_keep_the_sum_of_times() -> None:
     rng = np.random.default_rng(0)
     steps = [

@@ -6,18 +6,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan import InputError
-from capplan.cli.validate import group_verdict
+from capplan import InputError, Profile
+from capplan.cli.validate import group_verdict, speed_note
+from capplan.profiling.load.result import BenchResult, ServerSample
 from capplan.profiling.validation.compare import (
     ITL,
+    PROBE_S,
+    PROBES,
     THROUGHPUT,
     GroupValidation,
     MetricComparison,
     Tolerances,
     compared,
+    slowdown_of,
 )
 from capplan.profiling.validation.validate import ValidationOptions
+from tests.cli.examples import profile_document
 
+PROFILE = Profile.model_validate(profile_document())
 POSITIVE = st.floats(1e-3, 1e6)
 
 
@@ -67,7 +73,11 @@ def test_a_group_agrees_if_all_metrics_agree() -> None:
 
 
 def test_measured_metrics_and_those_with_tolerances_are_compared() -> None:
-    found = compared({"ttft_s_mean": 1.0}, {THROUGHPUT: 5.0}, {}, {THROUGHPUT: 6.0}, Tolerances(1.0, 2.0))
+    found = compared(
+        {"ttft_s_mean": 1.0},
+        {"predicted": {THROUGHPUT: 5.0}, "constant_step": {}, "offered_load": {THROUGHPUT: 6.0}},
+        Tolerances(1.0, 2.0),
+    )
     assert {each.name: each.tolerance for each in found} == {THROUGHPUT: 1.0, "ttft_s_mean": None, ITL: 2.0}
     assert math.isnan(found[0].measured)
     assert found[0].offered_load == 6.0
@@ -79,6 +89,37 @@ def test_invalid_options_are_refused(fields: dict[str, float]) -> None:
         ValidationOptions(**fields)
     with pytest.raises(InputError, match=">= 0"):
         Tolerances(throughput=-1.0)
+
+
+def scraped(*counters: tuple[float, float]) -> BenchResult:
+    server = [
+        ServerSample(time_s=float(at), took_ms=1.0, values={PROBES: probes, PROBE_S: probe_s})
+        for at, (probes, probe_s) in enumerate(counters)
+    ]
+    return BenchResult.model_construct(server=tuple(server))
+
+
+def with_probe(probe_ms: float | None) -> Profile:
+    steps = PROFILE.step_latency
+    return PROFILE.replace(step_latency=steps.replace(fit=steps.fit.replace(probe_ms=probe_ms)))
+
+
+def test_the_slowdown_is_the_mean_probe_under_load_over_that_of_the_profile() -> None:
+    result = scraped((10.0, 9.0), (20.0, 9.0005), (30.0, 9.0012))
+    assert slowdown_of(result, with_probe(0.05)) == pytest.approx(1.2)
+    assert slowdown_of(result, with_probe(None)) is None
+    assert slowdown_of(scraped(), with_probe(0.05)) is None
+    assert slowdown_of(scraped((10.0, 9.0)), with_probe(0.05)) is None
+
+
+def test_the_speed_and_the_predictions_without_it_are_named() -> None:
+    near = MetricComparison(THROUGHPUT, 100.0, 101.0, 101.0, math.nan, 3.0, as_profiled=120.0)
+    assert speed_note(group(near)) is None
+    note = speed_note(group(near, slowdown=1.08))
+    assert note is not None
+    assert "1.080 times as long as profiled" in note
+    assert note.endswith("as profiled: throughput 120.0 tok/s (9.1 %)")
+    assert str(speed_note(group(near, slowdown=0.8))).endswith("profile the engine again on this machine")
 
 
 def test_the_verdict_names_metric_values_error_and_tolerance() -> None:
