@@ -269,15 +269,19 @@ def rules_of_engine(
     Raises
     ------
     InputError
-        If either is unknown, or the version is known to follow other rules.
+        If either is unknown, the version is known to follow other rules, or it is a version of vLLM and the
+        rules are those of another engine.
     """
     if rules is None and version is not None:
         return rules_of_version(version), version
     chosen = serving_rules(rules or otherwise)
-    if version is None:
+    if version is None or version == chosen.version:
         return chosen, chosen.version
-    if chosen.releases is not None:
-        described = [each.name for each in RULES if each.releases and each.releases.cover(version)]
-        if described and chosen.name not in described:
-            raise InputError(f"must be {' or '.join(described)} for vLLM {version}", rules, "rules")
+    if chosen.releases is None:
+        engine = f"{chosen.engine} {chosen.version}"
+        rule = f"is that of vLLM and does not go with rules {chosen.name}, which are those of {engine}"
+        raise InputError(rule, version, "engine_version")
+    described = [each.name for each in RULES if each.releases and each.releases.cover(version)]
+    if described and chosen.name not in described:
+        raise InputError(f"must be {' or '.join(described)} for vLLM {version}", rules, "rules")
     return chosen, version

@@ -124,6 +124,9 @@ def test_the_version_of_the_engine_chooses_its_rules_and_the_record_repeats_the_
     assert "must be vllm-0.11 for vLLM 0.11.0" in error_line(
         run(*H200, "-o", path, "--engine-version", "0.11.0", "--rules", "vllm-0.8")
     )
+    assert "engine_version: is that of vLLM and does not go with rules slora" in error_line(
+        run(*H200, "-o", path, "--engine-version", "0.11.0", "--rules", "slora")
+    )
 
 
 def test_plans_name_the_engine_of_their_rules(run: Run, tmp_path: Path) -> None:

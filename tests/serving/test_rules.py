@@ -91,6 +91,19 @@ def test_rules_may_be_named_for_a_version_without_known_ones_but_not_against_kno
         rules_of_engine("0.11.0", "vllm-0.8")
 
 
+@pytest.mark.parametrize("name", ["slora", "chameleon", "capplan"])
+def test_a_version_of_vllm_does_not_go_with_the_rules_of_another_engine(name: str) -> None:
+    """A profile would otherwise read "s-lora 0.11.0"."""
+    rules = serving_rules(name)
+    with pytest.raises(InputError) as refused:
+        rules_of_engine("0.11.0", name)
+    assert str(refused.value) == (
+        f"engine_version: is that of vLLM and does not go with rules {name}, which are those of "
+        f"{rules.engine} {rules.version} (got '0.11.0')"
+    )
+    assert rules_of_engine(rules.version, name) == (rules, rules.version)
+
+
 def test_rules_name_their_engine_and_its_last_version() -> None:
     named = {rules.name: (rules.engine, rules.version) for rules in RULES}
     assert named["slora"] == ("s-lora", "c1ddf48")
