@@ -19,7 +19,7 @@ from capplan.cli.options import (
     WorkloadFile,
     chosen_profile,
     command,
-    read_plan,
+    read_any_plan,
 )
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InfeasibleError, InputError
@@ -182,7 +182,7 @@ def _fleet(args: CapacityArgs, workload: Workload, count: int) -> SimulatedFleet
     from capplan.planner.served import SimulatedFleet, fleet_of_plan
 
     if args.plan is not None:
-        plan = read_plan(args.plan, unverified=True)
+        plan = read_any_plan(args.plan)
         chosen = None if args.profile is None else chosen_profile(workload, args.profile)
         return fleet_of_plan(plan, workload, chosen, args.workload, args.router)
     profile = chosen_profile(workload, args.profile)

@@ -75,8 +75,9 @@ def explain(args: ExplainArgs) -> None:
         print_json(_document(document, explanation, shown))
         return
     _print_plan(document)
+    changed = bool(document.changed_after_verification())
     for each in shown:
-        _print_group(document, each)
+        _print_group(document, each, changed=changed)
         _print_explained(each, explanation)
     if explanation is not None and explanation.what_if:
         typer.echo("\none GPU fewer or more")
@@ -133,11 +134,11 @@ def _print_plan(plan: Plan) -> None:
         typer.echo(f"  {line}")
 
 
-def _print_group(plan: Plan, group: Group) -> None:
+def _print_group(plan: Plan, group: Group, *, changed: bool) -> None:
     verdicts = {check.id: check for check in plan.verification.groups}
     typer.echo(f"\n{group.id}: {size(group)}")
     typer.echo(f"  {binding(group)}")
-    typer.echo(f"  {verified(verdicts.get(group.id))}")
+    typer.echo(f"  {verified(verdicts.get(group.id), changed=changed)}")
     print_table(_predicted_table(group))
     if words := scheduling_words(group):
         typer.echo(f"  {words}")
@@ -199,13 +200,14 @@ def size(group: Group) -> str:
     return f"{instances}, {load}, {slots}, profile {group.profile}"
 
 
-def verified(check: GroupVerification | None) -> str:
-    """Return what the twin said of a group."""
+def verified(check: GroupVerification | None, *, changed: bool) -> str:
+    """Return the verdict of the twin on a group, of a plan that was perhaps `changed` since."""
     if check is None:
         return "not verified"
+    before = " at planning" if changed else ""
     note = f": {check.note}" if check.note else ""
     return (
-        f"{'verified' if check.ok else 'FAILED'}{note}; {percent(check.served_fraction)} served, "
+        f"{'verified' if check.ok else 'FAILED'}{before}{note}; {percent(check.served_fraction)} served, "
         f"{number(check.throughput_tok_s)} tok/s, TTFT p99 {number(check.ttft_p99_s, 2)} s on the worst seed"
     )
 
@@ -242,6 +244,7 @@ def _document(plan: Plan, explanation: Explanation | None, shown: Sequence[Group
         "gpus": gpus_reason(plan),
         "totals": whole["totals"],
         "verdict": verdict(plan),
+        "verified": plan.is_verified,
         "verification": whole["verification"],
         "groups": [
             {

@@ -37,7 +37,10 @@ WorkloadFile: TypeAlias = Annotated[str, typer.Argument(metavar="WORKLOAD", help
 PlanFile: TypeAlias = Annotated[str, typer.Argument(metavar="PLAN", help="Plan file (JSON).")]
 
 Unverified: TypeAlias = Annotated[
-    bool, typer.Option("--unverified", help="Use the plan even if its verification is not ok.")
+    bool,
+    typer.Option(
+        "--unverified", help="Use the plan even if its verification is not ok, or the plan was changed since."
+    ),
 ]
 
 KnownProfile: TypeAlias = Annotated[
@@ -151,6 +154,14 @@ def read_plan(path: str, *, unverified: bool) -> Plan:
         except InputError as error:
             rule = f"{error.rule}; --unverified uses it as it is"
             raise InputError(rule, error.value, f"{path}: {error.location}") from None
+    return plan
+
+
+def read_any_plan(path: str) -> Plan:
+    """Read a plan, verified or not; a line on the standard error says if it was changed since."""
+    plan = read_plan(path, unverified=True)
+    if changed := plan.changed_after_verification():
+        typer.echo(f"{path}: {changed}", err=True)
     return plan
 
 

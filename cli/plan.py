@@ -260,9 +260,16 @@ def base_rate_rps(group: Group) -> float:
 
 def verdict(plan: Plan) -> str:
     """Return the verdict of the twin on a plan in words."""
-    check = plan.verification
-    if not check.seeds:
+    if not plan.verification.seeds:
         return "not verified"
+    words = _verdict_of_twin(plan)
+    changed = plan.changed_after_verification()
+    return f"NOT VERIFIED: {changed}; the verdict was: {words}" if changed else words
+
+
+def _verdict_of_twin(plan: Plan) -> str:
+    """Return the recorded verdict in words, whether or not it is on this plan."""
+    check = plan.verification
     tried = f"in simulation, {len(check.seeds)} × {duration(check.duration_s)}{evidence(plan)}"
     served = f"at least {percent(check.min_served_fraction)} of the tokens served"
     if check.ok:

@@ -10,7 +10,7 @@ import typer
 
 from capplan.cli.console import Table, counted, number, percent, print_json, print_table
 from capplan.cli.notes import extrapolation_line, require_no_extrapolation, trace_lines
-from capplan.cli.options import chosen_profile, read_plan, require_state_period, simulated_s
+from capplan.cli.options import chosen_profile, read_any_plan, require_state_period, simulated_s
 from capplan.cli.progress import announce_compilation
 from capplan.cli.rebalancing import RebalanceOptions
 from capplan.errors import InputError
@@ -68,7 +68,7 @@ def simulate_plan(
     from capplan.spec import load_workload
 
     workload = load_workload(workload_file)
-    plan = read_plan(plan_file, unverified=True)
+    plan = read_any_plan(plan_file)
     chosen = None if given.profile is None else chosen_profile(workload, given.profile)
     settings = given.rebalance.settings(plan.rebalance)
     if given.state_period_s is not None:

@@ -19,6 +19,7 @@ from capplan.cli.options import (
     ResultFile,
     command,
     fill,
+    read_any_plan,
     require_extra,
 )
 from capplan.cli.output import require_writable_files, write_json
@@ -82,10 +83,10 @@ def validate(args: ValidateArgs) -> None:
     from capplan.profiling.validation.compare import Tolerances
     from capplan.profiling.validation.validate import ValidationOptions
     from capplan.profiling.validation.validate import validate as run
-    from capplan.spec import Plan, load_workload, write_text_atomic
+    from capplan.spec import load_workload, write_text_atomic
 
     require_writable_files(args.output, args.report)
-    document = Plan.from_json(args.plan)
+    document = read_any_plan(args.plan)
     workload = planned_workload(document, load_workload(args.workload), args.workload)
     options = fill(
         ValidationOptions,

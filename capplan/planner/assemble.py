@@ -83,7 +83,7 @@ def build_plan(
     used = _used_pools(problem, assignments)
     engine = _engine(used[0].profile)
     groups = tuple(_group(problem, engine, *row) for row in columns)
-    return Plan(
+    plan = Plan(
         created_by=f"capplan {installed_version()}",
         base_model=workload.base_model,
         engine=engine,
@@ -115,6 +115,7 @@ def build_plan(
             drawn_profiles=len(verifications[0].drawn),
         ),
     )
+    return plan.with_digest() if verified else plan
 
 
 def _trace_speed(trace: Trace | None) -> dict[str, JsonValue]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -26,7 +27,7 @@ from capplan.spec.lora_modules import TargetModules
 from capplan.spec.predicted import Predicted
 from capplan.spec.queues import Queues
 from capplan.spec.rebalance import REBALANCE, RebalanceSettings
-from capplan.spec.routing import ROUTER, RouterName
+from capplan.spec.routing import MEAN_LENGTHS, ROUTER, RouterName
 from capplan.spec.scheduling import Cache, CacheSource, Scheduler, SchedulerSource, check_pair, completed
 from capplan.spec.slo import Objective, Slo
 from capplan.spec.validation import (
@@ -230,6 +231,15 @@ class Verification(SpecModel):
         description="Settings of the plan that the verification did not simulate, such as queues of earlier "
         "versions; if there are any, the plan is not ok.",
     )
+    digest: Sha256 | None = Field(
+        default=None,
+        description="Digest of the verified plan, by which later changes are found; null: not verified, or "
+        "by an earlier version.",
+    )
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return without_unset(handler(self), ("digest",))
 
     @model_validator(mode="after")
     def _ok_if_simulated(self) -> Self:
@@ -248,6 +258,16 @@ def not_simulated(groups: Iterable[Group]) -> tuple[str, ...]:
 
 
 _SHARE_TOLERANCE = 1e-6
+_VERIFIED: Final = (
+    *("base_model", "engine", "objective", "slo", "workload_digest", "groups", "router", "rebalance"),
+    "verification",
+)
+"""Fields that the digest of a plan covers."""
+_VERIFIED_NOTES: Final = (
+    *("profile", "profile_kind", "pools", "headroom", "extrapolations", "trace_speed", *MEAN_LENGTHS),
+    *("gpus_per_link", "knobs", "robust", "seed"),
+)
+"""Entries of the provenance that it covers: those on which the verdict rests, or that simulations read."""
 _MAX_LOCATED: Final = 2**20  # characters of a plan whose errors have a line: it is parsed a second time
 
 
@@ -326,23 +346,66 @@ class Plan(Displayed, SpecModel):
         """Return the engine that serves a group of the plan."""
         return group.engine or self.engine
 
+    def digest(self) -> str:
+        """Return the SHA-256 of the settings and predictions of the plan, and of its verdict, in hexadecimal.
+
+        It covers what `capplan serve`, `export` and `simulate` read, as canonical JSON. Left out are the
+        paths of adapters, which differ between machines, the size, price and moves of the plan, and other
+        notes. Fields that came later count when they are given.
+        """
+        document = self.model_dump(mode="json", include=set(_VERIFIED), exclude_none=True)
+        document["verification"].pop("digest", None)
+        for group in document["groups"]:
+            for adapter in group["adapters"]:
+                adapter.pop("path", None)
+        notes = self.provenance
+        document["provenance"] = {name: notes[name] for name in _VERIFIED_NOTES if name in notes}
+        text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def with_digest(self) -> Self:
+        """Return the plan with its digest in the verification, which must be of this very plan."""
+        return self.replace(verification=self.verification.replace(digest=self.digest()))
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether the verification passed with every setting of the plan as it is."""
+        return not self._broken_rule()
+
+    def changed_after_verification(self) -> str:
+        """Return why the verdict may be on another plan, as text; empty if it is not, or there is none."""
+        check = self.verification
+        if not (check.ok or check.seeds) or check.digest == self.digest():
+            return ""
+        if check.digest is None:
+            return "the plan has no digest of what was verified, as by an earlier version or another program"
+        return "the plan was changed after its verification"
+
     def require_verified(self) -> None:
-        """Check that the verification passed with every setting of the plan.
+        """Check that the verification passed with every setting of the plan as it is.
 
         Raises
         ------
         InputError
             If it did not; the message says why.
         """
+        if broken := self._broken_rule():
+            raise InputError(*broken)
+
+    def _broken_rule(self) -> tuple[str, object, str] | None:
+        """Return rule, value and key of what is wrong with the verification; None if nothing is."""
         check = self.verification
         missing = not_simulated(self.groups)
         failed = [verdict.id for verdict in check.groups if not verdict.ok]
         reasons = [f"{' and '.join(missing)} not simulated"] if missing else []
         reasons += [f"group {', '.join(failed)} failed"] if failed else []
-        if check.ok and not reasons:
-            return
-        why = "; ".join(reasons) or ("failed" if check.seeds else "planned without verification")
-        raise InputError(f"must be true to use the plan ({why})", False, "verification.ok")
+        if not check.ok or reasons:
+            why = "; ".join(reasons) or ("failed" if check.seeds else "planned without verification")
+            return f"must be true to use the plan ({why})", False, "verification.ok"
+        if changed := self.changed_after_verification():
+            stored = check.digest and f"{check.digest[:12]}..."
+            return f"must be that of the plan to use it ({changed})", stored, "verification.digest"
+        return None
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """Return the plan as JSON text, and write it to ``path`` if given: all of it or nothing.
@@ -366,7 +429,7 @@ class Plan(Displayed, SpecModel):
             "lower_bound_gpus": totals.lower_bound_gpus,
             "groups": len(self.groups),
             "adapters": len({adapter.name for group in self.groups for adapter in group.adapters}),
-            "verified": self.verification.ok,
+            "verified": self.is_verified,
         }
 
     __str__ = Displayed.__repr__

@@ -90,7 +90,7 @@ def _cards(plan: Plan) -> list[page.Card]:
     for key in shown_latencies(plan):
         label = f"Worst {describe_latency(key)[0]}"
         cards.append(page.latency_card(label, key, worst_latency(plan, key), bounds))
-    trust = page.good("verified") if check.ok else page.bad("NOT VERIFIED")
+    trust = page.good("verified") if plan.is_verified else page.bad("NOT VERIFIED")
     note = f"{counted(len(check.seeds), 'seed')}, {percent(check.min_served_fraction)} served"
     if lines := extrapolation_lines(plan.provenance):
         note += f"; {counted(len(lines), 'extrapolation')}"
@@ -102,7 +102,7 @@ def _summary(plan: Plan, explanation: Explanation | None) -> page.Section:
     price = plan.totals.usd_per_hour
     facts: dict[str, Cell] = {
         "GPUs": f"{gpus_reason(plan)}.",
-        "verdict": page.good(words) if plan.verification.ok else page.bad(words),
+        "verdict": page.good(words) if plan.is_verified else page.bad(words),
         "objective": f"{plan.objective.value}; bounds: {_bounds(plan)}",
         "load": f"{counted(len(_places(plan)), 'adapter')} at "
         f"{number(sum(map(group_rate_rps, plan.groups)), 2)} req/s",
@@ -120,6 +120,7 @@ def _bounds(plan: Plan) -> str:
 
 def _groups_table(plan: Plan) -> Table:
     checks = {check.id: check for check in plan.verification.groups}
+    passed = page.bad("at planning") if plan.changed_after_verification() else page.good("yes")
     rows = []
     for group in plan.groups:
         predicted, args, check = group.predicted, group.engine_args, checks.get(group.id)
@@ -140,7 +141,7 @@ def _groups_table(plan: Plan) -> Table:
                 *latency_cells(plan, group),
                 percent(predicted.served_fraction),
                 percent(predicted.load_over_capacity),
-                DASH if check is None else page.good("yes") if check.ok else page.bad("FAILED"),
+                DASH if check is None else passed if check.ok else page.bad("FAILED"),
             )
         )
     head = (*_HEAD, *latency_heads(plan, ", "), *_LAST)
@@ -154,7 +155,10 @@ def _instance(group: Group) -> str:
 
 def _what_binds(plan: Plan) -> page.Section:
     checks = {check.id: check for check in plan.verification.groups}
-    rows = [(group.id, binding(group), verified(checks.get(group.id))) for group in plan.groups]
+    changed = bool(plan.changed_after_verification())
+    rows = [
+        (group.id, binding(group), verified(checks.get(group.id), changed=changed)) for group in plan.groups
+    ]
     return page.section("Bottlenecks", Table(("group", "binds", "verdict"), rows, numbers_from=None))
 
 

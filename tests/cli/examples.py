@@ -107,7 +107,10 @@ def write_inputs(folder: Path, workload: str = WORKLOAD) -> Path:
 
 
 def small_plan(**changes: Any) -> Plan:
-    """Return a plan of two groups: one with two replicas, and an adapter shared between both."""
+    """Return a plan of two groups: one with two replicas, and an adapter shared between both.
+
+    Its digest is that of the plan with the changes.
+    """
     groups = (
         group("g0", replicas=2, adapters=(("a", 8, 0.5, None), ("shared", 16, 0.25, None))),
         group("g1", adapters=(("b", 32, 1.0, "/models/b"), ("shared", 16, 0.75, None)), max_lora_rank=32),
@@ -126,7 +129,7 @@ def small_plan(**changes: Any) -> Plan:
             ok=True, seeds=(1, 2, 3), duration_s=3600.0, min_served_fraction=0.97, groups=verdicts
         ),
     )
-    return plan.replace(**changes)
+    return plan.replace(**changes).with_digest()
 
 
 def group(

@@ -95,7 +95,7 @@ def scheduled_plan(folder: Path) -> Path:
     """Write a verified plan with a scheduler and a cache."""
     plan = small_plan()
     policies = {"scheduler": Scheduler(policy="chameleon"), "cache": Cache(policy="lru")}
-    plan.replace(groups=tuple(each.replace(**policies) for each in plan.groups)).to_json(folder / "plan.json")
+    small_plan(groups=tuple(each.replace(**policies) for each in plan.groups)).to_json(folder / "plan.json")
     return folder / "plan.json"
 
 
@@ -126,7 +126,7 @@ def test_a_plan_with_a_scheduler_is_exported_as_verified_without_it(
 
 def test_a_plan_with_rebalancing_is_not_exported_as_verified(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    small_plan().replace(rebalance=RebalanceSettings(every_s=600.0)).to_json(path)
+    small_plan(rebalance=RebalanceSettings(every_s=600.0)).to_json(path)
     line = error_line(run("export", path, "--target", "vllm", "-o", tmp_path / "deploy"))
     assert "--workload: is required to verify the plan without its re-balancing, which vllm does not" in line
     assert run("export", path, "--target", "vllm", "-o", tmp_path / "deploy", "--unverified").exit_code == 0

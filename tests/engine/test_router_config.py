@@ -475,7 +475,9 @@ def test_an_invalid_plan_is_a_one_line_error(
     document = json.loads(plan_file.read_text())
     change(document)
     plan_file.write_text(json.dumps(document))
-    assert message in error_line(run("serve", plan_file, "--model", "tiny-llama", "--port", 0))
+    assert message in error_line(
+        run("serve", "--unverified", plan_file, "--model", "tiny-llama", "--port", 0)
+    )
 
 
 def test_a_missing_plan_is_a_one_line_error(run: Run, tmp_path: Path) -> None:

@@ -121,7 +121,21 @@ def test_slots_that_do_not_fit_in_memory_are_repaired_or_rejected(workload: Make
 def test_an_unverified_plan_is_marked(workload: Make) -> None:
     made = plan(workload(("a", 8, 0.1)), verify=False)
     assert made.verification.seeds == ()
+    assert made.verification.digest is None
     assert not made.verification.ok
+    assert made.changed_after_verification() == ""
+
+
+def test_a_plan_has_the_digest_of_what_was_verified(workload: Make, tmp_path: Path) -> None:
+    made = plan(workload(("a", 8, 0.1)), seeds=1)
+    made.to_json(tmp_path / "plan.json")
+    read = type(made).from_json(tmp_path / "plan.json")
+    assert read.is_verified
+    assert read.verification.digest == read.digest()
+    fewer = tuple(
+        group.replace(engine_args=group.engine_args.replace(max_num_seqs=8)) for group in read.groups
+    )
+    assert not read.replace(groups=fewer).is_verified
 
 
 @pytest.mark.parametrize("solver", ["capplan", "greedy"])

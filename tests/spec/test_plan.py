@@ -268,3 +268,92 @@ def test_a_pipe_is_written_to_directly(tmp_path):
     write_text_atomic(tmp_path / "pipe", "new")
     assert os.read(reader, 10) == b"new"
     os.close(reader)
+
+
+SIMULATED = DOCUMENT | {"groups": [group | {"scheduler": "chameleon"} for group in DOCUMENT["groups"]]}
+"""The document with a verification of all its settings."""
+
+CHANGES = (
+    (("base_model",), "other/model"),
+    (("engine", "rules"), "vllm-0.11"),
+    (("slo",), {"ttft_p99_s": 3.0}),
+    (("workload_digest",), "1" * 64),
+    (("groups", 0, "profile"), "./other.json"),
+    (("groups", 0, "engine_args", "max_loras"), 4),
+    (("groups", 0, "engine_args", "enable_prefix_caching"), False),
+    (("groups", 0, "scheduler"), {"policy": "chameleon", "chunked": True}),
+    (("groups", 0, "cache"), {"policy": "lru"}),
+    (("groups", 0, "predicted", "waiting_max"), 3),
+    (("groups", 0, "binds", "value"), 99_999),
+    (("router",), "toppings"),
+    (("rebalance",), {"every_s": 60.0}),
+    (("provenance", "seed"), 1),
+    (("provenance", "gpus_per_link"), 2),
+    (("verification", "seeds"), [1, 3]),
+    (("verification", "duration_s"), 60.0),
+    (("verification", "groups", 0, "served_fraction"), 1.0),
+)
+
+
+def edited(key, value, document=SIMULATED):
+    """Return a document with another value of a key."""
+    result = copy.deepcopy(document)
+    at = result
+    for part in key[:-1]:
+        at = at[part]
+    at[key[-1]] = value
+    return result
+
+
+def test_a_change_of_the_shares_changes_the_digest():
+    shares = edited(("groups", 0, "adapters", 0, "share"), 0.5)
+    shares = edited(("groups", 1, "adapters", 0, "share"), 0.5, shares)
+    assert Plan(**shares).digest() != Plan(**SIMULATED).digest()
+
+
+@pytest.mark.parametrize(("key", "value"), CHANGES)
+def test_a_change_of_what_is_verified_changes_the_digest(key, value):
+    plan, other = Plan(**SIMULATED).with_digest(), Plan(**edited(key, value))
+    other = other.replace(verification=other.verification.replace(digest=plan.verification.digest))
+    assert plan.is_verified
+    assert not other.is_verified
+    assert other.changed_after_verification() == "the plan was changed after its verification"
+    with pytest.raises(InputError, match=r"^verification.digest: must be that of the plan to use it"):
+        other.require_verified()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (("groups", 0, "adapters", 0, "path"), "/elsewhere/a"),
+        (("groups", 0, "binds", "value"), 100_000.0),
+        (("totals", "usd_per_hour"), 3.0),
+        (("moves",), []),
+        (("provenance", "ticket"), "OPS-1"),
+    ],
+)
+def test_a_digest_is_independent_of_where_adapters_are_and_how_numbers_are_written(key, value):
+    assert Plan(**edited(key, value)).digest() == Plan(**SIMULATED).digest()
+
+
+def test_a_plan_written_in_another_order_and_layout_keeps_its_digest(tmp_path):
+    plan = Plan(**SIMULATED).with_digest()
+    document = json.loads(plan.to_json())
+    path = write(tmp_path, json.dumps(dict(reversed(document.items())), separators=(",", ":")))
+    assert Plan.from_json(path) == plan
+    assert Plan.from_json(path).is_verified
+
+
+def test_a_plan_of_before_keeps_its_text_and_is_not_known_to_be_verified():
+    plan = Plan(**SIMULATED)
+    assert "digest" not in plan.model_dump(mode="json")["verification"]
+    assert not plan.is_verified
+    assert plan.changed_after_verification().startswith("the plan has no digest of what was verified")
+    with pytest.raises(InputError, match=r"^verification.digest: must be that of the plan"):
+        plan.require_verified()
+
+
+def test_a_verdict_without_simulations_is_no_verification():
+    plan = Plan(**edited(("verification", "seeds"), []))
+    assert not plan.is_verified
+    assert Plan(**edited(("verification", "ok"), False, plan.model_dump())).changed_after_verification() == ""
