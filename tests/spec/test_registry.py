@@ -19,16 +19,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from capplan import InputError, load_workload
 from capplan.spec.registry import AdapterRegistry, RegisteredAdapter, RegistryUnavailableError, read_adapter
 from capplan.spec.registry.database import Database
+from tests.spec.conftest import entry
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("a", "b", "c")
 SERVERS = ("s0", "s1", "s2")
 OWNERS = ("host-1/a", "host-2/a")
-
-
-def entry(name: str, version: int = 0, **fields: Any) -> RegisteredAdapter:
-    known = {"base_model": "org/model", "rank": 8, "digest": f"{version:064x}", "location": f"s3://{name}"}
-    return RegisteredAdapter(**{"name": name} | known | fields)
 
 
 class RegistryMachine(RuleBasedStateMachine):
@@ -204,14 +200,6 @@ def test_writers_killed_at_random_moments_leave_a_consistent_registry() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " 0 faults" in done.stdout
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "adapters.db"
-    with AdapterRegistry(path, create=True) as registry:
-        registry.add(entry("a"))
-    return path
 
 
 def line_of(error: BaseException) -> str:

@@ -11,14 +11,6 @@ from capplan.spec.registry import AdapterRegistry, RegistryUnavailableError
 from tests.spec.test_registry import entry, line_of
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "adapters.db"
-    with AdapterRegistry(path, create=True) as registry:
-        registry.add(entry("a"))
-    return path
-
-
 def back_up(file: Path, to: Path) -> None:
     with closing(sqlite3.connect(file)) as source, closing(sqlite3.connect(to)) as target:
         source.backup(target)
