@@ -307,7 +307,7 @@ def _with_sufficient_gpus(
             twin,
             estimator=options.estimator,
             seed=options.seed,
-            time_limit_s=DEFAULT_TIME_LIMIT_S,
+            time_limit_s=budget.search_s(DEFAULT_TIME_LIMIT_S),
             insufficient_gpus=available,
         )
     except InputError:  # larger than the solver supports

@@ -13,6 +13,8 @@ from capplan.planner.solvers import find_solver
 
 Make = Callable[..., Workload]
 ADAPTERS = tuple((f"a{i}", 8, 3.0) for i in range(20))
+UNHURRIED_S = 1e6
+"""Time limit beyond the defaults of a search, which a busy machine exceeds."""
 
 
 def test_without_a_number_of_gpus_the_plan_takes_as_many_as_it_needs(workload: Make) -> None:
@@ -52,10 +54,11 @@ def test_a_solver_that_uses_all_gpus_needs_their_number(workload: Make) -> None:
 @pytest.mark.parametrize("solver", ["capplan", "greedy", "milp"])
 def test_too_few_gpus_are_told_the_broken_bound_and_how_many_would_hold(workload: Make, solver: str) -> None:
     with pytest.raises(InfeasibleError, match=r"spread evenly, .* \(limit .*\)") as error:
-        plan(workload(*ADAPTERS), gpus=1, solver=solver)
+        plan(workload(*ADAPTERS), gpus=1, solver=solver, time_limit_s=UNHURRIED_S)
     needed = re.search(r"(\d+) GPUs would hold", str(error.value))
     assert needed is not None
-    assert plan(workload(*ADAPTERS), gpus=int(needed[1]), seeds=1, solver=solver).verification.ok
+    settings = {"seeds": 1, "solver": solver, "time_limit_s": UNHURRIED_S}
+    assert plan(workload(*ADAPTERS), gpus=int(needed[1]), **settings).verification.ok
 
 
 @pytest.mark.parametrize("solver", ["capplan", "greedy"])
@@ -63,11 +66,11 @@ def test_a_hot_adapter_is_told_the_broken_bound_and_the_gpus_it_needs(workload: 
     hot = workload(("hot", 8, 80.0), slo={"ttft_p99_s": 2.0})
     broken = r"TTFT p99 is .* s \(limit 2 s\)|.* % of the tokens are served \(limit 90 %\)"
     with pytest.raises(InfeasibleError, match=f"adapter hot at 80 req/s fails .*: ({broken}); \\d+ GPUs"):
-        plan(hot, gpus=1, solver=solver)
+        plan(hot, gpus=1, solver=solver, time_limit_s=UNHURRIED_S)
 
 
 def test_a_bound_that_no_number_of_gpus_keeps_is_named(workload: Make) -> None:
     tight = workload(("a", 8, 0.5), slo={"tpot_mean_ms": 0.5})
     words = r"TPOT mean is .* ms \(limit 0\.5 ms\); no number up to 8 holds"
     with pytest.raises(InfeasibleError, match=words):
-        plan(tight, gpus=1)
+        plan(tight, gpus=1, time_limit_s=UNHURRIED_S)
