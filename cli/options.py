@@ -371,7 +371,7 @@ def simulated_s(workload: Workload, duration_s: float | None) -> float:
     if duration_s is not None:
         require_duration(duration_s)
         return duration_s
-    return _HOUR_S if workload.trace is None else workload.trace.duration_s
+    return workload.horizon_s(_HOUR_S)
 
 
 def require_state_period(seconds: float) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from capplan.errors import InfeasibleError
 from capplan.planner.deadline import NEVER, Deadline, interrupt_at
-from capplan.planner.problem import SIMULATED_S, Assignment, Problem, distinct_adapters, horizon_s
+from capplan.planner.problem import SIMULATED_S, Assignment, Problem, distinct_adapters
 from capplan.planner.queues import with_queues
 from capplan.spec import Binds, EngineArgs, Slo, Workload
 from capplan.spec.routing import PLAN_ROUTER, STATE_PERIOD_S
@@ -69,7 +69,7 @@ def evaluate(
     workload = problem.subworkload(assignment.shares, scale)
     profile = problem.pools[assignment.pool].profile
     settings = keywords_of(problem.engine_args(assignment))
-    length_s = horizon_s(workload, duration_s)
+    length_s = workload.horizon_s(duration_s)
     runs: list[tuple[Scenario, TwinTrace]] = []
 
     def observed_run(scenario: Scenario) -> TwinTrace:
@@ -252,7 +252,7 @@ def evaluate_cluster(
         )
         for each, args in zip(assignments, settings, strict=True)
     ]
-    length_s = horizon_s(workload, duration_s)
+    length_s = workload.horizon_s(duration_s)
     interrupt = interrupt_at(problem.deadline, deadline)
     options: dict[str, Any] = {"seed": seed, "duration_s": length_s, "interrupt": interrupt}
     router = served_router(problem.workload.router or PLAN_ROUTER)

@@ -381,11 +381,6 @@ def merge_shares(shares: Iterable[AdapterShare]) -> tuple[AdapterShare, ...]:
     return tuple(merged.values())
 
 
-def horizon_s(workload: Workload, duration_s: float) -> float:
-    """Return the simulated time: the duration, or the length of the workload's trace."""
-    return duration_s if workload.trace is None else workload.trace.duration_s
-
-
 def make_problem(workload: Workload, gpus: int | None, profile: Profile | str | None) -> Problem:
     """Return the problem of a workload; `gpus` and `profile` override those of the workload.
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from capplan.errors import InfeasibleError
 from capplan.planner.deadline import interrupt_at
-from capplan.planner.problem import Assignment, Problem, horizon_s
+from capplan.planner.problem import Assignment, Problem
 from capplan.serving.pool_setup import PoolSetup
 from capplan.serving.queue_design import RequestSample, design_queues
 from capplan.spec import Queues, Slo, Workload
@@ -104,7 +104,7 @@ class _SampleRun(NamedTuple):
 
 def _simulate(problem: Problem, assignment: Assignment, workload: Workload, rate_rps: float) -> _SampleRun:
     duration_s = min(max(_SAMPLE_REQUESTS / rate_rps, _MIN_DURATION_S), _MAX_DURATION_S)
-    length_s = horizon_s(workload, duration_s)
+    length_s = workload.horizon_s(duration_s)
     settings, policies = keywords_of(problem.engine_args(assignment)), problem.scheduling(assignment)
     profile = problem.pools[assignment.pool].profile
     interrupt = interrupt_at(problem.deadline)

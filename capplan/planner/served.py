@@ -16,7 +16,6 @@ from capplan.planner.evaluate import violated_bounds
 from capplan.planner.explain.rebuild import rebuild
 from capplan.planner.operating_points import rebalancing_of
 from capplan.planner.parallel import parallel_map
-from capplan.planner.problem import horizon_s
 from capplan.planner.served_rebalancing import equal_engine_args
 from capplan.serving import adapter_bytes
 from capplan.spec import Plan, Profile, RebalanceSettings, Slo, Workload
@@ -90,7 +89,7 @@ class SimulatedFleet:
         InfeasibleError
             If an instance does not start.
         """
-        return self.simulate(seed, horizon_s(at_load(self.workload, load), duration_s), load)
+        return self.simulate(seed, at_load(self.workload, load).horizon_s(duration_s), load)
 
     def extrapolations(self, result: ClusterResult) -> tuple[Extrapolation, ...]:
         """Return what a simulation used beyond the fitted ranges of the profiles; groups are instances."""
@@ -125,7 +124,7 @@ class SimulatedFleet:
         """
         if run == "unloaded":
             return self.replay(seed, duration_s / UNLOADED, UNLOADED)
-        length_s = horizon_s(self.workload, duration_s)
+        length_s = self.workload.horizon_s(duration_s)
         return simulate_without_adapters(self.workload, self.instances, duration_s=length_s, seed=seed)
 
 

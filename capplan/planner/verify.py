@@ -26,7 +26,6 @@ from capplan.planner.problem import (
     Estimate,
     Estimator,
     Problem,
-    horizon_s,
 )
 from capplan.planner.queues import with_queues
 from capplan.planner.search.data import AdapterGroup, adapter_groups
@@ -222,7 +221,7 @@ def make_verifier(
 ) -> Verifier:
     """Return the verifier of a plan: `count` fresh seeds; one for a trace, or without verification."""
     once = not verify or problem.workload.trace is not None
-    duration_s = horizon_s(problem.workload, Verifier.duration_s)
+    duration_s = problem.workload.horizon_s(Verifier.duration_s)
     return Verifier(problem, fresh_seeds(seed, 1 if once else count), twin, duration_s)
 
 

@@ -341,6 +341,10 @@ class Workload(PlanningRequirements):
         trace = None if self.trace is None else self.trace.subset(share_of)
         return self.model_copy(update={"adapters": adapters, "base": base, "trace": trace})
 
+    def horizon_s(self, otherwise_s: float) -> float:
+        """Return the simulated time: the length of the trace, or `otherwise_s` without one."""
+        return otherwise_s if self.trace is None else self.trace.duration_s
+
     def digest(self) -> str:
         """Return the SHA-256 of the canonical JSON, in hexadecimal; the same on every machine.
 

@@ -20,7 +20,6 @@ from capplan.planner.problem import (
     Assignment,
     Problem,
     distinct_adapters,
-    horizon_s,
     infeasible,
     whole_adapters,
 )
@@ -103,7 +102,7 @@ def _simulate_without_adapters(problem: Problem, scale: float, seed: int) -> Sim
     shares = whole_adapters(problem)
     workload, s_max = problem.subworkload(shares, scale), problem.s_max(shares)
     args = engine.model_copy(update={"max_loras": 1, "max_lora_rank": s_max, "max_cpu_loras": None})
-    duration_s = horizon_s(workload, _DURATION_S)
+    duration_s = workload.horizon_s(_DURATION_S)
     scenario = build_scenario(workload, profile, args, duration_s=duration_s, seed=seed)
     utilization, seqs = engine.gpu_memory_utilization, engine.max_num_seqs
     tokens = kv_tokens(profile, 0, s_max, utilization, seqs, engine.max_num_batched_tokens)
