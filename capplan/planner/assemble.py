@@ -12,7 +12,7 @@ from pydantic import JsonValue
 
 from capplan.planner.bound import lower_bound, lower_bound_gpus
 from capplan.planner.deadline import NEVER, Deadline
-from capplan.planner.evaluate import cluster_engine_args, find_bottleneck, known_values
+from capplan.planner.evaluate import find_bottleneck, known_values
 from capplan.planner.intervals import prediction_interval
 from capplan.planner.parallel import parallel_until
 from capplan.planner.previous import (
@@ -73,7 +73,7 @@ def build_plan(
     workload = problem.workload
     old = () if previous is None else previous_instances(previous)
     names, moves = name_groups(problem, assignments, old)
-    planned = verifier.with_queues(assignments)
+    planned = verifier.as_served(assignments)
     found = parallel_until(partial(find_bottleneck, problem), planned, deadline)
     bottlenecks = [(None, None) if each is None else each for each in found]
     columns = zip(names, planned, verifications, bottlenecks, strict=True)
@@ -99,7 +99,7 @@ def build_plan(
             **_profiles(used),
             "lower_bound": f"tokens, KV reads and full batches alone keep {bound.gpus:.3f} GPUs busy{price}",
             "headroom": workload.headroom,
-            "extrapolations": _extrapolations(problem, names, assignments, verifications),
+            "extrapolations": _extrapolations(problem, names, planned, verifications),
             **_trace_speed(workload.trace),
             **_mean_lengths(workload),
             **_move_sizes(problem, moves, old),
@@ -162,11 +162,9 @@ def _extrapolations(
 ) -> list[JsonValue]:
     """Return the extrapolations of all groups; equal ones of several groups are one record."""
     found: list[tuple[str, Extrapolation]] = []
-    settings = cluster_engine_args(problem, assignments, problem.workload.rebalance is not None)
-    rows = zip(names, assignments, settings, verifications, strict=True)
-    for name, assignment, args, verification in rows:
+    for name, assignment, verification in zip(names, assignments, verifications, strict=True):
         profile = problem.pools[assignment.pool].profile
-        traffic = problem.subworkload(assignment.shares)
+        traffic, args = problem.subworkload(assignment.shares), problem.engine_args(assignment)
         values = values_of(traffic, args, profile.tp, verification.results)
         found += [(name, each) for each in extrapolations(profile, values)]
     return [each.document() for each in merged(found)]

@@ -14,7 +14,7 @@ from capplan.errors import InfeasibleError
 from capplan.planner.deadline import NEVER, Deadline, interrupt_at
 from capplan.planner.problem import SIMULATED_S, Assignment, Problem, distinct_adapters
 from capplan.planner.queues import with_queues
-from capplan.spec import Binds, EngineArgs, Slo, Workload
+from capplan.spec import Binds, Slo, Workload
 from capplan.spec.routing import PLAN_ROUTER, STATE_PERIOD_S
 from capplan.spec.slo import describe_latency
 from capplan.twin import SimulationResult, simulate
@@ -212,17 +212,16 @@ def describe_failure(problem: Problem, assignment: Assignment) -> str:
     return describe_violation(problem, evaluation) or "no bound breaks on one seed of the twin"
 
 
-def largest_engine_args(settings: Iterable[EngineArgs]) -> EngineArgs:
-    """Return the engine settings with the largest slots: those of all instances that are re-balanced."""
-    return max(settings, key=lambda args: (args.max_lora_rank, args.max_loras))
+def equal_instances(problem: Problem, assignments: Sequence[Assignment]) -> list[Assignment]:
+    """Return the instances with the settings with which they run: equal ones if they are re-balanced.
 
-
-def cluster_engine_args(
-    problem: Problem, assignments: Sequence[Assignment], rebalanced: bool
-) -> list[EngineArgs]:
-    """Return the engine settings with which the instances of a plan run; equal ones if `rebalanced`."""
-    own = [problem.engine_args(each) for each in assignments]
-    return [largest_engine_args(own)] * len(own) if rebalanced else own
+    Those are the settings of the instance with the most slots, as any adapter may come to any instance.
+    """
+    if problem.workload.rebalance is None:
+        return list(assignments)
+    largest = max(assignments, key=problem.slots)
+    settings = {name: getattr(largest, name) for name in ("a_max", "max_num_seqs", "max_num_batched_tokens")}
+    return [replace(each, **settings) for each in assignments]
 
 
 def evaluate_cluster(
@@ -235,7 +234,7 @@ def evaluate_cluster(
 ) -> list[Evaluation]:
     """Simulate all instances under one clock, with requests routed as `capplan serve PLAN` does.
 
-    Instances to re-balance have equal engine settings, as `capplan serve PLAN` starts them.
+    Instances to re-balance have equal settings, as `capplan serve PLAN` starts them.
 
     Raises
     ------
@@ -245,12 +244,15 @@ def evaluate_cluster(
         If the deadline passes, or that of the problem.
     """
     workload = problem.busiest_workload
-    settings = cluster_engine_args(problem, assignments, rebalance is not None)
     instances = [
         Instance.of(
-            problem.pools[each.pool].profile, args, each.fractions, problem.workload.scheduling, each.queues
+            problem.pools[each.pool].profile,
+            problem.engine_args(each),
+            each.fractions,
+            problem.workload.scheduling,
+            each.queues,
         )
-        for each, args in zip(assignments, settings, strict=True)
+        for each in equal_instances(problem, assignments)
     ]
     length_s = workload.horizon_s(duration_s)
     interrupt = interrupt_at(problem.deadline, deadline)

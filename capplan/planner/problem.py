@@ -208,10 +208,15 @@ class Problem:
         return self.workload.scheduling is None
 
     def slots(self, assignment: Assignment) -> tuple[int, int]:
-        """Return number and rank of the slots of an instance; 0 and 0 if it serves the base model alone."""
+        """Return number and rank of the slots of an instance; 0 and 0 if it serves the base model alone.
+
+        Without slots the number is that of its adapters; with re-balancing any adapter may come.
+        """
         rank = self.s_max(assignment.shares)
         if self.has_slots or self.fixed_a_max is not None:
             return (assignment.a_max if rank else 0), rank
+        if self.workload.rebalance is not None:
+            return len(self.workload.adapters), rank
         return distinct_adapters(assignment.shares), rank
 
     def scheduling(self, assignment: Assignment) -> SchedulingKeywords:

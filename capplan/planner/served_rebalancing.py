@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from capplan.datasets import load_profile
 from capplan.errors import InputError
-from capplan.planner.evaluate import largest_engine_args
 from capplan.planner.operating_points import OperatingPoints
 from capplan.planner.problem import AdapterShare, Problem, make_problem
 from capplan.serving.rebalancing import AdapterDemand, Rebalancer, RebalanceSettings, Replan
@@ -18,7 +17,7 @@ def equal_engine_args(groups: Sequence[Group]) -> EngineArgs:
     """Return engine settings with which every instance of a plan can serve every adapter.
 
     They are those of the group with the largest slots; they fit the memory of the other instances, which are
-    equal.
+    equal. Groups of a plan with re-balancing have them already.
 
     Raises
     ------
@@ -29,7 +28,8 @@ def equal_engine_args(groups: Sequence[Group]) -> EngineArgs:
     if len(kinds) > 1:
         names = ", ".join(sorted({group.profile for group in groups}))
         raise InputError("must be of one profile and tp to be re-balanced", names, "groups")
-    return largest_engine_args(group.engine_args for group in groups)
+    settings = (group.engine_args for group in groups)
+    return max(settings, key=lambda args: (args.max_lora_rank, args.max_loras))
 
 
 def served_rebalancer(

@@ -12,6 +12,7 @@ from capplan.models.uncertainty import DRAWS, drawn_profiles
 from capplan.planner.deadline import NEVER, Deadline, OutOfTimeError
 from capplan.planner.evaluate import (
     Evaluation,
+    equal_instances,
     evaluate,
     evaluate_cluster,
     simulate_instances,
@@ -76,15 +77,15 @@ class Verifier:
     deadline: Deadline = NEVER
     """Time at which simulations end."""
 
-    def with_queues(self, assignments: Sequence[Assignment]) -> list[Assignment]:
-        """Return the instances with their initial queues.
+    def as_served(self, assignments: Sequence[Assignment]) -> list[Assignment]:
+        """Return the instances as they are served: with equal settings to re-balance, and initial queues.
 
         Raises
         ------
         InfeasibleError
             If the minimum quotas of one do not fit.
         """
-        return parallel_map(partial(with_queues, self.problem), assignments)
+        return parallel_map(partial(with_queues, self.problem), equal_instances(self.problem, assignments))
 
     def __call__(
         self, assignments: Sequence[Assignment], progress: Callable[[int, int], None] = no_progress
@@ -98,7 +99,7 @@ class Verifier:
         OutOfTimeError
             If the deadline passes.
         """
-        assignments = self.with_queues(assignments)
+        assignments = self.as_served(assignments)
 
         def simulate(job: tuple[Assignment, int]) -> Evaluation:
             self.deadline.check()
@@ -123,7 +124,7 @@ class Verifier:
         OutOfTimeError
             If it ends all of them.
         """
-        assignments = self.with_queues(assignments)
+        assignments = self.as_served(assignments)
         rebalance = self._rebalancing(assignments)
 
         def simulate(seed: int) -> list[Evaluation]:
@@ -155,7 +156,7 @@ class Verifier:
         if len(self.seeds) < 2:
             return tuple(verifications)
         seed = verifications[0].seeds[0]
-        assignments = self.with_queues(assignments)
+        assignments = self.as_served(assignments)
         by_pool = [drawn_profiles(pool.profile) for pool in self.problem.pools]
         rebalance = self._rebalancing(assignments)
 

@@ -102,6 +102,32 @@ def test_verification_has_the_settings_that_run(planned) -> None:
     assert simulate_instances(*options, rebalance=fleet.rebalance) == wanted
 
 
+UNEVEN = Workload(
+    base_model="meta-llama/Llama-3.1-8B-Instruct",
+    profile=PROFILE.name,
+    adapters=[
+        *(Adapter(name=f"hot{i}", rank=8, rate_rps=4.0) for i in range(3)),
+        *(Adapter(name=f"cold{i}", rank=16, rate_rps=0.1) for i in range(40)),
+    ],
+    prompt_tokens=Lengths(mean=200),
+    output_tokens=Lengths(mean=200),
+)
+
+
+def test_the_document_has_the_settings_that_run_and_were_verified() -> None:
+    """Groups of few hot and many cold adapters: without re-balancing each has slots of its own."""
+    options = {"gpus": 2, "solver": "latency", "seeds": 1}
+    moving = UNEVEN.model_copy(update={"rebalance": SETTINGS})
+    assert len({group.engine_args.max_loras for group in plan(UNEVEN, **options).groups}) == 2
+    made = plan(moving, **options)
+    first, *others = (group.engine_args for group in made.groups)
+    assert others == [first]
+    fleet = fleet_of_plan(made, moving, None, "workload")
+    assert {each.a_max for each in fleet.instances} == {first.max_loras}
+    kv_tokens = [each.kv_tokens for each in fleet.simulate(1, 10.0).instances]
+    assert [group.predicted.kv_tokens for group in made.groups] == kv_tokens
+
+
 def test_a_simulation_has_a_bounded_number_of_rebalancings(planned) -> None:
     made, workload = planned
     fleet = fleet_of_plan(made, workload, None, "workload", None, RebalanceSettings(every_s=1e-9))
