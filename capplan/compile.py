@@ -192,7 +192,7 @@ def inner_sum(function: F) -> F:
     """Compile a function as `inner` does, with sums in any order: LLVM vectorises loops that add up."""
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # made at run time
         return function
-    options = {"nopython": True, **_INNER_OPTIONS, "fastmath": {"reassoc"}}
+    options = {"nopython": True, **_INNER_OPTIONS, "fastmath": {"reassoc", "contract"}}
     return cast("F", _Linked(function, targetoptions=options, pipeline_class=_LinkedCompiler))
 
 

@@ -103,14 +103,16 @@ def busy_periods(load: FluidLoad, life_s: float, busy_s: NDArray[np.float64]) ->
 @inner_sum
 def _poisson_busy_periods(load: FluidLoad, life_s: float, busy_s: NDArray[np.float64]) -> tuple[float, float]:
     """Return and write what `busy_periods` does, for exponential gaps."""
-    active = 0.0
+    active, wanted = 0.0, 0.0
     for i in range(load.rates_rps.size):
-        requests = load.rates_rps[i] * life_s
+        requests, gap_s = load.rates_rps[i] * life_s, load.gaps_s[i]
         longer = exp(-requests)
         shorter = max(0.0, 1.0 - longer * (1.0 + requests))
         active += load.counts[i] * (1.0 - longer)
-        busy_s[i] = life_s + load.gaps_s[i] * (shorter / max(longer, _MIN_PROBABILITY))
-    return active, _slots_without_wait(load, busy_s)
+        busy_s[i] = life_s + gap_s * (shorter / max(longer, _MIN_PROBABILITY))
+        held_s = min(_MAX_BUSY_S, busy_s[i])
+        wanted += load.counts[i] * held_s / (gap_s + held_s)
+    return active, wanted
 
 
 @inner_sum
@@ -153,17 +155,18 @@ def _rotation_sums(
     load: FluidLoad, busy_s: NDArray[np.float64], backlog_s: float, period_s: float, horizon_s: float
 ) -> tuple[float, float, float]:
     """Return lost requests per second, waiting requests, and adapter loads per second."""
-    lost, waited, loads = 0.0, 0.0, 0.0
+    lost, waited, loads, half_per_s = 0.0, 0.0, 0.0, 0.5 / horizon_s
+    within = period_s <= horizon_s  # and so is every wait
     for i in range(load.rates_rps.size):
         stay_s = min(_MAX_BUSY_S, busy_s[i] + backlog_s * log(1.0 + load.rates_rps[i] * period_s))
         free_s = load.gaps_s[i] + stay_s
         per_s = load.counts[i] / max(period_s, free_s)
         wait_s = max(0.0, period_s - free_s)
-        half = 0.5 * wait_s / horizon_s
+        half = wait_s * half_per_s
         waiting = load.rates_rps[i] * wait_s
         loads += per_s
         waited += load.counts[i] * waiting
-        lost += per_s * waiting * (half if half <= 0.5 else 1.0 - 0.25 / half)
+        lost += per_s * waiting * (half if within or half <= 0.5 else 1.0 - 0.25 / half)
     return lost, waited, loads
 
 

@@ -1,4 +1,4 @@
-"""Exponential and logarithm that LLVM vectorises in loops over arrays.
+"""Exponential, logarithm and inverse hyperbolic sine that LLVM vectorises in loops over arrays.
 
 Calls of the C library keep a loop scalar. These functions are arithmetic and shifts alone: on 96 numbers with
 AVX-512 they take a quarter of the time.
@@ -34,7 +34,7 @@ def exp(x: float) -> float:
     rounded = x * _LOG2_E + _ROUND
     power = rounded - _ROUND
     r = (x - power * _LN_2_HIGH) - power * _LN_2_LOW
-    series = 1.0 / 479001600.0 + r / 6227020800.0
+    series = 1.0 / 479001600.0 + r * (1.0 / 6227020800.0)
     series = 1.0 / 39916800.0 + r * series
     series = 1.0 / 3628800.0 + r * series
     series = 1.0 / 362880.0 + r * series
@@ -69,3 +69,11 @@ def log(x: float) -> float:
     half_square = 0.5 * f * f
     low = s * (half_square + odd + even) + power * _LN_2_LOW
     return float(power * _LN_2_HIGH - ((half_square - low) - f))
+
+
+@inner
+def asinh(x: float) -> float:
+    """Return the inverse hyperbolic sine of a number up to 1e150, within 1e-15 or as much of its value."""
+    size = abs(x)
+    value = log(size + np.sqrt(size * size + 1.0))
+    return float(value if x >= 0.0 else -value)

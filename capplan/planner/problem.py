@@ -302,6 +302,12 @@ class Problem:
         return traffic_of(self.workload)
 
     @cached_property
+    def has_common_lengths(self) -> bool:
+        """Whether all traffic has the lengths of the workload, and adapters differ in rank and rate only."""
+        own = any(each.prompt_tokens is not None or each.output_tokens is not None for each in self.traffic)
+        return not own and self.workload.trace is None
+
+    @cached_property
     def known_points(self) -> dict[int, float]:
         """Operating points measured so far, by rank."""
         return {}

@@ -95,6 +95,8 @@ def _doubtful_kinds(problem: Problem, estimator: Estimator) -> Iterator[Iterable
 
     One batch of estimates tests single adapters on instances of the only pool.
     """
+    if _is_plain(problem) and _hold_alone(problem, estimator, _hottest_by_rank(problem.shares)):
+        return
     kinds = [(next(kind), kind) for kind in map(iter, _kinds(problem))]
     tested: dict[str, Assignment] = {}
     if len(problem.pools) == 1 and not problem.constraints.pinned_pool:
@@ -107,6 +109,31 @@ def _doubtful_kinds(problem: Problem, estimator: Estimator) -> Iterator[Iterable
     for first, rest in kinds:
         if first[0].name not in holding:
             yield chain((first,), rest)
+
+
+def _is_plain(problem: Problem) -> bool:
+    """Tell whether the shares are whole adapters that differ in rank and rate only, on GPUs of one kind."""
+    rules = problem.constraints
+    constrained = rules.groups or rules.max_replicas or rules.pinned_pool
+    whole = len(problem.shares) == len(problem.traffic)
+    return whole and not constrained and len(problem.pools) == 1 and problem.has_common_lengths
+
+
+def _hottest_by_rank(shares: Sequence[AdapterShare]) -> list[AdapterShare]:
+    hottest: dict[int, AdapterShare] = {}
+    for share in shares:
+        other = hottest.get(share.rank)
+        if other is None or share.rate_rps > other.rate_rps:
+            hottest[share.rank] = share
+    return list(hottest.values())
+
+
+def _hold_alone(problem: Problem, estimator: Estimator, shares: Sequence[AdapterShare]) -> bool:
+    """Tell whether each share holds on an instance of its own; one batch of estimates."""
+    alone = [Assignment((share,), problem.fixed_a_max or 1) for share in shares]
+    if not all(map(problem.fits_in_memory, alone)):
+        return False
+    return not any(estimate.starved for estimate in estimate_all(estimator, alone))
 
 
 def _kinds(problem: Problem) -> Iterator[Iterable[AdapterSet]]:

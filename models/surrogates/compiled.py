@@ -36,6 +36,7 @@ from capplan.models.surrogates.outputs import (
     joined,
 )
 from capplan.models.surrogates.surrogate import Surrogate, SurrogateAnswers
+from capplan.models.vector_math import asinh
 from capplan.spec import STARVED_BELOW, EngineArgs, Workload
 
 Floats = NDArray[np.float64]
@@ -195,7 +196,7 @@ def pack_trees(surrogate: Surrogate) -> PackedTrees | None:
 def predict_compiled(packed: PackedTrees, vectors: Vectors) -> Predictions:
     """Predict vectors in the order of `FEATURES`, shape (n, features)."""
     rows = np.empty((len(PREDICTED), len(vectors)))
-    fill_predictions(rows, packed, vectors, np.empty(vectors.shape[1]))
+    fill_predictions(rows, packed, vectors, np.empty((2, vectors.shape[1])))
     throughput, low, high, probability, novelty, in_range, is_lighter = rows
     return Predictions(
         throughput_tok_s=throughput,
@@ -228,7 +229,7 @@ def _without_load(lowest: Vectors) -> Vectors:
 
 @jit
 def fill_predictions(rows: Floats, packed: PackedTrees, vectors: Vectors, scratch: Floats) -> None:
-    """Write the rows of `PREDICTED`, with a column per vector; `scratch` has shape (features,)."""
+    """Write the rows of `PREDICTED`, with a column per vector; `scratch` has shape (2, features)."""
     starvation_begins = packed.throughput_trees
     ends_begin = packed.throughput_trees + packed.starvation_trees
     bounds = packed.bounds
@@ -267,14 +268,17 @@ def _probability(packed: PackedTrees, score: float) -> float:
 
 @jit
 def _novelty(packed: PackedTrees, x: Vectors, scratch: Floats) -> float:
-    scratch[:] = 0.0
+    scaled, mixed = scratch[0], scratch[1]
     for row in range(x.size):
-        scaled = np.arcsinh(np.float64(x[row])) - packed.centre[row]
-        for column in range(x.size):
-            scratch[column] += scaled * packed.whitening[row, column]
+        scaled[row] = asinh(np.float64(x[row])) - packed.centre[row]
+    mixed[:] = 0.0
+    for row in range(x.size):
+        value, weights = scaled[row], packed.whitening[row]
+        for column in range(mixed.size):
+            mixed[column] += value * weights[column]
     squared = 0.0
     for column in range(x.size):
-        squared += scratch[column] ** 2
+        squared += mixed[column] ** 2
     return float(np.sqrt(squared) / packed.farthest)
 
 

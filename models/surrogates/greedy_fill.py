@@ -66,7 +66,7 @@ def scratch_arrays(adapters: int) -> Scratch:
         load=np.empty((4, adapters)),
         vectors=np.empty((2, len(FEATURES)), np.float32),
         predictions=np.empty((len(PREDICTED), 2)),
-        feature=np.empty(len(FEATURES)),
+        feature=np.empty((2, len(FEATURES))),
     )
 
 

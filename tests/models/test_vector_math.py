@@ -1,4 +1,4 @@
-"""Exponential and logarithm for vectorised loops, against those of Python."""
+"""Functions for vectorised loops, against those of Python."""
 
 import math
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from capplan.compile import jit
-from capplan.models.vector_math import LEAST_EXPONENT, exp, log
+from capplan.models.vector_math import LEAST_EXPONENT, asinh, exp, log
 
 TWO_UNITS = 2.0**-51
 """Relative error of two units in the last place."""
@@ -25,6 +25,12 @@ def exponentials(x: NDArray[np.float64], y: NDArray[np.float64]) -> None:
 def logarithms(x: NDArray[np.float64], y: NDArray[np.float64]) -> None:
     for i in range(x.size):
         y[i] = log(x[i])
+
+
+@jit
+def inverse_hyperbolic_sines(x: NDArray[np.float64], y: NDArray[np.float64]) -> None:
+    for i in range(x.size):
+        y[i] = asinh(x[i])
 
 
 def in_a_loop(function, values: list[float]) -> list[float]:  # type: ignore[no-untyped-def]
@@ -50,6 +56,12 @@ def test_below_the_least_exponent_it_is_constant_and_as_good_as_zero(value: floa
 def test_the_logarithm_is_that_of_python(values: list[float]) -> None:
     expected = [math.log(value) for value in values]
     assert in_a_loop(logarithms, values) == pytest.approx(expected, rel=TWO_UNITS, abs=2.0**-52)
+
+
+@given(st.lists(st.floats(-1e150, 1e150), min_size=1, max_size=40))
+def test_the_inverse_hyperbolic_sine_is_that_of_python(values: list[float]) -> None:
+    expected = [math.asinh(value) for value in values]
+    assert in_a_loop(inverse_hyperbolic_sines, values) == pytest.approx(expected, rel=1e-15, abs=1e-15)
 
 
 def test_both_are_exact_at_one() -> None:

@@ -149,6 +149,16 @@ def test_a_costlier_kind_of_adapter_is_split_at_a_lower_rate() -> None:
     assert sorted(share.name for share in shares) == ["a0", "a1", "a1"]
 
 
+@given(st.integers(0, 2**32 - 1), st.floats(2.0, 30.0))
+def test_the_first_test_of_the_hottest_adapters_changes_no_share(seed: int, rps: float) -> None:
+    """It ends the split of plain problems before kinds of adapters are built."""
+    problem, estimator = example_problem(seed, adapters=8, gpus=40), Capacity(rps=rps)
+    fast = split_hot_adapters(problem, estimator)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("capplan.planner.splitting._is_plain", lambda _: False)
+        assert split_hot_adapters(problem, estimator) == fast
+
+
 def test_max_replicas_limits_the_shares() -> None:
     problem = example_problem(0, adapters=3, gpus=12)
     with pytest.raises(InfeasibleError, match="adapter a0") as error:

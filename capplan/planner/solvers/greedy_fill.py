@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -17,7 +16,6 @@ from capplan.planner.estimate import SurrogateEstimator
 from capplan.planner.problem import AdapterShare, Estimator, Problem
 
 _NO_LIMIT: Final = 2**31
-_NUMBER: Final = attrgetter("number")
 
 
 class GpuFill(NamedTuple):
@@ -81,7 +79,7 @@ def compiled_fill(
     """
     if not isinstance(estimator, SurrogateEstimator):
         return None
-    if any(map(_NUMBER, shares)):
+    if len(shares) != len(problem.traffic):
         return None
     inputs = estimator.inputs(shares, merge=False)
     if inputs is None:
