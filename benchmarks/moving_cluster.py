@@ -34,6 +34,7 @@ from capplan.engine.router.launcher import LocalLauncher
 from capplan.engine.router.process import RouterServer
 from capplan.engine.router.proxy import RouterState
 from capplan.engine.router.rebalancing import RebalanceLoop, RebalancingConfig
+from capplan.engine.router.registered_adapters import RegistrySettings
 from capplan.engine.router.share_updates import PostParams
 from capplan.engine.router.supervisor import InstanceFleet, RestartPolicy, RouterConfig
 from capplan.engine.server import PoolSettings, ServerSettings, bind, url_of
@@ -173,16 +174,21 @@ class MovingCluster:
         points = {rank: 1000.0 / (1.0 + 0.05 * rank) for rank in RANKS}
         moving = RebalancingConfig(
             Rebalancer(demands, len(specs), points, self._settings),
-            str(self.top / "registry.db"),
             ADMIN_KEY,
-            self.plan.base_model,
             prior_output_tokens=TOKENS,
             posts=PostParams(timeout_s=2.0, attempts=2, retry_s=0.2),
-            registry_timeout_s=0.5,
         )
+        location = str(self.top / "registry.db")
+        registry = RegistrySettings(location, self.plan.base_model, timeout_s=0.5)
         server = ServerSettings(self.plan.base_model, drain_timeout_s=5.0)
         return RouterConfig(
-            specs, LocalLauncher(len(specs)), server, QUICK, log=self.log.append, rebalancing=moving
+            specs,
+            LocalLauncher(len(specs)),
+            server,
+            QUICK,
+            log=self.log.append,
+            registry=registry,
+            rebalancing=moving,
         )
 
     @contextlib.asynccontextmanager

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from capplan.spec import Plan, Profile, Workload
 
 _HOUR_S: Final = 3600.0
+_MOST_RANK_DIGITS: Final = 9
 _PATHS: Final = ("FILE", "DIR", "[DIR]", "PLAN", "WORKLOAD")
 """Metavars of files and folders."""
 
@@ -163,6 +164,20 @@ def read_any_plan(path: str) -> Plan:
     if changed := plan.changed_after_verification():
         typer.echo(f"{path}: {changed}", err=True)
     return plan
+
+
+def read_lora_modules(modules: list[str]) -> dict[str, str | Path | int]:
+    """Return adapters by name from ``NAME=FOLDER`` and ``NAME=RANK``."""
+    adapters: dict[str, str | Path | int] = {}
+    for module in modules:
+        name, equals, source = module.partition("=")
+        if not (name and equals and source):
+            raise InputError("must be NAME=FOLDER or NAME=RANK", module, "--lora-modules")
+        if name in adapters:
+            raise InputError("must be unique", name, "--lora-modules")
+        is_rank = source.isdecimal() and len(source) <= _MOST_RANK_DIGITS
+        adapters[name] = int(source) if is_rank else Path(source)
+    return adapters
 
 
 def read_scheduler(text: str | None) -> Scheduler | None:

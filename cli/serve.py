@@ -23,6 +23,7 @@ from capplan.cli.options import (
     engine_option,
     fill,
     read_cache,
+    read_lora_modules,
     read_plan,
     read_queues,
     read_scheduler,
@@ -35,6 +36,7 @@ from capplan.cli.serve_plan import (
     PlanProfiles,
     instance_launcher,
     model_of,
+    plan_registry,
     plan_routing,
     pool_folder,
     running_groups,
@@ -51,7 +53,6 @@ if TYPE_CHECKING:
     from capplan.engine.server import PoolSettings, ServerLimits
 
 _OPEN_RANK: Final = 16  # vLLM's default
-_MOST_RANK_DIGITS: Final = 9
 _LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 
 
@@ -292,7 +293,7 @@ def _serve_instance(args: ServeArgs) -> int:
     if args.model is None:
         raise InputError("is required", location="--model")
     require_writable_files(args.records)
-    adapters = _adapters([*(args.lora_modules or ()), *(args.words or ())])
+    adapters = read_lora_modules([*(args.lora_modules or ()), *(args.words or ())])
     _require_queue(args)
     from capplan.engine.server import InstanceConfig, ServerLimits, ServerSettings, run_instance
 
@@ -360,20 +361,6 @@ def _documents(args: ServeArgs) -> dict[str, Any]:
     return {name: each.model_dump(mode="json") for name, each in found.items() if each is not None}
 
 
-def _adapters(modules: list[str]) -> dict[str, str | Path | int]:
-    """Return adapters by name from ``NAME=FOLDER`` and ``NAME=RANK``."""
-    adapters: dict[str, str | Path | int] = {}
-    for module in modules:
-        name, equals, source = module.partition("=")
-        if not (name and equals and source):
-            raise InputError("must be NAME=FOLDER or NAME=RANK", module, "--lora-modules")
-        if name in adapters:
-            raise InputError("must be unique", name, "--lora-modules")
-        is_rank = source.isdecimal() and len(source) <= _MOST_RANK_DIGITS
-        adapters[name] = int(source) if is_rank else Path(source)
-    return adapters
-
-
 def _serve_plan(args: ServeArgs) -> int:
     """Serve the instances of a plan until stopped; return the exit status."""
     require_extra("engine", ("aiohttp",))
@@ -407,9 +394,10 @@ def _serve_plan(args: ServeArgs) -> int:
     groups = running_groups(plan, specs)
     routing = plan_routing(args.router, args.state_period_s, file, plan, groups, profiles)
     announce_compilation()
-    moving = None
+    moving = shared = None
     if options is not None:
         moving = rebalancing(options, plan, groups, profiles.known, _log)
+        shared = plan_registry(options.registry, plan, groups, model_name)
     for line in unverified_overrides(plan, args.router, None if options is None else options.settings):
         _log(line)
     _log(f"starting {counted(len(specs), 'instance')} of {file}")
@@ -419,7 +407,9 @@ def _serve_plan(args: ServeArgs) -> int:
         "instances": [spec.name for spec in specs],
     }
     launcher = instance_launcher(args.ray_address, len(specs))
-    config = RouterConfig(specs, launcher, server, log=_log, routing=routing, rebalancing=moving)
+    config = RouterConfig(
+        specs, launcher, server, log=_log, routing=routing, registry=shared, rebalancing=moving
+    )
     return run_router(config, _ready(f"{file}: {model_name}", facts, as_json=args.as_json))
 
 

@@ -24,6 +24,7 @@ from capplan.spec.routing import PLAN_ROUTER
 if TYPE_CHECKING:
     from capplan.engine.router.instances import InstanceSpec
     from capplan.engine.router.launcher import Launcher
+    from capplan.engine.router.registered_adapters import RegistrySettings
     from capplan.engine.router.routing import RoutingSettings
 
 
@@ -166,6 +167,18 @@ def plan_routing(
         raise InputError(error.rule, error.value, f"{file}: router {name}: {error.location}") from None
     ranks = {adapter.name: adapter.rank for group in groups for adapter in group.adapters}
     return RoutingSettings(rule, ranks, state_period_s)
+
+
+def plan_registry(registry: str, plan: Plan, groups: Sequence[Group], model_name: str) -> RegistrySettings:
+    """Return the registry whose adapters the router of groups of a plan serves.
+
+    Adapters of the plan's other groups are served elsewhere.
+    """
+    from capplan.engine.router.registered_adapters import RegistrySettings
+
+    every, own = ({each.name for group in some for each in group.adapters} for some in (plan.groups, groups))
+    excluded = frozenset({*(every - own), plan.base_model, model_name})
+    return RegistrySettings(registry, plan.base_model, excluded)
 
 
 def pool_folder(lora_root: str | None, admin_api_key: str | None) -> Path | None:

@@ -75,7 +75,8 @@ def rebalancing(
     Raises
     ------
     InputError
-        If an option is invalid, the instances are not equal, or the registry lacks an adapter.
+        If an option is invalid, the instances are not equal, or the registry has an adapter that they cannot
+        serve, or none of the plan's.
     InfeasibleError
         If an instance sustains no load of a rank.
     """
@@ -86,40 +87,49 @@ def rebalancing(
     from capplan.twin.cluster.plans import workload_of
 
     with AdapterRegistry(options.registry) as registry:
-        size_bytes = _sizes(registry, plan, groups)
+        size_bytes = _sizes(registry, plan, groups, log)
     workload = None if options.workload is None else load_workload(options.workload)
     log("measuring operating points in the twin")
     rebalancer = served_rebalancer(plan, groups, options.settings, size_bytes, profiles, workload)
     return RebalancingConfig(
         rebalancer,
-        options.registry,
         options.admin_key,
-        plan.base_model,
         balances_base=any(group.base is not None for group in groups),
         prior_output_tokens=workload_of(plan, groups).output_tokens.mean_tokens,
     )
 
 
-def _sizes(registry: AdapterRegistry, plan: Plan, groups: Sequence[Group]) -> dict[str, int]:
+def _sizes(
+    registry: AdapterRegistry, plan: Plan, groups: Sequence[Group], log: Callable[[str], None]
+) -> dict[str, int]:
     """Return the sizes of the plan's adapters in the registry, as far as it has them.
+
+    An adapter that has been removed from the registry is not served, as if it were removed later.
 
     Raises
     ------
     InputError
-        If the registry lacks an adapter or its digest, or has it for another model or of another rank.
+        If the registry has none of the adapters, or one for another model, of a rank that the instances do
+        not serve, or without a digest.
     """
     sizes = {}
-    for adapter in {each.name: each for group in groups for each in group.adapters}.values():
-        known = registry.get(adapter.name)
-        where = f"{registry.location}: adapter {adapter.name}"
-        for name, there, planned in (
-            ("base_model", known.base_model, plan.base_model),
-            ("rank", known.rank, adapter.rank),
-        ):
-            if there != planned:
-                raise InputError(f"must be that of the plan, {planned}", there, f"{where}: {name}")
+    largest = max(group.engine_args.max_lora_rank for group in groups)
+    planned = {each.name: each.rank for group in groups for each in group.adapters}
+    found = {name: adapter for name in planned if (adapter := registry.find(name)) is not None}
+    if planned and not found:
+        rule = "must have an adapter of the plan"
+        raise InputError(rule, f"none of {len(planned)}", registry.location)
+    for name, known in found.items():
+        where = f"{registry.location}: adapter {name}"
+        if known.base_model != plan.base_model:
+            rule = f"must be that of the plan, {plan.base_model}"
+            raise InputError(rule, known.base_model, f"{where}: base_model")
+        if known.rank > largest:
+            raise InputError(f"must be at most max_lora_rank, {largest}", known.rank, f"{where}: rank")
         if known.digest is None:
             raise InputError("is required: servers fetch adapters by it", location=f"{where}: digest")
+        if known.rank != planned[name]:
+            log(f"the plan was not verified with rank {known.rank} of {name} instead of {planned[name]}")
         if known.size_bytes is not None:
-            sizes[adapter.name] = known.size_bytes
+            sizes[name] = known.size_bytes
     return sizes

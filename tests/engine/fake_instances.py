@@ -17,6 +17,7 @@ from capplan.engine.router.launcher import LaunchError
 from capplan.engine.router.process import RouterServer
 from capplan.engine.router.proxy import RouterState
 from capplan.engine.router.rebalancing import RebalancingConfig
+from capplan.engine.router.registered_adapters import RegistrySettings
 from capplan.engine.router.routing import RoutingSettings
 from capplan.engine.router.supervisor import InstanceFleet, RestartPolicy, RouterConfig
 from capplan.engine.server import PoolSettings, ServerSettings, bind, url_of
@@ -231,16 +232,20 @@ async def routed(
     policy: RestartPolicy = QUICK,
     routing: RoutingSettings | None = None,
     rebalancing: RebalancingConfig | None = None,
-    registry: str | None = None,
+    registry: str | RegistrySettings | None = None,
     **server: Any,
 ) -> AsyncIterator[Routed]:
-    """Serve a plan with fake instances; check that no task is left at the end."""
+    """Serve a plan with fake instances; check that no task is left at the end.
+
+    With a registry they are servers of a pool; the router reads it if it has settings.
+    """
     options = ServingOptions("tiny-llama", "base", max_queue=4)
     specs = instances_of(plan or tiny_plan(), options, groups)
-    registry = rebalancing.registry if rebalancing is not None else registry
-    if registry is not None:  # servers of a pool
-        pools = [PoolSettings(registry, spec.name) for spec in specs]
-        root = {"lora_root": Path(registry).parent, "admin_api_key": "admin"}
+    source = registry if isinstance(registry, RegistrySettings) else None
+    location = registry if isinstance(registry, str) else source and source.location
+    if location is not None:
+        pools = [PoolSettings(location, spec.name) for spec in specs]
+        root = {"lora_root": Path(location).parent, "admin_api_key": "admin"}
         specs = tuple(
             replace(spec, server=replace(spec.server, pool=pool, **root))
             for spec, pool in zip(specs, pools, strict=True)
@@ -248,7 +253,7 @@ async def routed(
     launcher, log = FakeLauncher(), list[str]()
     settings = ServerSettings("base", **server)
     routing = routing or RoutingSettings()
-    config = RouterConfig(specs, launcher, settings, policy, log.append, routing, rebalancing)
+    config = RouterConfig(specs, launcher, settings, policy, log.append, routing, source, rebalancing)
     state = RouterState(settings, InstanceFleet(config))
     is_ready = asyncio.Event()
     listener = bind("127.0.0.1", 0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -12,7 +13,18 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
-from benchmarks.moving_cluster import MovingCluster, RandomSchedule, make_adapters, placed_at_first, plan_of
+from benchmarks.moving_cluster import (
+    MODEL,
+    RANKS,
+    MovingCluster,
+    RandomSchedule,
+    make_adapters,
+    placed_at_first,
+    plan_of,
+    write_adapter,
+)
+from capplan.engine.models import model_config
+from capplan.spec.registry import read_adapter
 
 pytestmark = pytest.mark.slow
 
@@ -202,3 +214,51 @@ def test_a_router_that_ends_in_the_middle_of_a_swap_is_repaired_by_the_next_one(
 
     run(ended, tmp_path)
     run(repaired, tmp_path)
+
+
+def test_adapters_come_and_go_while_a_cluster_runs_and_after_its_router_has_started_again(
+    tmp_path: Path,
+) -> None:
+    async def check(cluster: MovingCluster) -> None:
+        registry, router = cluster._registry, cluster.fleet.router
+        write_adapter(tmp_path / "new", model_config(MODEL), RANKS[0], 77)
+        registry.add(read_adapter("new", tmp_path / "new", cluster.plan.base_model))
+        cluster.names += ("new",)
+        cluster.right["new"] = await tokens(cluster, "new")
+        assert cluster.right["new"] not in [cluster.right[name] for name in NAMES]
+        await cluster.ask("new", stream=True)
+        registry.remove("a1")
+        async with asyncio.timeout(20):
+            while "a1" in router:
+                await asyncio.sleep(0.05)
+        assert (await cluster.post("a1"))[0] == 404
+        assert (await cluster.loop.rebalance()).reason is None
+        assert router.ranks.keys() == {*NAMES, "new"} - {"a1"}
+        await cluster.ask("new")
+        async with asyncio.timeout(30):
+            while cluster.stored()["a1"]:
+                await asyncio.sleep(0.2)
+        assert not cluster.outcomes.wrong
+        assert sum(cluster.outcomes.refused.values()) == 0
+
+    async def again(cluster: MovingCluster) -> None:
+        assert cluster.fleet.router.ranks.keys() == {*NAMES, "new"} - {"a1"}
+        assert (await cluster.post("a1"))[0] == 404
+        await tokens(cluster, "new")
+
+    async def whole() -> None:
+        cluster = cluster_below(tmp_path)
+        async with asyncio.timeout(150), cluster.running():
+            await cluster.learn()
+            await check(cluster)
+        cluster.names = tuple(name for name in NAMES if name != "a1")
+        async with asyncio.timeout(60), cluster.running():
+            await again(cluster)
+
+    asyncio.run(whole())
+
+
+async def tokens(cluster: MovingCluster, name: str) -> list[int]:
+    status, body = await cluster.post(name)
+    assert status == 200, body
+    return list(json.loads(body)["choices"][0]["token_ids"])

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
 from capplan.engine.router.rebalancing import RebalanceLoop, RebalancingConfig
+from capplan.engine.router.registered_adapters import RegistrySettings
 from capplan.engine.router.share_updates import PostParams
 from capplan.serving.rebalancing import AdapterDemand, Rebalancer, RebalanceSettings, ReplanRequest
 from capplan.spec.registry import AdapterRegistry, RegisteredAdapter
@@ -30,31 +31,30 @@ def registry(tmp_path: Path) -> AdapterRegistry:
     return made
 
 
-def config_of(
-    registry: AdapterRegistry, every_s: float = 3600.0, point: float = 1e6, base: bool = False
-) -> RebalancingConfig:
+def config_of(every_s: float = 3600.0, point: float = 1e6, base: bool = False) -> RebalancingConfig:
     demands = [AdapterDemand(name, rank, 1.0, 100) for name, rank in RANKS.items()]
     demands += [AdapterDemand(MODEL, 0, 1.0)] if base else []
     points = dict.fromkeys((0, *RANKS.values()), point)
     rebalancer = Rebalancer(demands, 2, points, RebalanceSettings(every_s=every_s, forecast="last"))
+    posts = PostParams(timeout_s=0.5, attempts=2, retry_s=0.02)
     return RebalancingConfig(
-        rebalancer,
-        registry.location,
-        "admin",
-        MODEL,
-        balances_base=base,
-        posts=PostParams(timeout_s=0.5, attempts=2, retry_s=0.02),
-        registry_timeout_s=0.2,
-        settle_s=3600.0,
-        retry_s=3600.0,
+        rebalancer, "admin", balances_base=base, posts=posts, settle_s=3600.0, retry_s=3600.0
     )
 
 
 def run(
-    check: Callable[[Routed, RebalanceLoop], Awaitable[None]], config: RebalancingConfig, **settings: Any
+    check: Callable[[Routed, RebalanceLoop], Awaitable[None]],
+    registry: AdapterRegistry,
+    config: RebalancingConfig | None = None,
+    refresh_s: float = 3600.0,
 ) -> None:
+    settings = RegistrySettings(registry.location, MODEL, frozenset({MODEL}), refresh_s, timeout_s=0.2)
+
     async def whole() -> None:
-        async with asyncio.timeout(60), routed(rebalancing=config, **settings) as router:
+        async with (
+            asyncio.timeout(60),
+            routed(rebalancing=config or config_of(), registry=settings) as router,
+        ):
             loop = router.state.fleet.rebalancing
             assert loop is not None
             await check(router, loop)
@@ -99,7 +99,7 @@ def test_a_round_posts_shares_before_requests_follow_them(registry: AdapterRegis
         assert "capplan:rebalance_target 0.0" in text
         assert r.log[-1].startswith("re-balancing 1: 30 requests in")
 
-    run(check, config_of(registry))
+    run(check, registry)
 
 
 def test_no_adapter_moves_when_all_are_stored_and_demand_is_as_before(registry: AdapterRegistry) -> None:
@@ -112,7 +112,7 @@ def test_no_adapter_moves_when_all_are_stored_and_demand_is_as_before(registry: 
             made = await loop.rebalance()
             assert (made.moved_bytes, made.reason) == (0, None)
 
-    run(check, config_of(registry))
+    run(check, registry)
 
 
 def test_shares_that_are_not_acknowledged_leave_the_placement_in_force(registry: AdapterRegistry) -> None:
@@ -132,7 +132,7 @@ def test_shares_that_are_not_acknowledged_leave_the_placement_in_force(registry:
         assert (document["done"], document["failed"], document["failed_posts"]) == (1, 1, 2)
         assert "failed, the placement in force stays" in " ".join(r.log)
 
-    run(check, config_of(registry))
+    run(check, registry)
 
 
 def test_a_registry_that_is_gone_fails_the_round_and_keeps_the_window(
@@ -152,14 +152,14 @@ def test_a_registry_that_is_gone_fails_the_round_and_keeps_the_window(
         made = await loop.rebalance()
         assert (made.reason, made.requests) == (None, 2)
 
-    run(check, config_of(registry))
+    run(check, registry)
 
 
 def test_a_solver_with_a_defect_fails_the_round_and_the_router_serves_on(registry: AdapterRegistry) -> None:
     def replan(request: ReplanRequest) -> list[dict[str, float]]:
         raise ZeroDivisionError("no server")
 
-    config = config_of(registry)
+    config = config_of()
     settings = RebalanceSettings(every_s=3600.0, solver="capplan")
     demands = [AdapterDemand(name, rank, 1.0, 100) for name, rank in RANKS.items()]
     rebalancer = Rebalancer(demands, 2, dict.fromkeys(RANKS.values(), 1e6), settings, replan)
@@ -170,7 +170,7 @@ def test_a_solver_with_a_defect_fails_the_round_and_the_router_serves_on(registr
         assert "Traceback" in " ".join(r.log)
         assert [(await r.post(name))[0] for name in RANKS] == [200] * 3
 
-    run(check, replace(config, rebalancer=rebalancer))
+    run(check, registry, replace(config, rebalancer=rebalancer))
 
 
 def test_an_instance_that_is_down_gets_no_shares_and_all_of_them_when_it_is_back(
@@ -192,7 +192,7 @@ def test_an_instance_that_is_down_gets_no_shares_and_all_of_them_when_it_is_back
         assert {(await r.post("b"))[1]["instance"] for _ in range(4)} == {"g0-1"}
         assert (await loop.rebalance()).unavailable == ()
 
-    run(check, config_of(registry))
+    run(check, registry)
 
 
 def test_rounds_of_their_own_follow_instances_that_go_and_come_back(registry: AdapterRegistry) -> None:
@@ -209,7 +209,7 @@ def test_rounds_of_their_own_follow_instances_that_go_and_come_back(registry: Ad
         await asyncio.sleep(0.5)
         assert loop.done == 2
 
-    run(check, replace(config_of(registry), settle_s=0.1))
+    run(check, registry, replace(config_of(), settle_s=0.1))
 
 
 def test_a_round_that_has_failed_is_repeated(registry: AdapterRegistry) -> None:
@@ -224,7 +224,7 @@ def test_a_round_that_has_failed_is_repeated(registry: AdapterRegistry) -> None:
         assert (loop.last.trigger, loop.last.reason) == ("retry", None)
         assert loop.target is not None
 
-    run(check, replace(config_of(registry), retry_s=0.1))
+    run(check, registry, replace(config_of(), retry_s=0.1))
 
 
 def test_requests_of_the_base_model_follow_the_new_shares(registry: AdapterRegistry) -> None:
@@ -240,7 +240,7 @@ def test_requests_of_the_base_model_follow_the_new_shares(registry: AdapterRegis
         for name, share in shares.items():
             assert abs(got.count(name) - 60 * share) <= 2
 
-    run(check, config_of(registry, base=True))
+    run(check, registry, config_of(base=True))
 
 
 def test_rounds_come_by_themselves_and_overload_is_reported(registry: AdapterRegistry) -> None:
@@ -251,7 +251,7 @@ def test_rounds_come_by_themselves_and_overload_is_reported(registry: AdapterReg
         assert any(line.startswith("overload: the expected demand is") for line in r.log)
         assert loop.target is not None
 
-    run(check, config_of(registry, every_s=0.3, point=0.01))
+    run(check, registry, config_of(every_s=0.3, point=0.01))
 
 
 def test_a_router_without_rebalancing_shows_its_shares() -> None:

@@ -382,7 +382,9 @@ def test_a_plan_to_rebalance_has_equal_instances_and_operating_points_of_its_pro
     made = moving.rebalancer.step(None, stored, held)
     assert made.target > 0.0
     assert made.moved_bytes <= made.unpermuted_bytes
-    assert (moving.admin_key, moving.base_model, moving.balances_base) == ("admin", MODEL, False)
+    assert (moving.admin_key, moving.balances_base) == ("admin", False)
+    assert cluster.registry is not None
+    assert (cluster.registry.base_model, cluster.registry.excluded) == (MODEL, {MODEL})
 
 
 @pytest.mark.parametrize(
@@ -391,9 +393,9 @@ def test_a_plan_to_rebalance_has_equal_instances_and_operating_points_of_its_pro
         ("none", ["--rebalance", 0], "--rebalance: must be a finite number > 0"),
         ("none", ["--rebalance", 60, "--forecast", "tarot"], "--forecast: must be 'holt', 'last'"),
         ("none", ["--rebalance", 60, "--solver", "tarot"], "--solver: must be 'loraserve' or 'capplan'"),
-        ("rank", ["--rebalance", 60], "adapter b: rank: must be that of the plan, 4"),
+        ("rank", ["--rebalance", 60], "adapter b: rank: must be at most max_lora_rank, 16"),
         ("digest", ["--rebalance", 60], "adapter b: digest: is required"),
-        ("missing", ["--rebalance", 60], "must be the name of an adapter in the registry"),
+        ("missing", ["--rebalance", 60], "must have an adapter of the plan"),
         ("profile", ["--rebalance", 60], "must be of one profile and tp to be re-balanced"),
     ],
 )
@@ -403,9 +405,9 @@ def test_what_cannot_be_rebalanced_is_a_one_line_error(
     with AdapterRegistry(moving_plan.parent / "r.db") as registry:
         known = registry.get("b")
         if change == "missing":
-            registry.remove("b")
+            registry.remove("a", "b", "shared")
         elif change in ("rank", "digest"):
-            other: dict[str, Any] = {"rank": 8} if change == "rank" else {"digest": None}
+            other: dict[str, Any] = {"rank": 64} if change == "rank" else {"digest": None}
             registry.add(known.replace(**other), replace=True)
     if change == "profile":
         document = json.loads(moving_plan.read_text())

@@ -166,6 +166,54 @@ def test_requests_go_to_instances_whose_slots_are_large_enough_for_the_adapter()
         assert {router.choose(name, 4) for name in ("x", "y")} == {0}
 
 
+@pytest.mark.parametrize("name", ["smooth-shares", "toppings", "lora-affinity", "least-work-left"])
+@settings(max_examples=10)
+@given(data=st.data())
+def test_adapters_come_and_go_and_the_others_go_on_where_they_were(name: str, data: st.DataObject) -> None:
+    """Also with ranks beyond those of the start, by which compiled rules count."""
+    rule, _ = rule_and_reference(name, 0)
+    rule = rule._replace(models=np.tile(rule.models[:1], (INSTANCES, 1)))
+    first = data.draw(tables())
+    chosen = None if name == "smooth-shares" else rule
+    moving, still = (InstanceRouter(first, None, RoutingSettings(chosen, RANK)) for _ in range(2))
+    for step in range(4):
+        ranks = data.draw(
+            st.dictionaries(st.sampled_from(("x", "u", "v", "w")), st.sampled_from((4, 16, 512)))
+        )
+        ranks["x"] = RANK["x"]
+        held = [{"x": own["x"]} if "x" in own else {} for own in first]
+        for number, each in enumerate(sorted(ranks.keys() - {"x"})):
+            held[(number + step) % INSTANCES][each] = 1.0
+        moving.swap(moving.table(held, None, ranks))
+        assert moving.ranks == ranks
+        assert set(moving.adapters) == {None, *ranks}
+        assert "y" not in moving
+        for each in ranks:
+            assert set(moving.holders(each)) == {i for i, own in enumerate(held) if each in own}
+            if each != "x":
+                assert set(asked(moving, each, 3)) == set(moving.holders(each))
+        if chosen is None:
+            assert [moving.choose("x") for _ in range(7)] == [still.choose("x") for _ in range(7)]
+        if moving.reads_state:
+            by_rank = {"512": (1, 1, 9), "4": (1, 0, 0)}
+            state = {**idle_state(), "by_rank": by_rank, "adapters": dict.fromkeys(("w", "y"), 7)}
+            state["awaiting"] = {"v": (1, 5), "gone": (1, 5)}
+            moving.report(step % INSTANCES, json.dumps(state).encode(), step)
+
+
+def test_requests_of_an_adapter_that_is_removed_still_count_at_their_instance() -> None:
+    rule, _ = rule_and_reference("least-loaded", 0)
+    router = InstanceRouter([{"x": 1.0}, {"y": 1.0}, {"z": 1.0}, {}], None, RoutingSettings(rule, RANK))
+    for _ in range(3):
+        assert router.choose("x", 4, now_ns=10) == 0
+    router.swap(router.table([{"y": 0.5}, {"y": 0.5}, {"z": 1.0}, {}], None, {"y": 16, "z": 8}))
+    router.report(0, json.dumps({**idle_state(), "adapters": {"x": 1}}).encode(), 10)
+    assert int(router._fleet.instances.queued[0]) == 3
+    assert router.choose("y", 4, now_ns=11) == 1
+    router.report(0, json.dumps(idle_state()).encode(), 12)
+    assert int(router._fleet.instances.queued[0]) == 0
+
+
 @pytest.mark.parametrize(
     "held",
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
@@ -52,7 +53,7 @@ def _other_routes(state: RouterState, proxy: Proxy) -> FastAPI:
     app = FastAPI(title="capplan router", docs_url=None, redoc_url=None)
     app.state.router = state
     app.state.metrics = RouterMetrics(state)
-    app.state.cards = _model_cards(state)
+    app.state.cards = ModelCards(state)
     app.include_router(router)
     app.routes.extend(Route(path, proxy, methods=["POST"]) for path in GENERATION_PATHS)
     app.add_middleware(RequestLimiter, state=state, refuse=state.refuse_if_full)
@@ -60,29 +61,49 @@ def _other_routes(state: RouterState, proxy: Proxy) -> FastAPI:
     return app
 
 
-def _model_cards(state: RouterState) -> dict[str, dict[str, Any]]:
-    """Return the entry of every model; its max_model_len is the smallest of its holders."""
-    base = state.settings.model_name
-    cards: dict[str, dict[str, Any]] = {}
-    for instance in state.fleet.instances:
-        longest = instance.spec.engine["max_model_len"]
-        for name in (base, *instance.spec.adapters):
-            parent = None if name == base else base
-            card = cards.setdefault(name, model_card(name, state.created, parent, longest))
-            card["max_model_len"] = min(card["max_model_len"], longest)
-    return cards
+class ModelCards:
+    """Entries of all models; max_model_len is the smallest of the instances of a model."""
+
+    def __init__(self, state: RouterState) -> None:
+        self._state = state
+        self._ranks: Mapping[str, int] | None = None
+        self._cards: dict[str, dict[str, Any]] = {}
+
+    def all(self) -> Mapping[str, dict[str, Any]]:
+        """Return the entries by name, those of the adapters that are served now."""
+        ranks = self._state.fleet.router.ranks
+        if ranks is not self._ranks:
+            self._ranks, self._cards = ranks, self._made()
+        return self._cards
+
+    def _made(self) -> dict[str, dict[str, Any]]:
+        state, base = self._state, self._state.settings.model_name
+        shares, _ = state.fleet.router.shares()
+        new_s = int(time.time()) if self._cards else state.created
+        cards: dict[str, dict[str, Any]] = {}
+        for instance, own in zip(state.fleet.instances, shares, strict=True):
+            longest = instance.spec.engine["max_model_len"]
+            for name in (base, *own):
+                before = self._cards.get(name)
+                created = new_s if before is None else before["created"]
+                card = cards.setdefault(
+                    name, model_card(name, created, None if name == base else base, longest)
+                )
+                card["max_model_len"] = min(card["max_model_len"], longest)
+        return cards
 
 
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
     """List the base model and the adapters of all instances of the plan."""
-    return {"object": "list", "data": list(request.app.state.cards.values())}
+    return {"object": "list", "data": list(request.app.state.cards.all().values())}
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, request: Request) -> dict[str, Any]:
     """Describe one model."""
-    card: dict[str, Any] | None = request.app.state.cards.get(name)
+    await request.app.state.router.look_up(name)
+    card: dict[str, Any] | None = request.app.state.cards.all().get(name)
     if card is None:
         raise unknown_model(name)
     return card

@@ -86,10 +86,15 @@ class DemandMeter:
         All that are served; None is the base model.
     prior_output_tokens
         Mean output tokens assumed before any answer; it counts as one answer of each window.
+
+    Attributes
+    ----------
+    adapters
+        Those of the next window that is closed; requests of others are not in it.
     """
 
     def __init__(self, adapters: Iterable[str | None], prior_output_tokens: float) -> None:
-        self._adapters = tuple(adapters)
+        self.adapters = tuple(adapters)
         self._prior_output_tokens = prior_output_tokens
         self._answers = self._answer_tokens = 0.0
         self._open: dict[CountedRequest, None] = {}
@@ -139,8 +144,8 @@ class DemandMeter:
         for request in self._open:
             self._add(request, max(self.mean_output_tokens, request.output_tokens))
         duration_s = max(end_s - self._begin_s, 1e-9)
-        tok_s = {name: self._tokens.get(name, 0.0) / duration_s for name in self._adapters}
-        requests = {name: self._requests[name] for name in self._adapters}
+        tok_s = {name: self._tokens.get(name, 0.0) / duration_s for name in self.adapters}
+        requests = {name: self._requests[name] for name in self.adapters}
         window = DemandWindow(tok_s, duration_s, requests, len(self._open))
         self._open, self._tokens, self._requests, self._begin_s = {}, {}, Counter(), end_s
         self._answers, self._answer_tokens = self._answers * _MEMORY, self._answer_tokens * _MEMORY

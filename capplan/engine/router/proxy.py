@@ -17,9 +17,10 @@ from capplan.engine.router.demand import CountedRequest
 from capplan.engine.router.instance_client import FileLimitError, InstanceClient, InstanceGoneError
 from capplan.engine.router.supervisor import InstanceFleet, InstanceSupervisor
 from capplan.engine.server.http_protocol import CLIENT, ClientLink
-from capplan.engine.server.protocol import MAX_MODEL_NAME, ApiError, error_code, parsed
+from capplan.engine.server.protocol import MAX_MODEL_NAME, ApiError, error_code, parsed, unknown_model
 from capplan.engine.server.settings import ServerSettings
 from capplan.engine.server.state import ServerState
+from capplan.errors import InputError
 from capplan.http_connection import ConnectionLostError, HttpConnection
 from capplan.spec.routing import BYTES_PER_TOKEN
 
@@ -86,6 +87,24 @@ class RouterState(ServerState):
     def in_flight(self) -> int:
         """Number of requests that are not answered yet."""
         return self._in_flight
+
+    async def look_up(self, model: str) -> None:
+        """Serve the model from now on if it is an adapter that is new in the registry.
+
+        Raises
+        ------
+        ApiError
+            503 if it is unknown and the registry cannot be used.
+        """
+        registered = self.fleet.registered
+        if registered is None or model == self.settings.model_name:
+            return
+        try:
+            await registered.find(model)
+        except InputError as error:
+            logging.getLogger(__name__).warning("%s", error)
+            message = "The adapter registry cannot be used at the moment"
+            raise self.refusal(503, message, "registry_unavailable", 1) from None
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -171,7 +190,9 @@ class _Exchange:
         task = cast("asyncio.Task[None]", asyncio.current_task())
         with self._body_bytes:
             self._body_bytes.enter_context(self._state.holding(len(self._request)))
-            adapter = self._state.adapter_of(parsed(self._request, ForwardedRequest).model)
+            model = parsed(self._request, ForwardedRequest).model
+            await self._state.look_up(model)
+            adapter = self._state.adapter_of(model)
             if self._state.demand is not None:
                 self._counted = self._state.demand.arrive(adapter, self._prompt_tokens)
             try:
@@ -205,6 +226,8 @@ class _Exchange:
         refusals: list[str] = []
         fleet, is_elsewhere = self._state.fleet, False
         while True:
+            if adapter is not None and adapter not in fleet:  # removed from the registry meanwhile
+                raise unknown_model(adapter)
             instance = fleet.choose(adapter, tried, self._prompt_tokens)
             if instance is None and refusals and "overloaded" not in refusals and not is_elsewhere:
                 is_elsewhere = True

@@ -1,12 +1,12 @@
 """Re-balancing of a running cluster: demand, placement, shares at the instances, routing table.
 
-One round closes a window of demand, reads from the registry which instances store which adapters, and asks
-the `Rebalancer` for the shares of the next window. The instances get their new shares before the router
-routes by them; the first request of an adapter at a new instance makes it fetch the adapter. Requests that
-have been sent keep their instance. Then the former holders get a share of zero, by which they remove their
-copies when these are idle and another one is registered. A round that fails leaves the placement in force as
-it is. All that a round needs is in the registry and the instances, so that a router that ends in the middle
-leaves nothing to repair but copies, which the next one has removed.
+One round closes a window of demand, reads from the registry which adapters there are and which instances
+store them, and asks the `Rebalancer` for the shares of the next window. The instances get their new shares
+before the router routes by them; the first request of an adapter at a new instance makes it fetch the
+adapter. Requests that have been sent keep their instance. Then the former holders get a share of zero, by
+which they remove their copies when these are idle and another one is registered. A round that fails leaves
+the placement in force as it is. All that a round needs is in the registry and the instances, so that a
+router that ends in the middle leaves nothing to repair but copies, which the next one has removed.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ import asyncio
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from capplan.engine.router.demand import DemandMeter
+from capplan.engine.router.registered_adapters import RegisteredAdapters, RegistrySnapshot
 from capplan.engine.router.routing_table import RoutingTable
 from capplan.engine.router.share_updates import PostParams, ShareUpdates
 from capplan.errors import InputError
-from capplan.serving.rebalancing import Rebalanced, Rebalancer
-from capplan.spec.registry import AdapterRegistry
+from capplan.serving.rebalancing import AdapterDemand, Rebalanced, Rebalancer
 
 if TYPE_CHECKING:
     from capplan.engine.router.routing import InstanceRouter
@@ -38,7 +37,6 @@ _BECAUSE: Final[Mapping[str, str]] = MappingProxyType(
 )
 _MB: Final = 1e6
 _WATCH_S: Final = 0.2
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,20 +47,14 @@ class RebalancingConfig:
     ----------
     rebalancer
         Returns the shares of the next window; its servers are the instances in their order.
-    registry
-        Adapter registry that the instances share.
     admin_key
         Admin key of the instances.
-    base_model
-        Name of the base model in the registry, and among the rebalancer's adapters.
     balances_base
-        Whether the base model is one of them.
+        Whether the base model is one of the rebalancer's adapters, by its name in the registry.
     prior_output_tokens
         Mean output tokens assumed before any answer.
     posts
         Posts of shares to the instances.
-    registry_timeout_s
-        Time to wait for a lock of the registry.
     settle_s
         Time for which an instance must be down, or back, before a round of its own.
     retry_s
@@ -70,13 +62,10 @@ class RebalancingConfig:
     """
 
     rebalancer: Rebalancer
-    registry: str
     admin_key: str
-    base_model: str
     balances_base: bool = False
     prior_output_tokens: float = 128.0
     posts: PostParams = field(default_factory=PostParams)
-    registry_timeout_s: float = 5.0
     settle_s: float = 5.0
     retry_s: float = 10.0
 
@@ -135,6 +124,11 @@ class RoundFailedError(Exception):
 class RebalanceLoop:
     """Re-balances a cluster every `every_s` of its settings; it belongs to the event loop.
 
+    Parameters
+    ----------
+    registered
+        Adapters of the registry that the instances share.
+
     Attributes
     ----------
     demand
@@ -154,27 +148,33 @@ class RebalanceLoop:
     def __init__(
         self,
         config: RebalancingConfig,
+        registered: RegisteredAdapters,
         instances: Sequence[InstanceSupervisor],
         router: InstanceRouter,
         log: Callable[[str], None],
     ) -> None:
         self._config = config
+        self._base_model = registered.settings.base_model
+        self._registered = registered
         self._instances = instances
         self._router = router
         self._log = log
-        self._registry: AdapterRegistry | None = None
-        self._thread = ThreadPoolExecutor(1, "rebalancing")
         self.demand = DemandMeter(router.adapters, config.prior_output_tokens)
-        adapters = [name for name in router.adapters if name is not None]
-        self.updates = ShareUpdates(instances, adapters, config.admin_key, config.posts)
+        self.updates = ShareUpdates(instances, router.ranks, config.admin_key, config.posts)
         self.updates.in_force = router.shares()[0]
+        registered.on_change = self._on_adapters
         self.last: Round | None = None
         self.done = self.failed = 0
         self.moved_bytes = self.unpermuted_bytes = 0
         self.target: float | None = None
         self._placed_on = self._up = tuple(range(len(instances)))
         self._up_since_s = self._ended_s = time.monotonic()
-        self._running = asyncio.Lock()
+
+    def _on_adapters(self) -> None:
+        """Measure the demand of the adapters in force, and tell the instances their shares."""
+        self.demand.adapters = tuple(self._router.adapters)
+        self.updates.set_adapters(self._router.ranks)
+        self.updates.in_force = self._router.shares()[0]
 
     @property
     def every_s(self) -> float:
@@ -199,9 +199,6 @@ class RebalanceLoop:
         finally:
             updating.cancel()
             await asyncio.wait((updating,))
-            self._thread.shutdown(wait=False, cancel_futures=True)
-            if self._registry is not None:
-                self._registry.close()
 
     def _repair(self) -> Trigger | None:
         """Return why a round is due before the period has passed; None: it is not."""
@@ -218,7 +215,7 @@ class RebalanceLoop:
 
     async def rebalance(self, trigger: Trigger = "period") -> Round:
         """Run one round, after those that run."""
-        async with self._running:
+        async with self._registered.changing:
             return await self._rebalance(trigger)
 
     async def _rebalance(self, trigger: Trigger) -> Round:
@@ -256,13 +253,17 @@ class RebalanceLoop:
         up = self._instances_up()
         if not up:
             raise RoundFailedError("no instance is up")
-        stored = await self._in_thread(self._stored)
+        snapshot = await self._registered.take_in()
         before, base = self._router.shares()
         tok_s, requests = self._arrived(facts) if facts["trigger"] == "period" else (None, None)
-        result = await self._in_thread(
-            self._config.rebalancer.step, tok_s, stored, self._with_base(before, base), up, requests
-        )
-        table = await self._in_thread(self._table, result)
+
+        def step() -> tuple[Rebalanced, RoutingTable]:
+            rebalancer, shares = self._config.rebalancer, self._with_base(before, base)
+            rebalancer.replace_adapters(self._demands(snapshot))
+            made = rebalancer.step(tok_s, snapshot.stored, shares, up, requests)
+            return made, self._table(made)
+
+        result, table = await self._registered.in_thread(step)
         shares, _ = table.shares()
         if missing := await self.updates.announce(shares, up):
             names = ", ".join(self._instances[i].spec.name for i in missing)
@@ -288,7 +289,7 @@ class RebalanceLoop:
         }
         names: dict[str, str | None] = {name: name for name in window.tok_s if name is not None}
         if self._config.balances_base:
-            names[self._config.base_model] = None
+            names[self._base_model] = None
         return (
             {name: window.tok_s[key] for name, key in names.items()},
             {name: window.requests[key] for name, key in names.items()},
@@ -301,30 +302,24 @@ class RebalanceLoop:
         if not self._config.balances_base:
             return [dict(own) for own in shares]
         pairs = zip(shares, base, strict=True)
-        return [{**own, self._config.base_model: share} for own, share in pairs]
+        return [{**own, self._base_model: share} for own, share in pairs]
 
     def _table(self, result: Rebalanced) -> RoutingTable:
         """Return the routing table of new shares."""
-        name = self._config.base_model
+        name = self._base_model
         held = [{each: share for each, share in own.items() if each != name} for own in result.shares]
         base = [own.get(name, 0.0) for own in result.shares]
         return self._router.table(held, base if any(base) else None)
 
-    def _stored(self) -> list[set[str]]:
-        """Return the adapters that each instance stores, from the registry."""
-        if self._registry is None:
-            timeout_s = self._config.registry_timeout_s
-            self._registry = AdapterRegistry(self._config.registry, timeout_s=timeout_s)
-        index = {each.spec.server_name: i for i, each in enumerate(self._instances)}
-        stored: list[set[str]] = [set() for _ in self._instances]
-        for adapter in self._registry.adapters(base_model=self._config.base_model):
-            for holder in adapter.holders:
-                if holder in index:
-                    stored[index[holder]].add(adapter.name)
-        return stored
-
-    async def _in_thread(self, function: Callable[..., T], *arguments: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+    def _demands(self, snapshot: RegistrySnapshot) -> list[AdapterDemand]:
+        """Return the adapters to place: those of the registry, new ones without declared demand."""
+        known = {each.name: each for each in self._config.rebalancer.adapters}
+        demands = [known[self._base_model]] if self._config.balances_base else []
+        for name, rank in snapshot.ranks.items():
+            own = known.get(name) or AdapterDemand(name, rank, 0.0)
+            size_bytes = snapshot.size_bytes.get(name, own.size_bytes)
+            demands.append(replace(own, rank=rank, size_bytes=size_bytes))
+        return demands
 
     def _report(self, made: Round) -> None:
         if made.reason is not None:

@@ -24,6 +24,7 @@ from capplan.serving.routers.fleet import (
     Fleet,
     new_fleet,
     normalised_shares,
+    with_ranks,
 )
 from capplan.spec.routing import STATE_PERIOD_S
 
@@ -130,11 +131,10 @@ class InstanceRouter:
         settings: RoutingSettings | None = None,
         seed: int = 0,
     ) -> None:
-        self._use(RoutingTable.of(held, base))
-        self._credit = shares_rule.first_credit(self._placement)
         settings = settings or RoutingSettings()
         ranks = settings.rank_of or {}
-        self._rank = [0, *(ranks.get(name, 1) for name in self._table.numbers if name is not None)]
+        self._use(RoutingTable.of(held, base, {name: ranks.get(name, 1) for own in held for name in own}))
+        self._credit = shares_rule.first_credit(self._placement)
         fetch_ranks = settings.fetch_ranks
         self._fetch_ranks = None if fetch_ranks is None else np.array(fetch_ranks, np.int64)
         self._is_up = np.ones(len(held), np.bool_)
@@ -149,7 +149,7 @@ class InstanceRouter:
             self._mean_answer = self._rule.prior_output_tokens
             self._fleet = new_fleet(len(held), np.array(self._rank), by_rank, self._credit.size)
             self._records = self._fleet.instances.view(np.ndarray)
-            self._known_ranks = frozenset(self._rank) if by_rank else frozenset()
+            self._known_ranks = frozenset(self._rank if by_rank else ())
             self._sent: list[deque[_Sent]] = [deque(maxlen=_MAX_SENT) for _ in held]
             self._marked: list[set[int]] = [set() for _ in held]
             for instance in range(len(held)):
@@ -159,26 +159,38 @@ class InstanceRouter:
     def _use(self, table: RoutingTable) -> None:
         self._table = table
         self._number, self._placement, self._place_of = table.numbers, table.placement, table.place_of
+        self._rank = [0, *(table.ranks[name] for name in table.numbers if name is not None)]
         self._available: dict[int, _Holders | None] = {}
 
-    def table(self, held: Sequence[Mapping[str, float]], base: Sequence[float] | None = None) -> RoutingTable:
-        """Return the routing table of new shares, for `swap`; the same adapters must have holders.
+    def table(
+        self,
+        held: Sequence[Mapping[str, float]],
+        base: Sequence[float] | None = None,
+        ranks: Mapping[str, int] | None = None,
+    ) -> RoutingTable:
+        """Return the routing table of new shares, for `swap`.
+
+        Parameters
+        ----------
+        ranks
+            Adapters of the table with their ranks; None: those in force.
 
         Raises
         ------
         InputError
-            If they have none, or there are others.
+            If one of them has no holder, or there are others.
         """
-        return RoutingTable.of(held, base, self._table)
+        return RoutingTable.of(held, base, ranks, self._table)
 
     def swap(self, table: RoutingTable) -> None:
         """Put a routing table in force, from the next request on.
 
         Holders that stay keep their credit and what they have reported. Requests sent since the last reports
-        still count at their instances.
+        still count at their instances, also those of adapters that are no longer in the table.
         """
         before = self._table
-        credit = shares_rule.carried_credit(self._credit, before.placement, table.placement)
+        numbers = table.numbers_of(before)
+        credit = shares_rule.carried_credit(self._credit, before.placement, table.placement, numbers)
         if self._rule is not None:
             table = table.with_former([{each.adapter for each in sent} for sent in self._sent])
         self._use(table)
@@ -187,7 +199,10 @@ class InstanceRouter:
             return
         self._rule = self._rule._replace(credit=self._credit)
         standing = np.zeros(self._credit.size, np.int64)
-        self._fleet = self._fleet._replace(standing=table.carry(self._fleet.standing, before, standing))
+        fleet = self._fleet._replace(standing=table.carry(self._fleet.standing, before, standing))
+        self._fleet = with_ranks(fleet, np.array(self._rank))
+        if self._known_ranks:
+            self._known_ranks = frozenset(self._fleet.ranks.tolist())
         for own, marked in zip(self._place_of, self._marked, strict=True):
             marked.clear()
             marked.update(place for place in own.values() if self._fleet.standing[place])
@@ -196,6 +211,11 @@ class InstanceRouter:
     def adapters(self) -> list[str | None]:
         """All adapters; None is the base model."""
         return list(self._number)
+
+    @property
+    def ranks(self) -> Mapping[str, int]:
+        """Ranks of the adapters; replaced as a whole, with the routing table."""
+        return self._table.ranks
 
     def shares(self) -> tuple[list[dict[str, float]], list[float]]:
         """Return the shares in force of each instance's adapters, and those of the base model's requests."""

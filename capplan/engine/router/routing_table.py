@@ -21,7 +21,9 @@ class RoutingTable:
     Attributes
     ----------
     numbers
-        Number of each adapter, the same in all tables of a router; None, the base model, is 0.
+        Number of each adapter; None, the base model, is 0.
+    ranks
+        Rank of each adapter.
     placement
         Holders by number. Places beyond those of the last adapter are former ones, which get no requests.
     place_of
@@ -29,6 +31,7 @@ class RoutingTable:
     """
 
     numbers: Mapping[str | None, int]
+    ranks: Mapping[str, int]
     placement: Placement
     place_of: Sequence[Mapping[str | None, int]]
 
@@ -37,6 +40,7 @@ class RoutingTable:
         cls,
         held: Sequence[Mapping[str, float]],
         base: Sequence[float] | None = None,
+        ranks: Mapping[str, int] | None = None,
         previous: RoutingTable | None = None,
     ) -> RoutingTable:
         """Return the table of the shares of instances.
@@ -48,13 +52,16 @@ class RoutingTable:
             normalised over holders.
         base
             Share of the base model's requests meant for each instance; None: equal shares.
+        ranks
+            Ranks of the adapters; None: those of `previous`, or 1.
         previous
-            Table whose numbers are kept.
+            Table in force. Adapters that it has come first, in its order.
 
         Raises
         ------
         InputError
-            If `previous` has other adapters, or another number of instances.
+            If an adapter of `ranks` has no holder, another one has, or `previous` has another number of
+            instances.
         """
         holders: dict[str | None, list[tuple[int, float]]] = {
             None: list(enumerate(base or [1.0] * len(held)))
@@ -66,15 +73,21 @@ class RoutingTable:
             if len(held) != len(previous.place_of):
                 rule = f"must have an entry for each of {len(previous.place_of)} instances"
                 raise InputError(rule, len(held), "shares")
-            if other := holders.keys() ^ previous.numbers.keys():
-                raise InputError("must be held by an instance in both tables", min(map(str, other)), "shares")
-            holders = {adapter: holders[adapter] for adapter in previous.numbers}
+            if ranks is None:
+                ranks = previous.ranks
+            first = [adapter for adapter in previous.numbers if adapter in holders]
+            holders = {adapter: holders[adapter] for adapter in dict.fromkeys([*first, *holders])}
+        names = [adapter for adapter in holders if adapter is not None]
+        ranks = dict.fromkeys(names, 1) if ranks is None else ranks
+        if other := ranks.keys() ^ set(names):
+            rule = "must be an adapter of the table, with an instance that holds it"
+            raise InputError(rule, min(other), "shares")
         placement = _placement(list(holders.values()))
         place_of: list[dict[str | None, int]] = [{} for _ in held]
         for number, (adapter, own) in enumerate(holders.items()):
             for place, (instance, _) in enumerate(own, int(placement.start[number])):
                 place_of[instance][adapter] = place
-        return cls({adapter: number for number, adapter in enumerate(holders)}, placement, place_of)
+        return cls({adapter: number for number, adapter in enumerate(holders)}, ranks, placement, place_of)
 
     def with_former(self, former: Sequence[Collection[str | None]]) -> RoutingTable:
         """Return the table with places for adapters that instances do not hold any more."""
@@ -91,7 +104,11 @@ class RoutingTable:
             local=np.append(placement.local, more),
             share=np.append(placement.share, more.astype(np.float64)),
         )
-        return RoutingTable(self.numbers, placement, place_of)
+        return RoutingTable(self.numbers, self.ranks, placement, place_of)
+
+    def numbers_of(self, before: RoutingTable) -> NDArray[np.int64]:
+        """Return the number here of each adapter of another table, -1 without."""
+        return np.array([self.numbers.get(adapter, -1) for adapter in before.numbers], np.int64)
 
     def shares(self) -> tuple[list[dict[str, float]], list[float]]:
         """Return the shares of the adapters of each instance, and those of the base model's requests."""

@@ -46,12 +46,18 @@ class PostParams:
 
 
 class _Told:
-    """Shares that a process has acknowledged; those that are not listed are 0, or not known to it yet."""
+    """Shares that a process has acknowledged; those that are not listed are 0, or not known to it yet.
+
+    Attributes
+    ----------
+    unknown
+        Adapters that it has been told nothing of; None: all.
+    """
 
     def __init__(self, client: InstanceClient | None) -> None:
         self.client = client
         self.shares: dict[str, float] = {}
-        self.knows_all = False
+        self.unknown: set[str] | None = None
 
 
 class ShareUpdates:
@@ -60,7 +66,7 @@ class ShareUpdates:
     Parameters
     ----------
     adapters
-        All that have shares.
+        All that have shares; `set_adapters` changes them.
     admin_key
         Admin key of the instances.
 
@@ -75,18 +81,25 @@ class ShareUpdates:
     def __init__(
         self,
         instances: Sequence[InstanceSupervisor],
-        adapters: Sequence[str],
+        adapters: Iterable[str],
         admin_key: str,
         params: PostParams = PostParams(),
     ) -> None:
         self.in_force: Sequence[Mapping[str, float]] = [{} for _ in instances]
         self.failures = 0
         self._instances = instances
-        self._adapters = adapters
+        self._adapters = frozenset(adapters)
         self._key = admin_key
         self._params = params
         self._told = [_Told(None) for _ in instances]
         self._lock = asyncio.Lock()
+
+    def set_adapters(self, adapters: Iterable[str]) -> None:
+        """Change the adapters that have shares; those that are no longer among them have none."""
+        before, self._adapters = self._adapters, frozenset(adapters)
+        for told in self._told:
+            if told.unknown is not None:
+                told.unknown = (told.unknown | (self._adapters - before)) & self._adapters
 
     async def announce(self, shares: Sequence[Mapping[str, float]], indexes: Iterable[int]) -> list[int]:
         """Post shares before requests follow them; return the instances that did not acknowledge."""
@@ -123,9 +136,12 @@ class ShareUpdates:
             return False
         positive = {name: share for name, share in self.in_force[index].items() if share > 0.0}
         new = {name: share for name, share in positive.items() if told.shares.get(name) != share}
-        others = told.shares if told.knows_all else self._adapters
+        adapters, unknown = self._adapters, told.unknown
+        others = {*told.shares, *(adapters if unknown is None else unknown)}
         new |= {name: 0.0 for name in others if name not in positive}
-        told.knows_all = await self._post(told, new) or told.knows_all
+        if await self._post(told, new):
+            known = adapters if unknown is None else unknown
+            told.unknown = set((self._adapters if told.unknown is None else told.unknown) - known)
         return told.shares == positive
 
     def _told_of(self, index: int) -> _Told | None:

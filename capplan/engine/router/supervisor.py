@@ -19,6 +19,7 @@ from capplan.engine.router.instance_client import FileLimitError, InstanceClient
 from capplan.engine.router.instances import InstanceSpec
 from capplan.engine.router.launcher import InstanceHandle, Launcher, LaunchError
 from capplan.engine.router.rebalancing import RebalanceLoop, RebalancingConfig
+from capplan.engine.router.registered_adapters import RegisteredAdapters, RegistrySettings
 from capplan.engine.router.routing import InstanceRouter, RoutingSettings
 from capplan.engine.server.settings import ServerSettings
 from capplan.errors import InputError
@@ -86,8 +87,10 @@ class RouterConfig:
         Receives one line per event of an instance.
     routing
         The router; by default the plan's shares by smooth weighted round robin.
+    registry
+        Registry of the instances, whose adapters are served; None: those of the plan.
     rebalancing
-        Re-balancing of the instances, which share adapters then; None: the plan's shares stay in force.
+        Re-balancing of the instances by the registry; None: the plan's shares stay in force.
     """
 
     specs: Sequence[InstanceSpec]
@@ -96,7 +99,12 @@ class RouterConfig:
     restart_policy: RestartPolicy = field(default_factory=RestartPolicy)
     log: Callable[[str], None] = lambda line: logging.getLogger(__name__).warning(line)
     routing: RoutingSettings = field(default_factory=RoutingSettings)
+    registry: RegistrySettings | None = None
     rebalancing: RebalancingConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.rebalancing is not None and self.registry is None:
+            raise InputError("is required by re-balancing", location="registry")
 
 
 class InstanceSupervisor:
@@ -315,6 +323,8 @@ class InstanceFleet:
         Set when all instances have failed for good, or a task of the fleet has a defect.
     router
         Chooses the instances of requests.
+    registered
+        Adapters of the registry that are served; None: those of the plan are.
     rebalancing
         Re-balances the instances; None if they keep the plan's shares.
     """
@@ -322,11 +332,12 @@ class InstanceFleet:
     def __init__(self, config: RouterConfig) -> None:
         key = secrets.token_urlsafe(32)  # only the router uses the instances
         self.failed = asyncio.Event()
-        routing, self._ranks = config.routing, dict[str, int]()
-        if all(spec.server.pool is not None for spec in config.specs):
+        routing = config.routing
+        self._has_pool = all(spec.server.pool is not None for spec in config.specs)
+        if self._has_pool:
             every = (pair for spec in config.specs for pair in spec.adapters.items())
-            self._ranks = {name: rank for name, rank in every if isinstance(rank, int)}
-            ranks = {**self._ranks, **(routing.rank_of or {})}
+            own = {name: rank for name, rank in every if isinstance(rank, int)}
+            ranks = {**own, **(routing.rank_of or {})}
             fetch_ranks = [spec.max_lora_rank for spec in config.specs]
             routing = replace(routing, rank_of=ranks, fetch_ranks=fetch_ranks)
         self.router = InstanceRouter(
@@ -338,9 +349,13 @@ class InstanceFleet:
             InstanceSupervisor(spec, config, key, partial(self.router.set_available, i))
             for i, spec in enumerate(config.specs)
         ]
+        self.registered: RegisteredAdapters | None = None
         self.rebalancing: RebalanceLoop | None = None
-        if config.rebalancing is not None:
-            self.rebalancing = RebalanceLoop(config.rebalancing, self.instances, self.router, config.log)
+        if config.registry is not None:
+            shared = self.instances, self.router, config.log
+            self.registered = RegisteredAdapters(config.registry, *shared)
+            if config.rebalancing is not None:
+                self.rebalancing = RebalanceLoop(config.rebalancing, self.registered, *shared)
         self._state_period_s = config.routing.state_period_s
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -367,12 +382,12 @@ class InstanceFleet:
 
     def serves_everything(self) -> bool:
         """Return whether an instance that is up serves each adapter; every instance serves the base model."""
-        every = {name for instance in self.instances for name in instance.spec.adapters}
         up = [instance.spec for instance in self.instances if instance.is_up]
+        if self._has_pool:  # instances fetch what they do not store
+            largest = max((spec.max_lora_rank for spec in up), default=0)
+            return bool(up) and all(rank <= largest for rank in self.router.ranks.values())
         served = {name for spec in up for name in spec.adapters}
-        largest = max((spec.max_lora_rank for spec in up), default=0)
-        served |= {name for name, rank in self._ranks.items() if rank <= largest}  # which a pool fetches
-        return bool(up) and served == every
+        return bool(up) and served >= self.router.ranks.keys()
 
     async def start(self) -> None:
         """Start all instances and supervise them from then on.
@@ -394,6 +409,9 @@ class InstanceFleet:
         if self.router.reads_state:
             watches = [self._until_failure(self._watch_state(i)) for i in range(len(self.instances))]
             self._tasks += map(asyncio.ensure_future, watches)
+        if self.registered is not None:
+            await self.registered.refresh()
+            self._tasks.append(asyncio.ensure_future(self._until_failure(self.registered.run())))
         if self.rebalancing is not None:
             self._tasks.append(asyncio.ensure_future(self._until_failure(self.rebalancing.run())))
 
@@ -439,6 +457,8 @@ class InstanceFleet:
         """Stop all instances; raise the defect of a task, if there was one."""
         tasks, self._tasks = self._tasks, []
         defects = await _cancel(tasks)
+        if self.registered is not None:
+            self.registered.close()
         await asyncio.gather(*(instance.stop(at_once) for instance in self.instances))
         if defects:
             raise defects[0]

@@ -84,6 +84,19 @@ class DemandHistory:
         self._recent.append(demand)
         self.windows += 1
 
+    def renumber(self, former: ArrayLike) -> None:
+        """Change the adapters; `former` has the number of each before, -1 for a new one without demand."""
+        numbers = np.array(former, np.intp)
+
+        def moved(demand: NDArray[np.float64]) -> NDArray[np.float64]:
+            return np.append(demand, 0.0)[numbers]
+
+        self._level, self._trend = moved(self._level), moved(self._trend)
+        for recent in (self._recent, self._requests):
+            windows = [moved(each) for each in recent]
+            recent.clear()
+            recent.extend(windows)
+
     def forecast(self, declared: ArrayLike) -> NDArray[np.float64]:
         """Return the demand of the next window in tokens per second; the declared one without a window.
 

@@ -159,6 +159,24 @@ def require_points(operating_points: Mapping[int, float], ranks: Iterable[int]) 
             raise InputError("must be given, above 0 and finite", point, f"operating point of rank {rank}")
 
 
+def covering_points(operating_points: Mapping[int, float], ranks: Iterable[int]) -> dict[int, float]:
+    """Return the operating points of ranks: of the rank itself, of the next larger one, or of the largest.
+
+    Raises
+    ------
+    InputError
+        If there is no point of an adapter, or none of the base model, whose rank is 0.
+    """
+    known = sorted(rank for rank in operating_points if rank > 0)
+    found = {}
+    for rank in set(ranks):
+        at_least = next((each for each in known if each >= rank), known[-1] if known else rank)
+        chosen = rank if rank in operating_points or rank == 0 else at_least
+        require_points(operating_points, (chosen,))
+        found[rank] = operating_points[chosen]
+    return found
+
+
 def _normalised(phi: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
     """Return shares that sum to 1 over the servers."""
     total: dict[str, float] = {}

@@ -14,7 +14,12 @@ from capplan.errors import InputError
 from capplan.serving.rebalancing.demand import DemandHistory
 from capplan.serving.rebalancing.labels import label_servers
 from capplan.serving.rebalancing.near import place_near
-from capplan.serving.rebalancing.placement import AdapterDemand, place, require_points
+from capplan.serving.rebalancing.placement import (
+    AdapterDemand,
+    covering_points,
+    place,
+    require_points,
+)
 from capplan.spec.rebalance import RebalanceSettings
 
 Shares: TypeAlias = Sequence[Mapping[str, float]]
@@ -107,14 +112,38 @@ class Rebalancer:
         require_points(operating_points, (adapter.rank for adapter in adapters))
         self.settings = settings
         self.servers = servers
-        self._adapters = tuple(adapters)
-        self._number = {adapter.name: i for i, adapter in enumerate(self._adapters)}
-        if len(self._number) < len(self._adapters):
-            raise InputError("must be given once", sorted(a.name for a in adapters), "adapters")
-        self._declared = np.array([adapter.tok_s for adapter in self._adapters])
-        self._points = operating_points
+        self._measured = operating_points
         self._replan = None if settings.solver == "loraserve" else replan or replan_near
-        self._history = DemandHistory(len(self._adapters), settings.forecast)
+        self._history = DemandHistory(len(adapters), settings.forecast)
+        self._set_adapters(adapters)
+
+    def _set_adapters(self, adapters: Sequence[AdapterDemand]) -> None:
+        number = {adapter.name: i for i, adapter in enumerate(adapters)}
+        if len(number) < len(adapters):
+            raise InputError("must be given once", sorted(a.name for a in adapters), "adapters")
+        self._points = covering_points(self._measured, {adapter.rank for adapter in adapters})
+        self._adapters, self._number = tuple(adapters), number
+        self._declared = np.array([adapter.tok_s for adapter in adapters])
+
+    @property
+    def adapters(self) -> tuple[AdapterDemand, ...]:
+        """Adapters with their declared demand."""
+        return self._adapters
+
+    def replace_adapters(self, adapters: Sequence[AdapterDemand]) -> None:
+        """Place other adapters from the next step on.
+
+        Those that stay keep the demand of the closed windows, in which new ones had none. A rank without
+        operating point has that of the next larger rank, or else of the largest.
+
+        Raises
+        ------
+        InputError
+            For an adapter given twice, or a base model without operating point.
+        """
+        former = [self._number.get(adapter.name, -1) for adapter in adapters]
+        self._set_adapters(adapters)
+        self._history.renumber(former)
 
     def step(
         self,

@@ -212,11 +212,33 @@ def adapter_of_places(placement: Placement) -> NDArray[np.int64]:
     return np.repeat(np.arange(placement.start.size - 1), np.diff(placement.start))
 
 
-def places_in_both(before: Placement, after: Placement) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return the places, in one table and in another, of the pairs of adapter and instance that both have."""
+def places_in_both(
+    before: Placement, after: Placement, numbers: NDArray[np.int64] | None = None
+) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Return the places, in one table and in another, of the pairs of adapter and instance that both have.
+
+    Parameters
+    ----------
+    numbers
+        Number in `after` of each adapter of `before`, -1 if it has none; None: adapters have the same ones.
+    """
     instances = 1 + max(int(each.instance.max(initial=0)) for each in (before, after))
-    old, new = (
-        adapter_of_places(each) * instances + each.instance[: each.start[-1]] for each in (before, after)
-    )
+    adapter = adapter_of_places(before)
+    if numbers is not None:
+        adapter = numbers[adapter]
+    places = np.flatnonzero(adapter >= 0)
+    old = adapter[places] * instances + before.instance[places]
+    new = adapter_of_places(after) * instances + after.instance[: after.start[-1]]
     _, here, there = np.intersect1d(old, new, assume_unique=True, return_indices=True)
-    return here, there
+    return places[here], there
+
+
+def with_ranks(fleet: Fleet, ranks: NDArray[np.int64]) -> Fleet:
+    """Return the fleet with further ranks of adapters; its counts stay."""
+    distinct = np.union1d(fleet.ranks, ranks)[::-1].astype(np.int64)
+    if distinct.size == fleet.ranks.size:
+        return fleet
+    columns = fleet.by_rank.shape[2]
+    more = max(0, int(distinct[0]) + 1 - columns) if columns else 0
+    by_rank = np.pad(fleet.by_rank, ((0, 0), (0, 0), (0, more)))
+    return fleet._replace(ranks=distinct.copy(), by_rank=by_rank)

@@ -22,7 +22,12 @@ def first_credit(placement: Placement) -> NDArray[np.float64]:
     return np.asarray(placement.share * part)
 
 
-def carried_credit(credit: NDArray[np.float64], before: Placement, after: Placement) -> NDArray[np.float64]:
+def carried_credit(
+    credit: NDArray[np.float64],
+    before: Placement,
+    after: Placement,
+    numbers: NDArray[np.int64] | None = None,
+) -> NDArray[np.float64]:
     """Return the credit of every place of a new routing table.
 
     Holders that stay keep theirs, so that many short periods do not begin every time with the same holder.
@@ -32,9 +37,11 @@ def carried_credit(credit: NDArray[np.float64], before: Placement, after: Placem
     ----------
     credit
         By place of the table before. Places beyond those of its last adapter are not used.
+    numbers
+        As for `places_in_both`.
     """
     carried = first_credit(after)
-    here, there = places_in_both(before, after)
+    here, there = places_in_both(before, after, numbers)
     carried[there] = credit[here]
     return carried
 

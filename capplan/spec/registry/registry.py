@@ -84,6 +84,11 @@ class AdapterRegistry:
         """Close the connections to the database."""
         self._database.close()
 
+    def version(self) -> tuple[int, int]:
+        """Return what every committed change of any process changes, at the least cost."""
+        with self._lock:
+            return self._database.changes()
+
     def find(self, name: str) -> RegisteredAdapter | None:
         """Return an adapter as of the last committed change; None if there is none of the name."""
         with self._lock:

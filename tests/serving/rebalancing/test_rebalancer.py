@@ -22,6 +22,7 @@ from capplan.serving.rebalancing import (
     RebalanceSolver,
     ReplanRequest,
 )
+from capplan.serving.rebalancing.placement import covering_points
 
 RANKS = (8, 32, 128)
 POINTS = {0: 5000.0, 8: 4800.0, 32: 4400.0, 128: 2200.0}
@@ -178,3 +179,45 @@ def test_ten_thousand_adapters_on_many_servers_are_balanced() -> None:
     )
     assert len({name for own in again.shares for name in own}) == 10_000
     assert again.moved_bytes < again.unpermuted_bytes
+
+
+@given(WINDOWS, st.sampled_from(FORECASTS), st.sampled_from(REBALANCE_SOLVERS))
+def test_adapters_that_stay_keep_their_demand_when_others_come_and_go(
+    windows: list[dict[str, float]], forecast: Forecast, solver: RebalanceSolver
+) -> None:
+    """As if the removed ones had never been there, and the new ones had been idle."""
+    settings = RebalanceSettings(forecast=forecast, solver=solver)
+    stay = ADAPTERS[3:]
+    changed = [*reversed(stay), AdapterDemand("new", 20, 0.0, 7)]
+    moving = Rebalancer(ADAPTERS, SERVERS, POINTS, settings)
+    still = Rebalancer(changed, SERVERS, {**POINTS, 20: POINTS[32]}, settings)
+    nothing = [set[str]()] * SERVERS, [dict[str, float]()] * SERVERS
+    for window in windows:
+        rest = {name: tok_s for name, tok_s in window.items() if name not in NAMES[:3]}
+        requests = {name: tok_s // 100.0 for name, tok_s in window.items()}
+        moving.step(window, *nothing, arrived_requests=requests)
+        still.step(rest, *nothing, arrived_requests={name: requests[name] for name in rest})
+    moving.replace_adapters(changed)
+    made, wanted = (each.step(None, *nothing) for each in (moving, still))
+    if forecast != "gamma-poisson":  # which shrinks to the mean of all adapters
+        assert made == wanted
+    assert made.demand_tok_s["new"] == 0.0 or forecast == "gamma-poisson"
+    assert {name for own in made.shares for name in own} == {adapter.name for adapter in changed}
+    with pytest.raises(InputError, match="arrived_tok_s: must be an adapter of the cluster"):
+        moving.step({NAMES[0]: 1.0}, *nothing)
+
+
+def test_a_rank_without_operating_point_has_that_of_the_next_larger_one() -> None:
+    points = {0: 5.0, 8: 4.0, 32: 2.0}
+    assert covering_points(points, [0, 4, 8, 9, 32, 64]) == {0: 5.0, 4: 4.0, 8: 4.0, 9: 2.0, 32: 2.0, 64: 2.0}
+    with pytest.raises(InputError, match="operating point of rank 0"):
+        covering_points({8: 4.0}, [0])
+    with pytest.raises(InputError, match="operating point of rank 8"):
+        covering_points({0: 4.0}, [8])
+
+
+def test_adapters_given_twice_leave_those_in_force() -> None:
+    rebalancer = new()
+    with pytest.raises(InputError, match="must be given once"):
+        rebalancer.replace_adapters([ADAPTERS[0], ADAPTERS[0]])
+    assert rebalancer.adapters == tuple(ADAPTERS)
