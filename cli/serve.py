@@ -394,10 +394,12 @@ def _serve_plan(args: ServeArgs) -> int:
     groups = running_groups(plan, specs)
     routing = plan_routing(args.router, args.state_period_s, file, plan, groups, profiles)
     announce_compilation()
-    moving = shared = None
+    moving = None
     if options is not None:
         moving = rebalancing(options, plan, groups, profiles.known, _log)
-        shared = plan_registry(options.registry, plan, groups, model_name)
+    shared = None
+    if args.registry is not None and args.lora_root is not None:
+        shared = plan_registry(args.registry, plan, groups, model_name)
     for line in unverified_overrides(plan, args.router, None if options is None else options.settings):
         _log(line)
     _log(f"starting {counted(len(specs), 'instance')} of {file}")

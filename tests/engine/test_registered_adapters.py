@@ -244,6 +244,26 @@ def test_a_registry_without_adapters_leaves_the_base_model(registry: AdapterRegi
     run(check, registry)
 
 
+def test_a_plan_that_is_not_rebalanced_follows_its_registry_too(registry: AdapterRegistry) -> None:
+    async def check(r: Routed, registered: RegisteredAdapters) -> None:
+        assert (await placement(r))["rebalancing"] is None
+        shares = r.state.fleet.router.shares()
+        registry.add(entry("new"))
+        assert await status_of(r, "new") == 200
+        registry.remove("new")
+        await r.until(lambda: "new" not in r.state.fleet)
+        assert await status_of(r, "new") == 404
+        assert r.state.fleet.router.shares() == shares, "the plan's shares stay in force"
+        registry.add(entry("other"))
+        await r.until(lambda: "other" in r.state.fleet)
+        registry.remove("a")
+        await r.until(lambda: "a" not in r.state.fleet)
+        assert await models(r) == {"base", "b", "shared", "other"}
+        assert r.launcher["g0-1"].share_posts == r.launcher["g1-1"].share_posts == 0
+
+    run(check, registry, rebalance=False)
+
+
 def test_a_damaged_registry_ends_nothing(registry: AdapterRegistry, tmp_path: Path) -> None:
     async def check(r: Routed, registered: RegisteredAdapters) -> None:
         with closing(sqlite3.connect(tmp_path / "r.db")) as file:

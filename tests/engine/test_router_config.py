@@ -21,6 +21,7 @@ from capplan.engine.router import launcher
 from capplan.engine.router import process as router_process
 from capplan.engine.router.app import merged
 from capplan.engine.router.instances import ServingOptions, gpus_of, instances_of, spread_over_gpus
+from capplan.engine.router.registered_adapters import RegistrySettings
 from capplan.engine.router.routing import InstanceRouter
 from capplan.engine.router.supervisor import RouterConfig
 from capplan.engine.server import PoolSettings
@@ -346,6 +347,31 @@ def test_the_instances_of_a_plan_share_adapters_below_one_folder(
             str(registry), name, base_model=tiny_plan().base_model, max_stored_gib=0.5
         )
     assert cluster.server.lora_root is cluster.server.pool is None
+    assert cluster.rebalancing is None
+    assert cluster.registry == RegistrySettings(str(registry), MODEL, frozenset({MODEL}))
+
+
+def test_the_router_of_some_groups_leaves_the_adapters_of_the_others_alone(
+    run: Run, started: list[RouterConfig], plan_file: Path, tmp_path: Path
+) -> None:
+    AdapterRegistry(tmp_path / "r.db", create=True).close()
+    (tmp_path / "pool").mkdir()
+    flags = ["--group", "g1", "--served-model-name", "llama", *moving_flags(tmp_path)]
+    result = run("serve", plan_file, "--model", "tiny-llama", *flags)
+    assert result.exit_code == 0, result.output
+    [cluster] = started
+    assert cluster.registry is not None
+    assert cluster.registry.excluded == {"a", MODEL, "llama"}
+
+
+def test_without_a_pool_the_router_reads_no_registry(
+    run: Run, started: list[RouterConfig], plan_file: Path, tmp_path: Path
+) -> None:
+    """Instances have the adapters of their start then."""
+    AdapterRegistry(tmp_path / "r.db", create=True).close()
+    result = run("serve", plan_file, "--model", "tiny-llama", "--registry", tmp_path / "r.db")
+    assert result.exit_code == 0, result.output
+    assert started[0].registry is None
 
 
 @pytest.fixture
