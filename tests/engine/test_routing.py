@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
 from capplan import InputError
-from capplan.engine.router.routing import InstanceRouter, RoutingSettings
+from capplan.engine.router.routing import Choice, InstanceRouter, RoutingSettings
 from capplan.serving.routers import ROUTERS, LeastWorkLeft, Toppings
 from capplan.serving.routers.choose import RoutingRule
 from capplan.serving.routers.fleet import ACTIVE, AWAITED, RESIDENT, report_time_ns
@@ -127,7 +127,7 @@ def rule_and_reference(name: str, seed: int) -> tuple[RoutingRule, Any]:
     """Return a compiled rule with random models, and its reference."""
     models = [make_performance(seeded(seed + i)) for i in range(3)]
     work = [make_work_model(seeded(seed + i)) for i in range(3)]
-    parameters = LeastWorkLeft(off_plan=2.0, rank_raise=1.5, max_age_s=MAX_AGE_S)
+    parameters = LeastWorkLeft(off_plan=2.0, rank_raise=1.5, max_age_s=MAX_AGE_S, turn_s=0.05)
     rule = plain_rule(parameters if name == "least-work-left" else name, 100.0)
     if name.startswith("toppings"):
         rule = plain_rule(Toppings(rank_aware=name == "toppings"), 100.0)
@@ -186,9 +186,13 @@ def test_the_running_router_decides_as_the_twins_reference(name: str, seed: int)
         request = RoutedRequest(
             number, 0.0, adapter, RANK.get(NAMES[adapter] or "", 0), prompt_tokens, draw(), 100.0
         )
-        expected = candidates[reference(request, candidates)].instance
-        assert router.choose(NAMES[adapter], prompt_tokens, excluded, now_ns) == expected
-        known.sent[expected].append((now_ns, NAMES[adapter], prompt_tokens))
+        chosen = candidates[reference(request, candidates)]
+        at_ns = now_ns
+        if isinstance(reference, LeastAddedWork):
+            at_ns = reference.sent_ns(request, chosen, now_ns)
+        expected = Choice(chosen.instance, at_ns)
+        assert router.decide(NAMES[adapter], prompt_tokens, excluded, now_ns) == expected
+        known.sent[chosen.instance].append((at_ns, NAMES[adapter], prompt_tokens))
 
 
 @settings(max_examples=15)
@@ -296,6 +300,36 @@ def test_reports_are_spread_evenly_over_the_period(instances: int, period_ns: in
     assert abs(gaps - period_ns / instances).max() <= 1
 
 
+def test_a_request_is_forwarded_at_the_time_of_its_turn() -> None:
+    async def check(r: Any) -> None:
+        router, held_s = r.state.fleet.router, 0.3
+        router.decide = lambda *_, **__: Choice(0, time.monotonic_ns() + round(held_s * 1e9))
+        began_s = time.monotonic()
+        status, body, _ = await r.post("shared")
+        assert (status, body["instance"]) == (200, "g0-1")
+        assert time.monotonic() - began_s >= held_s
+
+    run(check, routing=settings_of("least-work-left"))
+
+
+def test_a_held_request_counts_at_its_instance_until_it_is_sent() -> None:
+    parameters = LeastWorkLeft(models=make_work_model(seeded(0)), turn_s=2.0)
+    model = replace(make_work_model(seeded(0)), decode_ms=9.0, padded=True)
+    rule = plain_rule(parameters, 100.0)._replace(models=np.array([model.row]))
+    router = InstanceRouter([{"x": 1.0, "y": 1.0}], None, RoutingSettings(rule, RANK))
+    busy = {**idle_state(), "running": 9, "by_rank": {"8": [9, 0, 0]}, "running_tokens": 90}
+    router.report(0, json.dumps(busy).encode(), 1)
+    second = 10**9
+    assert router.decide("x", 4, now_ns=2) == Choice(0, 2), "most requests have its rank"
+    assert router.decide("y", 4, now_ns=3) == Choice(0, 2 * second + 16)
+    for asked_ns, waiting in ((second, 1), (2 * second + 17, 0)):
+        router.report(0, json.dumps(busy).encode(), asked_ns)
+        assert router._fleet.by_rank[0, 1, 16] == waiting
+    idle = {**idle_state(), "by_rank": {"8": [1, 0, 0]}}
+    router.report(0, json.dumps(idle).encode(), 3 * second)
+    assert router.decide("y", 4, now_ns=3 * second) == Choice(0, 3 * second), "the work left ends sooner"
+
+
 def test_states_that_are_none_and_instances_that_end_lose_no_request() -> None:
     async def check(r: Any) -> None:
         r.launcher["g0-1"].reported = {"running": -1}
@@ -323,7 +357,7 @@ def test_a_defect_in_reading_states_ends_the_router_and_is_raised() -> None:
         run(check, routing=settings_of("least-loaded"))
 
 
-@pytest.mark.parametrize("field_", ["off_plan", "rank_raise", "max_age_s"])
+@pytest.mark.parametrize("field_", ["off_plan", "rank_raise", "max_age_s", "turn_s"])
 def test_parameters_are_checked(field_: str) -> None:
     with pytest.raises(InputError, match=f"LeastWorkLeft.{field_}: must be"):
         replace(LeastWorkLeft(), **{field_: float("nan")})

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.compile import inner, jit
-from capplan.serving.routers.choose import RoutingRule, choose_blindly, choose_by_state
+from capplan.serving.routers.choose import RoutingRule, choose_blindly, choose_by_state, sent_ns
 from capplan.serving.routers.dlora import busiest, idlest, is_excessive, load, to_move
 from capplan.serving.routers.fleet import ArrivingRequest, Placement, note_waiting, report_time_ns
 from capplan.serving.scheduler import is_movable, withdraw
@@ -29,6 +29,7 @@ from capplan.workload.sampling import uniform
 _CURSOR = int_fields(
     "next",  # the next request to route
     "place",  # the place chosen for it, or NONE
+    "hand_over_ns",  # time at which the instance there gets it
     "tick_ns",  # time of the next migration
     "migrations",  # requests moved so far
     "pause_ns",  # time after which the loop returns to its caller
@@ -152,6 +153,7 @@ def _concerned(
         return int(placement.start[adapter]), int(placement.start[adapter + 1])
     if cursor.place == NONE:
         cursor.place = choose_blindly(rule, cluster.fleet, placement, adapter, uniform(key, cursor.next))
+        cursor.hand_over_ns = cluster.stream.arrival_ns[cursor.next]
     return int(cursor.place), int(cursor.place) + 1
 
 
@@ -195,7 +197,7 @@ def _arrive(
     if not is_stored:
         return FETCH_DUE
     local = cluster.placement.local[place]
-    hand_over(cluster, instance, local, request, cluster.stream.arrival_ns[request], member)
+    hand_over(cluster, instance, local, request, cursor.hand_over_ns, member)
     cursor.place = NONE
     cursor.next = request + 1
     return NONE
@@ -205,7 +207,10 @@ def _arrive(
 def _observe_and_choose(
     cluster: Cluster, rule: RoutingRule, key: np.uint64, answered: np.record, cursor: np.record
 ) -> int:
-    """Return the place that a router chooses by reading the instances, which have run up to now."""
+    """Return the place that a router chooses by reading the instances, which have run up to now.
+
+    The cursor gets the time of the hand-over.
+    """
     adapter = cluster.adapter[cursor.next]
     placement = cluster.placement
     now_ns = cluster.stream.arrival_ns[cursor.next]
@@ -223,7 +228,9 @@ def _observe_and_choose(
         uniform(key, cursor.next),
         now_ns,
     )
-    return choose_by_state(rule, cluster.seen, placement, request)
+    place = choose_by_state(rule, cluster.seen, placement, request)
+    cursor.hand_over_ns = sent_ns(rule, cluster.seen, placement.instance[place], request)
+    return place
 
 
 @inner

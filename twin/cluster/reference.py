@@ -206,6 +206,7 @@ def run_with(
     """Simulate a cluster to its horizon as `run_cluster` does, with a router written in Python.
 
     If adapters are re-balanced, a router with a method `swap` gets the placements before and after each time.
+    A router with a method `sent_ns` returns the time at which the chosen candidate gets a request.
 
     Raises
     ------
@@ -306,7 +307,9 @@ class _Loop:
         else:
             if lacks_row(laid.cluster, instance):
                 grow(laid, instance)
-            hand_to(laid.cluster, instance, int(placement.local[start + chosen]), number, now_ns)
+            sent_ns = getattr(self._router, "sent_ns", None)
+            at_ns = now_ns if sent_ns is None else sent_ns(request, candidates[chosen], now_ns)
+            hand_to(laid.cluster, instance, int(placement.local[start + chosen]), number, at_ns)
         self._reports.note_sent(start + chosen, request.rank, request.prompt_tokens)
 
     def _on_swap(self, before: Placement, now_ns: int) -> None:

@@ -209,6 +209,18 @@ class LeastAddedWork:
         """Keep the credits of holders that stay."""
         self.by_shares.swap(before, after)
 
+    def sent_ns(self, request: RoutedRequest, chosen: Candidate, now_ns: int) -> int:
+        """Return the time at which the chosen candidate gets a request."""
+        model, period_ns = self.models[chosen.instance], round(self.parameters.turn_s * 1e9)
+        if period_ns == 0 or not model.padded or chosen.age_ns > self.parameters.max_age_s * 1e9:
+            return now_ns
+        ranks = [*chosen.running, *chosen.queued]
+        is_minor = sum(rank < request.rank for rank in ranks) > 0.5 * (len(ranks) + 1)
+        queued = list(zip(chosen.queued, chosen.queued_prompts, strict=True))
+        left_ms = self._work_ms(chosen, queued, model, request.mean_answer_tokens) - chosen.age_ns * 1e-6
+        due_ns = (now_ns // period_ns + 1) * period_ns
+        return due_ns + request.rank if is_minor and (due_ns - now_ns) * 1e-6 <= left_ms else now_ns
+
     def _score(self, request: RoutedRequest, candidate: Candidate) -> float:
         model, mean_answer = self.models[candidate.instance], request.mean_answer_tokens
         queued = list(zip(candidate.queued, candidate.queued_prompts, strict=True))

@@ -348,7 +348,7 @@ def _queue(cluster: Cluster, instance: int, request: int, counts: np.record) -> 
     if counts.next_request < end:
         if arrival_ns[progress.tail] <= arrival_ns[request]:
             behind = progress.tail
-        else:  # moved requests arrive later
+        else:  # moved and held requests arrive later
             other = counts.next_request
             while arrival_ns[other] <= arrival_ns[request]:
                 behind = other

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterator
 from types import MappingProxyType
@@ -228,15 +229,18 @@ class _Exchange:
         while True:
             if adapter is not None and adapter not in fleet:  # removed from the registry meanwhile
                 raise unknown_model(adapter)
-            instance = fleet.choose(adapter, tried, self._prompt_tokens)
-            if instance is None and refusals and "overloaded" not in refusals and not is_elsewhere:
+            choice = fleet.choose(adapter, tried, self._prompt_tokens)
+            if choice is None and refusals and "overloaded" not in refusals and not is_elsewhere:
                 is_elsewhere = True
-                instance = fleet.choose(adapter, tried, self._prompt_tokens, elsewhere=True)
-                self._state.refused_by_holders += instance is not None
-            if instance is None:
+                choice = fleet.choose(adapter, tried, self._prompt_tokens, elsewhere=True)
+                self._state.refused_by_holders += choice is not None
+            if choice is None:
                 raise self._no_instance(adapter, refusals[-1] if refusals else None)
             self._state.retries += bool(tried)
+            instance, at_ns = choice
             try:
+                if not tried and (held_s := (at_ns - time.monotonic_ns()) * 1e-9) > 0.0:
+                    await asyncio.sleep(held_s)
                 await self._forward_to(instance)
                 return
             except InstanceGoneError as gone:

@@ -87,10 +87,19 @@ class RoutingSettings:
     fetch_ranks: Sequence[int] | None = None
 
 
+class Choice(NamedTuple):
+    """Instance of a request."""
+
+    instance: int
+    at_ns: int
+    """Time on the monotonic clock at which it gets the request."""
+
+
 class _Sent(NamedTuple):
-    """A request sent to an instance."""
+    """A request for an instance."""
 
     at_ns: int
+    """Time at which it is sent."""
     adapter: str | None
     rank: int
     prompt_tokens: int
@@ -259,7 +268,20 @@ class InstanceRouter:
         *,
         elsewhere: bool = False,
     ) -> int | None:
-        """Return the instance of the next request; None if no holder is available.
+        """Return the instance of the next request as `decide`, without the time."""
+        choice = self.decide(adapter, prompt_tokens, excluded, now_ns, elsewhere=elsewhere)
+        return None if choice is None else choice.instance
+
+    def decide(
+        self,
+        adapter: str | None,
+        prompt_tokens: int = 0,
+        excluded: Collection[int] = (),
+        now_ns: int | None = None,
+        *,
+        elsewhere: bool = False,
+    ) -> Choice | None:
+        """Return the instance of the next request, and when it gets it; None if no holder is available.
 
         Parameters
         ----------
@@ -285,25 +307,26 @@ class InstanceRouter:
             among = self._holders_up(number, {*excluded, *unable})
             if among is None or not among.places.size:
                 return None
+        now_ns = time.monotonic_ns() if now_ns is None else now_ns
         if self._rule is None:
-            return int(self._placement.instance[self._by_shares(number, among)])
+            return Choice(int(self._placement.instance[self._by_shares(number, among)]), now_ns)
         request = ArrivingRequest(
             adapter=number,
             rank=rank,
             prompt_tokens=prompt_tokens,
             mean_answer=self._mean_answer,
             draw=self._draw(),
-            now_ns=time.monotonic_ns() if now_ns is None else now_ns,
+            now_ns=now_ns,
         )
         if among is None:
-            place = route(self._rule, self._fleet, self._placement, request)
+            place, at_ns = route(self._rule, self._fleet, self._placement, request)
         else:
-            place = self._route_among(among, request)
+            place, at_ns = self._route_among(among, request)
         instance = int(self._placement.instance[place])
         if self._rule.reads_state:
             self._marked[instance].add(place)
-            self._sent[instance].append(_Sent(request.now_ns, adapter, request.rank, prompt_tokens))
-        return instance
+            self._sent[instance].append(_Sent(at_ns, adapter, request.rank, prompt_tokens))
+        return Choice(instance, at_ns)
 
     def report(self, instance: int, document: bytes, asked_ns: int) -> None:
         """Take the state of an instance.
@@ -339,8 +362,8 @@ class InstanceRouter:
         answers, tokens = self._answers.sum(axis=0).tolist()
         self._mean_answer = (self._rule.prior_output_tokens + tokens) / (1.0 + answers)  # type: ignore[union-attr]
         sent = self._sent[instance]
-        while sent and sent[0].at_ns < asked_ns:
-            sent.popleft()
+        if any(each.at_ns < asked_ns for each in sent):
+            sent = self._sent[instance] = deque((s for s in sent if s.at_ns >= asked_ns), _MAX_SENT)
         waiting = [(place_of[each.adapter], each.rank, 1, each.prompt_tokens) for each in sent]
         for name, (requests, tokens) in state.awaiting.items():
             rank = self._rank[self._number.get(name, 0)]
@@ -422,14 +445,14 @@ class InstanceRouter:
         self._credit[among.places] = credit
         return int(among.places[chosen])
 
-    def _route_among(self, among: _Holders, request: ArrivingRequest) -> int:
-        """Return the place that the rule chooses of some of the holders."""
+    def _route_among(self, among: _Holders, request: ArrivingRequest) -> tuple[int, int]:
+        """Return the place that the rule chooses of some of the holders, and when it gets the request."""
         fleet, rule, places = self._fleet, self._rule, among.places
         seen = fleet._replace(standing=fleet.standing[places])
         own = rule._replace(credit=self._credit[places])  # type: ignore[union-attr]
-        chosen = int(route(own, seen, among.placement, request._replace(adapter=0)))
+        chosen, at_ns = route(own, seen, among.placement, request._replace(adapter=0))
         fleet.standing[places], self._credit[places] = seen.standing, own.credit
-        return int(places[chosen])
+        return int(places[chosen]), at_ns
 
     def _range(self, adapter: str | None) -> tuple[int, int]:
         number = self._number[adapter]

@@ -369,12 +369,12 @@ class InstanceFleet:
         prompt_tokens: int = 0,
         *,
         elsewhere: bool = False,
-    ) -> InstanceSupervisor | None:
-        """Return the instance of a request as `InstanceRouter.choose`; None if none is up."""
+    ) -> tuple[InstanceSupervisor, int] | None:
+        """Return the instance of a request and its time as `InstanceRouter.decide`; None if none is up."""
         instances = self.instances
         without = [instances.index(each) for each in excluded]
-        index = self.router.choose(adapter, prompt_tokens, without, elsewhere=elsewhere)
-        return None if index is None else instances[index]
+        choice = self.router.decide(adapter, prompt_tokens, without, elsewhere=elsewhere)
+        return None if choice is None else (instances[choice.instance], choice.at_ns)
 
     def retry_after_s(self, adapter: str | None) -> int:
         """Return the time until the first of an adapter's holders may be up again."""

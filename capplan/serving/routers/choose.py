@@ -15,7 +15,7 @@ from capplan.serving.routers.fleet import ArrivingRequest, Fleet, Placement, not
 from capplan.serving.routers.gateway import highest_score
 from capplan.serving.routers.least_loaded import least_loaded
 from capplan.serving.routers.least_tokens import fewest_tokens
-from capplan.serving.routers.least_work_left import least_added_work
+from capplan.serving.routers.least_work_left import least_added_work, turn_ns
 from capplan.serving.routers.lora_affinity import nearest
 from capplan.serving.routers.plan_shares import by_share
 from capplan.serving.routers.random_holder import any_holder
@@ -164,8 +164,8 @@ def router_code(name: str) -> int:
 
 
 @jit
-def route(rule: RoutingRule, fleet: Fleet, placement: Placement, request: ArrivingRequest) -> int:
-    """Return the place that gets a request, and add the request to the state of the instance there.
+def route(rule: RoutingRule, fleet: Fleet, placement: Placement, request: ArrivingRequest) -> tuple[int, int]:
+    """Return the place that gets a request, and when; add the request to the state of the instance there.
 
     Parameters
     ----------
@@ -175,10 +175,11 @@ def route(rule: RoutingRule, fleet: Fleet, placement: Placement, request: Arrivi
         The request.
     """
     if not rule.reads_state:
-        return choose_blindly(rule, fleet, placement, request.adapter, request.draw)
+        return choose_blindly(rule, fleet, placement, request.adapter, request.draw), request.now_ns
     place = choose_by_state(rule, fleet, placement, request)
+    at_ns = sent_ns(rule, fleet, placement.instance[place], request)
     note_waiting(fleet, placement, place, request.rank, 1, request.prompt_tokens)
-    return place
+    return place, at_ns
 
 
 @jit
@@ -231,3 +232,11 @@ def choose_by_state(rule: RoutingRule, fleet: Fleet, placement: Placement, reque
         place = least_loaded(fleet, placement, first, last, turn)
     rule.turn[0] = placement.instance[place]
     return place
+
+
+@inner
+def sent_ns(rule: RoutingRule, fleet: Fleet, instance: int, request: ArrivingRequest) -> int:
+    """Return the time at which the chosen instance gets a request; now, unless a rule holds requests."""
+    if rule.code == LEAST_WORK_LEFT:
+        return turn_ns(fleet, instance, request, rule.models, rule.weights)
+    return int(request.now_ns)

@@ -16,6 +16,11 @@ outside the placement, whose share is 0, is multiplied by `off_plan`, and by `ra
 rank is above those of all their requests: dW has the padding of the work that is there, not that of the
 requests that follow. If the last report of a holder is older than `max_age_s`, the request is routed by
 `smooth_shares`.
+
+Rank turns (`turn_s`): a batch of prompts costs the rank of its largest one, so one request of a rank that few
+others have makes prompts of all others slow. Where kernels pad, a request whose rank is above those of most
+requests at its instance is sent there at the next multiple of `turn_s`, with the others of its kind, in the
+order of ranks. It is not held longer than the work left of the instance lasts.
 """
 
 from __future__ import annotations
@@ -58,6 +63,10 @@ PADDED = 8
 OFF_PLAN = 0
 MAX_AGE_NS = 1
 RANK_RAISE = 2
+TURN_NS = 3
+
+MOST = 0.5
+"""Share of the requests at an instance with smaller ranks, above which a request waits for its turn."""
 
 
 @dataclass(frozen=True)
@@ -106,12 +115,16 @@ class LeastWorkLeft:
         Age of the last report of a holder beyond which requests are routed by the shares.
     models
         One per instance, or one for all; None: fitted to what each profile predicts.
+    turn_s
+        Time between turns of the requests with ranks above those of most others at their instance, where
+        kernels pad; at most they wait so long. 0: all requests are sent at once.
     """
 
     off_plan: float = 1.0
     max_age_s: float = 5.0
     models: WorkModel | Sequence[WorkModel] | None = None
     rank_raise: float = 1.0
+    turn_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("off_plan", "rank_raise"):
@@ -119,11 +132,13 @@ class LeastWorkLeft:
                 raise InputError("must be a number >= 1", getattr(self, name), f"LeastWorkLeft.{name}")
         if not 0 < self.max_age_s < float("inf"):
             raise InputError("must be a finite number > 0", self.max_age_s, "LeastWorkLeft.max_age_s")
+        if not 0 <= self.turn_s < float("inf"):
+            raise InputError("must be a finite number >= 0", self.turn_s, "LeastWorkLeft.turn_s")
 
     @property
     def parameters(self) -> NDArray[np.float64]:
         """The numbers for compiled code."""
-        return np.array([self.off_plan, self.max_age_s * 1e9, self.rank_raise])
+        return np.array([self.off_plan, self.max_age_s * 1e9, self.rank_raise, round(self.turn_s * 1e9)])
 
 
 @inner
@@ -157,6 +172,36 @@ def least_added_work(
         if score < least or (score == least and placement.share[place] > placement.share[chosen]):
             chosen, least = place, score
     return chosen
+
+
+@inner
+def turn_ns(
+    fleet: Fleet,
+    instance: int,
+    request: ArrivingRequest,
+    models: NDArray[np.float64],
+    parameters: NDArray[np.float64],
+) -> int:
+    """Return the time at which an instance gets a request that is not among those known there yet.
+
+    Requests of one turn follow each other by rank, a nanosecond apart per unit of rank.
+    """
+    now_ns, period_ns = request.now_ns, int(parameters[TURN_NS])
+    model = models[instance]
+    age_ns = now_ns - fleet.instances.seen_ns[instance]
+    if period_ns == 0 or model[PADDED] == 0.0 or age_ns > parameters[MAX_AGE_NS]:
+        return int(now_ns)
+    below = requests = 0
+    for k in range(fleet.ranks.size):
+        own = fleet.ranks[k]
+        requests += fleet.by_rank[instance, PRESENT, own]
+        if own < request.rank:
+            below += fleet.by_rank[instance, PRESENT, own]
+    due_ns = (now_ns // period_ns + 1) * period_ns
+    left_ms = _work_ms(fleet, instance, queued_tokens(fleet, instance), request, model)[0] - age_ns * 1e-6
+    if below <= MOST * (requests + 1) or (due_ns - now_ns) * 1e-6 > left_ms:
+        return int(now_ns)
+    return int(due_ns + request.rank)
 
 
 @inner

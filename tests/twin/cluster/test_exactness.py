@@ -138,7 +138,8 @@ def test_compiled_routers_decide_as_reference_ones(
         kernel = kernel if is_aware else "blind"
     if name == "dlora":
         router = Dlora(period_s=1e6)
-    parameters = LeastWorkLeft(1.0 + seed % 3, 0.01, work_models, rank_raise=1.0 + seed % 2)
+    turn_s = (0.0, 0.02, 0.3)[seed // 2 % 3]
+    parameters = LeastWorkLeft(1.0 + seed % 3, 0.01, work_models, 1.0 + seed % 2, turn_s)
     if name == "least-work-left":
         router = parameters
     compiled = run_cluster(scenario, build_rule(router, scenario), seed, state_period_s=state_period_s)
