@@ -70,11 +70,17 @@ OFF_PLAN: Final = 1.25
 """Factor of `least-work-left` on servers outside the placement."""
 RANK_RAISE: Final = 2.0
 """Its further factor if the request has the largest rank there."""
+TURN_S: Final = 2.0
+"""Time between its turns of requests with ranks above those of most others at their server."""
+_CHOICES: Final = (
+    *((1.25, 1.0, 0.0), (1.5, 1.0, 0.0), (2.0, 1.0, 0.0), (1.25, 1.5, 0.0), (1.25, 2.0, 0.0)),
+    *((1.25, 4.0, 0.0), (1.25, 2.0, 1.0), (1.25, 2.0, 2.0), (1.25, 2.0, 4.0)),
+)
 FACTORS: Final = {
-    f"{OURS}-{off_plan:g}-{raised:g}": (off_plan, raised)
-    for off_plan, raised in ((1.25, 1.0), (1.5, 1.0), (2.0, 1.0), (1.25, 1.5), (1.25, 2.0), (1.25, 4.0))
+    f"{OURS}-{off_plan:g}-{raised:g}-{turn_s:g}": (off_plan, raised, turn_s)
+    for off_plan, raised, turn_s in _CHOICES
 }
-"""Ours with other factors."""
+"""Ours with other factors and turns."""
 RANDOM: Final = "slora-random"
 CONTIGUOUS: Final = "slora-contiguous"
 PLACED: Final = ("capplan", RANDOM, CONTIGUOUS)
@@ -117,8 +123,8 @@ class Scene:
         if system in ROUTED:
             return routed_by_state(load, system, [None] * self.servers)
         if system == OURS or system in FACTORS:
-            off_plan, raised = FACTORS.get(system, (OFF_PLAN, RANK_RAISE))
-            router = LeastWorkLeft(off_plan, rank_raise=raised)
+            off_plan, raised, turn_s = FACTORS.get(system, (OFF_PLAN, RANK_RAISE, TURN_S))
+            router = LeastWorkLeft(off_plan, rank_raise=raised, turn_s=turn_s)
             return routed_by_state(load, router, self.placed("capplan"))
         if system in RUNTIME:
             settings = RebalanceSettings.model_validate({"every_s": self.step_s, **RUNTIME[system]})

@@ -34,6 +34,7 @@ from benchmarks.loraserve.systems import (
     OFF_PLAN,
     OURS,
     RANK_RAISE,
+    TURN_S,
     Scene,
     rebalanced,
     routed,
@@ -196,18 +197,19 @@ def test_results_are_stored_and_an_interrupted_run_goes_on(traces: Path) -> None
     assert later.highest_rps(scene, "toppings")[0] == pytest.approx(found[1], rel=2 * PRECISION)
 
 
-def test_the_factor_of_ours_weighs_servers_outside_the_placement(traces: Path) -> None:
+def test_the_factors_and_turns_of_ours_change_the_routing(traces: Path) -> None:
     lab = Lab(traces, traces / "out", SETTING, duration_s=20.0)
     scene = scene_of(lab, "poisson-uniform")
     halves = (scene.workload.adapters[:15], scene.workload.adapters[15:])
     shares = [{adapter.name: 0.5 for adapter in half} for half in halves for _ in range(2)]
     (scene.folder / "uniform.capplan.4.json").write_text(json.dumps(shares))
     load = lab.load(scene, scene.sustained_rps(), 0)
-    chosen = f"{OURS}-{OFF_PLAN:g}-{RANK_RAISE:g}"
-    assert FACTORS[chosen] == (OFF_PLAN, RANK_RAISE)
-    own, same, other = (scene.ttft_s(name, load) for name in (OURS, chosen, f"{OURS}-1.5-1"))
+    chosen = f"{OURS}-{OFF_PLAN:g}-{RANK_RAISE:g}-{TURN_S:g}"
+    assert FACTORS[chosen] == (OFF_PLAN, RANK_RAISE, TURN_S)
+    others = [f"{OURS}-1.5-1-0", f"{OURS}-{OFF_PLAN:g}-{RANK_RAISE:g}-0"]
+    own, same, *different = (scene.ttft_s(name, load) for name in (OURS, chosen, *others))
     np.testing.assert_array_equal(own, same)
-    assert (own != other).any()
+    assert all((own != other).any() for other in different)
 
 
 def test_servers_for_a_load_are_those_of_the_option(traces: Path) -> None:
