@@ -58,6 +58,8 @@ class FakeInstance:
         self.hung = self.stopped = False
         self.refusal: str | None = None
         """Code of the refusal of all requests and pings."""
+        self.cannot_store: set[str] = set()
+        """Adapters whose requests are refused with ``storage``."""
         self.busy = 0
         self.scrapes = self.reports = 0
         self.reported = idle_state()
@@ -92,6 +94,8 @@ class FakeInstance:
         if self.refusal is not None:
             error = {"error": {"code": self.refusal}}
             return web.json_response(error, status=503, headers={"Retry-After": "1"})
+        if body["model"] in self.cannot_store:
+            return web.json_response({"error": {"code": "storage"}}, status=503)
         if body.get("refuse"):
             return web.json_response({"error": {"code": "full"}}, status=429, headers={"Retry-After": "7"})
         self.busy += 1

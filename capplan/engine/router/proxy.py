@@ -49,6 +49,8 @@ _REFUSALS: Final = MappingProxyType(
     }
 )
 """Error codes of an instance that has not started this request, and may accept the next one."""
+_CANNOT_STORE: Final = ("server_name_taken", "storage")
+"""Those that last: the instance cannot store the adapter."""
 
 
 class RouterState(ServerState):
@@ -247,9 +249,16 @@ class _Exchange:
                 code = gone.refusal
                 if code is not None and code in _REFUSALS:
                     refusals.append(code)
+                    self._note_refusal(instance, adapter, code)
                 elif code is not None:
                     instance.take_out(code)
                 tried.append(instance)
+
+    def _note_refusal(self, instance: InstanceSupervisor, adapter: str | None, code: str) -> None:
+        """Note an adapter that an instance cannot store, for the next re-balancing."""
+        rebalancing = self._state.fleet.rebalancing
+        if rebalancing is not None and adapter is not None and code in _CANNOT_STORE:
+            rebalancing.refused.note(self._state.fleet.instances.index(instance), adapter)
 
     def _no_instance(self, adapter: str | None, refusal: str | None) -> ApiError:
         """Return the error if no instance has started the request; `refusal`: code of one that is up."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -37,6 +38,10 @@ _BECAUSE: Final[Mapping[str, str]] = MappingProxyType(
 )
 _MB: Final = 1e6
 _WATCH_S: Final = 0.2
+_MAX_REFUSED: Final = 10_000
+"""Pairs of instance and adapter; the oldest ones are forgotten first."""
+_FORGOTTEN_AFTER: Final = 3
+"""Periods after which an instance is tried again for an adapter that it could not store."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,46 @@ class RoundFailedError(Exception):
     """A round cannot put a placement in force; the message says why."""
 
 
+class RefusedAdapters:
+    """Pairs of an instance and an adapter that it could not store lately, which rounds place elsewhere.
+
+    The router sends a request that an instance refuses to another one, and would do so for each further one
+    as long as the instance has a share of the adapter. Without a share no request tells whether the reason
+    still stands, so that refusals are forgotten after a time.
+
+    Parameters
+    ----------
+    instances
+        Number of instances.
+    forget_s
+        Time after its last refusal for which a pair is kept.
+    """
+
+    def __init__(self, instances: int, forget_s: float) -> None:
+        self._instances = instances
+        self._forget_s = forget_s
+        self._refused_s: OrderedDict[tuple[int, str], float] = OrderedDict()
+
+    def note(self, instance: int, adapter: str, now_s: float | None = None) -> None:
+        """Note a refusal; times are on the monotonic clock, None: now."""
+        pair = instance, adapter
+        self._refused_s[pair] = time.monotonic() if now_s is None else now_s
+        self._refused_s.move_to_end(pair)
+        if len(self._refused_s) > _MAX_REFUSED:
+            self._refused_s.popitem(last=False)
+
+    def current(self, now_s: float | None = None) -> list[set[str]]:
+        """Return the adapters that each instance has refused and that are not forgotten yet."""
+        now_s = time.monotonic() if now_s is None else now_s
+        refused: list[set[str]] = [set() for _ in range(self._instances)]
+        for (instance, adapter), at_s in list(self._refused_s.items()):
+            if now_s - at_s >= self._forget_s:
+                del self._refused_s[instance, adapter]
+            else:
+                refused[instance].add(adapter)
+        return refused
+
+
 class RebalanceLoop:
     """Re-balances a cluster every `every_s` of its settings; it belongs to the event loop.
 
@@ -135,6 +180,8 @@ class RebalanceLoop:
         Tokens of requests by adapter; the proxy counts them.
     updates
         Shares at the instances.
+    refused
+        Adapters that instances could not store; the proxy notes them, and rounds place them elsewhere.
     last
         Last round; None before the first one.
     done, failed
@@ -163,6 +210,7 @@ class RebalanceLoop:
         self.updates = ShareUpdates(instances, router.ranks, config.admin_key, config.posts)
         self.updates.in_force = router.shares()[0]
         registered.on_change = self._on_adapters
+        self.refused = RefusedAdapters(len(instances), _FORGOTTEN_AFTER * self.every_s)
         self.last: Round | None = None
         self.done = self.failed = 0
         self.moved_bytes = self.unpermuted_bytes = 0
@@ -256,11 +304,12 @@ class RebalanceLoop:
         snapshot = await self._registered.take_in()
         before, base = self._router.shares()
         tok_s, requests = self._arrived(facts) if facts["trigger"] == "period" else (None, None)
+        refused = self.refused.current()
 
         def step() -> tuple[Rebalanced, RoutingTable]:
             rebalancer, shares = self._config.rebalancer, self._with_base(before, base)
             rebalancer.replace_adapters(self._demands(snapshot))
-            made = rebalancer.step(tok_s, snapshot.stored, shares, up, requests)
+            made = rebalancer.step(tok_s, snapshot.stored, shares, up, requests, refused)
             return made, self._table(made)
 
         result, table = await self._registered.in_thread(step)

@@ -52,6 +52,48 @@ def replan_near(request: ReplanRequest) -> Shares:
     )
 
 
+def without_refused(
+    shares: Sequence[Mapping[str, float]],
+    refused: Sequence[Collection[str]],
+    stored: Sequence[Collection[str]],
+    work: Mapping[str, float],
+) -> list[dict[str, float]]:
+    """Return shares in which no server serves an adapter that it refuses, if another one can.
+
+    Its share goes to the other servers of the adapter in proportion, or else to one that stores it, or else
+    to the one with the least work.
+
+    Parameters
+    ----------
+    shares
+        By server.
+    refused, stored
+        Adapters that each server cannot store, and those that it stores.
+    work
+        Utilization of a server by the whole demand of each adapter.
+    """
+    new = [dict(own) for own in shares]
+    for server, names in enumerate(refused):
+        for name in sorted(new[server].keys() & set(names)):
+            able = [i for i in range(len(new)) if i != server and name not in refused[i]]
+            holders = [i for i in able if new[i].get(name, 0.0) > 0.0]
+            if not able:
+                continue
+            share = new[server].pop(name)
+            if not holders:
+                chosen = min(able, key=lambda i: (name not in stored[i], _work(new[i], work), i))
+                new[chosen][name] = share
+                continue
+            total = sum(new[i][name] for i in holders)
+            for i in holders:
+                new[i][name] += share * new[i][name] / total
+    return new
+
+
+def _work(shares: Mapping[str, float], work: Mapping[str, float]) -> float:
+    return sum(share * work[name] for name, share in shares.items())
+
+
 @dataclass(frozen=True)
 class Rebalanced:
     """New routing table. Nothing has moved yet: servers fetch an adapter with its first request."""
@@ -152,6 +194,7 @@ class Rebalancer:
         shares: Shares,
         available: Sequence[int] | None = None,
         arrived_requests: Mapping[str, float] | NDArray[np.float64] | None = None,
+        refused: Sequence[Collection[str]] | None = None,
     ) -> Rebalanced:
         """Close a window and return the shares of the next one.
 
@@ -170,6 +213,9 @@ class Rebalancer:
         arrived_requests
             Number of the requests that arrived in the window, as `arrived_tok_s`; only the forecast
             ``gamma-poisson`` needs it.
+        refused
+            Adapters that each server cannot store for now, shape (servers,): other servers serve them if one
+            can. None: none.
 
         Raises
         ------
@@ -197,6 +243,11 @@ class Rebalancer:
                 adapters, self._points, there, [shares[server] for server in up], self.settings.price_per_gb
             )
             new, moved, unpermuted = self._labelled(self._replan(request), there)
+        if refused is not None and any(refused[server] for server in up):
+            work = {each.name: each.tok_s / self._points[each.rank] for each in adapters}
+            new = without_refused(new, [refused[server] for server in up], there, work)
+            moved = self._missing_bytes(new, there)
+            unpermuted = max(moved, unpermuted)
         everywhere: list[Mapping[str, float]] = [{} for _ in range(self.servers)]
         for server, served in zip(up, new, strict=True):
             everywhere[server] = served
@@ -206,6 +257,15 @@ class Rebalancer:
         names = (adapter.name for adapter in self._adapters)
         return Rebalanced(
             tuple(everywhere), moved, unpermuted, used / len(up), dict(zip(names, demand, strict=True))
+        )
+
+    def _missing_bytes(self, shares: Shares, stored: Sequence[Collection[str]]) -> int:
+        """Return the size of the adapters that their servers do not store yet."""
+        return sum(
+            self._adapters[self._number[name]].size_bytes
+            for own, there in zip(shares, stored, strict=True)
+            for name in own
+            if name not in there
         )
 
     def _available(self, available: Sequence[int] | None) -> list[int]:

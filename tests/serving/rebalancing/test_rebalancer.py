@@ -221,3 +221,27 @@ def test_adapters_given_twice_leave_those_in_force() -> None:
     with pytest.raises(InputError, match="must be given once"):
         rebalancer.replace_adapters([ADAPTERS[0], ADAPTERS[0]])
     assert rebalancer.adapters == tuple(ADAPTERS)
+
+
+@given(
+    st.dictionaries(st.sampled_from(NAMES), st.floats(0.0, 4000.0)),
+    st.lists(st.sets(st.sampled_from(NAMES)), min_size=SERVERS, max_size=SERVERS),
+    st.sets(st.integers(0, SERVERS - 1), min_size=1),
+    st.sampled_from(REBALANCE_SOLVERS),
+)
+def test_servers_do_not_serve_what_they_refuse_if_another_one_can(
+    window: dict[str, float], refused: list[set[str]], up: set[int], solver: RebalanceSolver
+) -> None:
+    stored: list[set[str]] = [set(NAMES[i::SERVERS]) for i in range(SERVERS)]
+    rebalancer = new(RebalanceSettings(forecast="last", solver=solver))
+    made = rebalancer.step(window, stored, [{}] * SERVERS, sorted(up), refused=refused)
+    for name in NAMES:
+        shares = [own.get(name, 0.0) for own in made.shares]
+        assert math.fsum(shares) == pytest.approx(1.0, abs=1e-9)
+        able = {i for i in up if name not in refused[i]}
+        assert {i for i, share in enumerate(shares) if share} <= (able or up)
+    assert made.moved_bytes == missing_bytes(made.shares, stored) <= made.unpermuted_bytes
+    again = new(RebalanceSettings(forecast="last", solver=solver))
+    none = [set[str]()] * SERVERS
+    first = again.step(window, stored, [{}] * SERVERS, sorted(up), refused=none)
+    assert first == new(again.settings).step(window, stored, [{}] * SERVERS, sorted(up))

@@ -1,0 +1,71 @@
+"""An adapter that an instance cannot store is placed elsewhere while the reason may stand."""
+
+import asyncio
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
+
+from capplan.engine.router.rebalancing import RebalanceLoop, RefusedAdapters
+from capplan.spec.registry import AdapterRegistry
+from tests.engine.fake_instances import Routed
+from tests.engine.test_rebalance_loop import RANKS, config_of, placement, registry, run
+
+__all__ = ["registry"]  # a fixture
+
+
+async def holders(r: Routed, name: str) -> set[str]:
+    in_force = (await placement(r))["placement"]
+    return {server for server, each in in_force.items() if each["adapters"].get(name)}
+
+
+def test_an_instance_that_cannot_store_an_adapter_gets_no_share_of_it_in_the_next_rounds(
+    registry: AdapterRegistry,
+) -> None:
+    async def check(r: Routed, loop: RebalanceLoop) -> None:
+        assert (await loop.rebalance()).reason is None
+        [holder] = await holders(r, "b")
+        [other] = {"g0-1", "g1-1"} - {holder}
+        r.launcher[holder].cannot_store.add("b")
+        for number in range(3):
+            assert (await r.post("b"))[1]["instance"] == other
+            assert r.state.refused_by_holders == 1, "only before the first round"
+            made = await loop.rebalance("retry" if number else "period")
+            assert made.reason is None
+            assert await holders(r, "b") == {other}
+        assert await holders(r, "a") != set()
+        for name in RANKS:
+            assert (await r.post(name))[0] == 200
+
+    run(check, registry)
+
+
+def test_an_instance_is_tried_again_after_three_periods(registry: AdapterRegistry) -> None:
+    async def check(r: Routed, loop: RebalanceLoop) -> None:
+        both = r.launcher["g0-1"], r.launcher["g1-1"]
+        for each in both:
+            each.cannot_store.add("b")
+        assert (await r.post("b"))[0] == 503
+        assert (await loop.rebalance()).reason is None
+        assert await holders(r, "b"), "an adapter that nobody can store has an instance"
+        for each in both:
+            each.cannot_store.clear()
+        assert (await r.post("b"))[0] == 200
+        assert [len(each) for each in loop.refused.current()] == [1, 1]
+        await asyncio.sleep(3 * loop.every_s)
+        assert loop.refused.current() == [set(), set()]
+
+    run(check, registry, config_of(every_s=1.0))
+
+
+def test_refusals_are_forgotten_and_their_number_is_bounded() -> None:
+    refused = RefusedAdapters(2, forget_s=10.0)
+    refused.note(0, "x", now_s=0.0)
+    refused.note(1, "x", now_s=5.0)
+    refused.note(0, "y", now_s=6.0)
+    assert refused.current(now_s=9.0) == [{"x", "y"}, {"x"}]
+    refused.note(0, "x", now_s=9.0)
+    assert refused.current(now_s=15.0) == [{"x", "y"}, set()]
+    for number in range(20_000):
+        refused.note(1, f"n{number}", now_s=16.0)
+    assert [len(each) for each in refused.current(now_s=16.0)] == [0, 10_000]
