@@ -39,6 +39,7 @@ from capplan.cli.serve_plan import (
     plan_registry,
     plan_routing,
     pool_folder,
+    require_listening,
     running_groups,
     unverified_overrides,
 )
@@ -69,6 +70,7 @@ _READERS: Final = MappingProxyType({"scheduler": read_scheduler, "cache": read_c
 """Readers of the engine settings that are documents, by parameter."""
 
 _OF_ONE_INSTANCE: Final = ("lora_modules", "max_adapters", "records", "cpu_affinity", "server_url")
+_OF_PLANS: Final = ("groups", "ray_address", "announce_host", "router", "state_period_s", "rebalance")
 _FLAGS: Final = {
     "served_model_name": "--served-model-name",
     "adapters": "--lora-modules",
@@ -105,6 +107,11 @@ class ServeArgs:
     )
     server_url: str | None = typer.Option(
         None, metavar="URL", help="Where other servers reach this one; default: where it listens."
+    )
+    announce_host: str | None = typer.Option(
+        None,
+        metavar="NAME",
+        help="Host at which other machines reach the instances of a plan, which listen at --host then.",
     )
     max_stored_gib: float | None = typer.Option(
         None,
@@ -287,7 +294,7 @@ def serve(args: ServeArgs) -> None:
 def _serve_instance(args: ServeArgs) -> int:
     """Serve one instance until it ends; return the exit status."""
     names = {"groups": "group"}
-    for name in ("groups", "ray_address", "router", "state_period_s", "rebalance", *REBALANCE_FLAGS):
+    for name in (*_OF_PLANS, *REBALANCE_FLAGS):
         if _is_given(args.ctx, name):
             raise InputError("is for plans", location=f"--{names.get(name, name).replace('_', '-')}")
     if args.model is None:
@@ -328,7 +335,8 @@ def _pool(args: ServeArgs) -> PoolSettings | None:
     """Return the settings of the distributed pool; None without a registry."""
     from capplan.engine.server import PoolSettings
 
-    chosen = {name: getattr(args, name) for name in ("server_name", "server_url", "max_stored_gib")}
+    names = ("server_name", "server_url", "announce_host", "max_stored_gib")
+    chosen = {name: getattr(args, name) for name in names}
     chosen = {name: value for name, value in chosen.items() if value is not None}
     for name in chosen:
         if None in (args.registry, args.lora_root):
@@ -391,6 +399,7 @@ def _serve_plan(args: ServeArgs) -> int:
         )
     except InputError as error:
         raise _by_flag(error) from None
+    require_listening(args.ray_address, args.host, args.announce_host)
     groups = running_groups(plan, specs)
     routing = plan_routing(args.router, args.state_period_s, file, plan, groups, profiles)
     announce_compilation()
@@ -408,7 +417,7 @@ def _serve_plan(args: ServeArgs) -> int:
         "adapters": len({name for spec in specs for name in spec.adapters}),
         "instances": [spec.name for spec in specs],
     }
-    launcher = instance_launcher(args.ray_address, len(specs))
+    launcher = instance_launcher(args.ray_address, len(specs), args.host, args.announce_host)
     config = RouterConfig(
         specs, launcher, server, log=_log, routing=routing, registry=shared, rebalancing=moving
     )

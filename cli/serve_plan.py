@@ -84,16 +84,35 @@ def model_of(plan: Plan, model: str | None) -> str:
     raise InputError(f"is required: the plan names {plan.base_model}{known}", location="--model")
 
 
-def instance_launcher(ray_address: str | None, instances: int) -> Launcher:
-    """Return the launcher of a plan's instances: on this machine, or on a Ray cluster."""
+def instance_launcher(
+    ray_address: str | None, instances: int, host: str, announce_host: str | None
+) -> Launcher:
+    """Return the launcher of a plan's instances: on this machine, or on a Ray cluster.
+
+    On this machine they listen at `host` if they announce one, and at the loopback address otherwise.
+    """
     if ray_address is None:
         from capplan.engine.router.launcher import LocalLauncher
 
-        return LocalLauncher(instances)
+        return LocalLauncher(instances) if announce_host is None else LocalLauncher(instances, host)
     require_extra("ray", ("ray",))
     from capplan.engine.router.launcher import RayLauncher
 
     return RayLauncher(ray_address)
+
+
+def require_listening(ray_address: str | None, host: str, announce_host: str | None) -> None:
+    """Raise an `InputError` if instances would announce a host at which they do not listen."""
+    from capplan.engine.server.settings import is_loopback
+
+    if announce_host is None:
+        return
+    if ray_address is not None:
+        rule = "does not go with --ray-address: instances announce the addresses of their machines"
+        raise InputError(rule, announce_host, "--announce-host")
+    if is_loopback(host) and not is_loopback(announce_host):
+        rule = f"requires a --host that other machines reach: instances would listen at {host}"
+        raise InputError(rule, announce_host, "--announce-host")
 
 
 def running_groups(plan: Plan, specs: Sequence[InstanceSpec]) -> list[Group]:

@@ -461,3 +461,15 @@ def test_a_full_disk_is_a_refusal(fleet: Fleet, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.undo()
         fleet.check("s0")
         assert post(s0, "/v1/completions", model="a", prompt=[1], max_tokens=1).status == 200
+
+
+def test_servers_fetch_from_the_host_that_another_one_announces(
+    fleet: Fleet, right: dict[str, list[int]]
+) -> None:
+    with fleet.server("s0", pool={"announce_host": "localhost"}) as s0, fleet.server("s1") as s1:
+        port = s0.url.rpartition(":")[2]
+        assert fleet.registry.servers() == {"s0": f"http://localhost:{port}", "s1": s1.url}
+        assert answer(s0, "a") == right["a"]
+        fleet.lose_source("a")
+        assert answer(s1, "a") == right["a"]
+        assert fleet.holders("a") == ("s0", "s1")

@@ -142,9 +142,18 @@ class EngineProcess:
 
 
 class LocalLauncher:
-    """Starts instances on this machine, which share the cores of its CPU; one is left for HTTP."""
+    """Starts instances on this machine, which share the cores of its CPU; one is left for HTTP.
 
-    def __init__(self, instances: int) -> None:
+    Parameters
+    ----------
+    instances
+        Number of instances.
+    host
+        Address at which they listen.
+    """
+
+    def __init__(self, instances: int, host: str = "127.0.0.1") -> None:
+        self.host = host
         threads = max(1, ((os.cpu_count() or 1) - 1) // max(1, instances))
         self._compiling = asyncio.Lock()
         self._environment = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}
@@ -159,7 +168,7 @@ class LocalLauncher:
     async def _launch(self, spec: InstanceSpec, key: str) -> InstanceHandle:
         process = EngineProcess()
         try:
-            await process.start(spec, key, "127.0.0.1", self._environment)
+            await process.start(spec, key, self.host, self._environment)
         except BaseException:  # including cancellation
             await process.stop(0)
             raise

@@ -90,7 +90,7 @@ class AdapterPool:
         self._places = asyncio.Semaphore(params.transfers.max_transfers)
         self._own = PoolServer(
             pool.server_name or url.partition("://")[2],
-            pool.server_url or url,
+            pool.url_of(url),
             settings.admin_api_key,
             pool.max_stored_bytes,
         )

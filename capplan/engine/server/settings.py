@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,8 @@ class PoolSettings:
         Name in the registry; None: host and port.
     server_url
         Where other servers reach this one, an http(s) URL; None: where it listens.
+    announce_host
+        Host at which other servers reach the port where this one listens, instead of `server_url`.
     base_model
         Base model in the registry of the adapters to serve; None: the name of the server's.
     max_stored_gib
@@ -35,9 +38,10 @@ class PoolSettings:
     server_url: str | None = None
     base_model: str | None = None
     max_stored_gib: float = 64.0
+    announce_host: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("registry", "server_name", "server_url"):
+        for name in ("registry", "server_name", "server_url", "announce_host"):
             if getattr(self, name) == "":
                 raise InputError("must not be empty", location=name)
         if self.server_url is not None and not _is_reachable(self.server_url):
@@ -45,8 +49,22 @@ class PoolSettings:
                 "must be an http(s) URL at which other servers reach this one, such as http://10.0.0.3:8000"
             )
             raise InputError(rule, self.server_url, "server_url")
+        if self.announce_host is not None and not _is_reachable(_url(self.announce_host, 1)):
+            rule = "must be a host at which other servers reach this machine, such as 10.0.0.3"
+            raise InputError(rule, self.announce_host, "announce_host")
         if not 0 < self.max_stored_gib < float("inf"):
             raise InputError("must be a finite number > 0", self.max_stored_gib, "max_stored_gib")
+
+    def url_of(self, listening: str) -> str:
+        """Return where other servers reach a server that listens at a URL."""
+        if self.announce_host is None:
+            return self.server_url or listening
+        return _url(self.announce_host, urlsplit(listening).port or 0)
+
+    @property
+    def has_url(self) -> bool:
+        """Whether other servers reach this one elsewhere than where it listens."""
+        return self.server_url is not None or self.announce_host is not None
 
     @property
     def max_stored_bytes(self) -> int:
@@ -112,9 +130,21 @@ class ServerSettings:
         if self.pool is not None and self.lora_root is None:
             rule = "requires --lora-root: the folder of adapters that this server stores"
             raise InputError(rule, location="registry")
-        if self.pool is not None and self.pool.server_url is None and _is_wildcard(self.host):
+        if self.pool is not None and not self.pool.has_url and _is_wildcard(self.host):
             rule = "is required if --host is a wildcard address, which other servers cannot use"
             raise InputError(rule, self.host, "server_url")
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches a host, by its notation."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _is_reachable(url: str) -> bool:
