@@ -181,8 +181,9 @@ def describe_violation(problem: Problem, evaluation: Evaluation) -> str:
     """Return the broken bound of an instance that is exceeded most, as text; empty if none is broken."""
     slo, result = problem.workload.slo, evaluation.result
     if result.served_fraction < slo.served_fraction:
-        limit = f"{100.0 * slo.served_fraction:g} %"
-        return f"{100.0 * result.served_fraction:.1f} % of the tokens are served (limit {limit})"
+        limit = 100.0 * slo.served_fraction
+        served = told_from(100.0 * result.served_fraction, limit)
+        return f"{served} % of the tokens are served (limit {limit:g} %)"
     limits = slo.latency_bounds()
     values = {name: bound_value(result, name) for name in limits}
     broken = [name for name, limit in limits.items() if values[name] > limit]
@@ -190,7 +191,13 @@ def describe_violation(problem: Problem, evaluation: Evaluation) -> str:
         return next(iter(evaluation.violations), "")
     worst = max(broken, key=lambda name: values[name] / limits[name])
     latency, unit = describe_latency(worst)
-    return f"{latency} is {values[worst]:.3g} {unit} (limit {limits[worst]:g} {unit})"
+    return f"{latency} is {told_from(values[worst], limits[worst])} {unit} (limit {limits[worst]:g} {unit})"
+
+
+def told_from(value: float, limit: float) -> str:
+    """Return a value as text, with three digits or as many as tell it from its limit."""
+    forms = (f"{value:.{digits}g}" for digits in range(3, 17))
+    return next((form for form in forms if float(form) != limit), f"{value:g}")
 
 
 def describe_failure(problem: Problem, assignment: Assignment) -> str:

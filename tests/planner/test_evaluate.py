@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from capplan import Assignment, Lengths, Profile, Slo, Workload
-from capplan.planner.evaluate import evaluate, evaluate_cluster
+from capplan.planner.evaluate import evaluate, evaluate_cluster, told_from
 from capplan.planner.parallel import estimate_all, parallel_map
 from capplan.planner.problem import AdapterShare, Estimate, make_problem
 from capplan.planner.slots import choose_slots
@@ -148,3 +148,18 @@ def test_parallel_results_are_counted() -> None:
 def test_an_error_of_a_parallel_call_is_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         parallel_map(lambda x: 1 / x, [1, 0, 2])
+
+
+@pytest.mark.parametrize(
+    ("value", "limit", "text"),
+    [
+        (69.84, 90.0, "69.8"),
+        (89.97, 90.0, "89.97"),
+        (5.0004, 5.0, "5.0004"),
+        (5.24, 5.0, "5.24"),
+        (5.0, 5.0, "5"),
+    ],
+)
+def test_a_broken_bound_reads_as_broken(value: float, limit: float, text: str) -> None:
+    """A plan said that 90.0 % of the tokens are served, with a limit of 90 %."""
+    assert told_from(value, limit) == text
