@@ -264,7 +264,10 @@ def verdict(plan: Plan) -> str:
         return "not verified"
     words = _verdict_of_twin(plan)
     changed = plan.changed_after_verification()
-    return f"NOT VERIFIED: {changed}; the verdict was: {words}" if changed else words
+    if not changed:
+        return words
+    passed = plan.verification.ok
+    return f"NOT VERIFIED: {changed}; the verdict was: {words}" if passed else f"{words}; {changed}"
 
 
 def _verdict_of_twin(plan: Plan) -> str:

@@ -63,6 +63,15 @@ def test_explain_and_report_say_so(run: Run, tmp_path: Path, edited: Path) -> No
     assert "at planning" in page
 
 
+def test_a_failed_verdict_stays_what_it_is(run: Run, tmp_path: Path) -> None:
+    failed = small_plan().verification.replace(ok=False)
+    small_plan(verification=failed).to_json(tmp_path / "plan.json")
+    text = " ".join(run("explain", with_slots(tmp_path / "plan.json", 7)).stdout.split())
+    assert "VERIFICATION DISAGREES in simulation, 3 × 1 h" in text
+    assert f"; {CHANGED}" in text
+    assert "NOT VERIFIED" not in text
+
+
 def test_a_plan_as_it_was_verified_is_told_as_such(run: Run, tmp_path: Path) -> None:
     small_plan().to_json(tmp_path / "plan.json")
     result = run("explain", tmp_path / "plan.json")
