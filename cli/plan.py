@@ -273,7 +273,9 @@ def verdict(plan: Plan) -> str:
 def _verdict_of_twin(plan: Plan) -> str:
     """Return the recorded verdict in words, whether or not it is on this plan."""
     check = plan.verification
-    tried = f"in simulation, {len(check.seeds)} × {duration(check.duration_s)}{evidence(plan)}"
+    quantile = plan.provenance.get("robust")
+    slow = "" if quantile is None else f", headroom with step times at quantile {quantile}"
+    tried = f"in simulation, {len(check.seeds)} × {duration(check.duration_s)}{evidence(plan)}{slow}"
     served = f"at least {percent(check.min_served_fraction)} of the tokens served"
     if check.ok:
         return f"verified {tried}, {served}"

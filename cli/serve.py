@@ -409,7 +409,8 @@ def _serve_plan(args: ServeArgs) -> int:
     shared = None
     if args.registry is not None and args.lora_root is not None:
         shared = plan_registry(args.registry, plan, groups, model_name)
-    for line in unverified_overrides(plan, args.router, None if options is None else options.settings):
+    settings = None if options is None else options.settings
+    for line in unverified_overrides(plan, args.router, settings, groups):
         _log(line)
     _log(f"starting {counted(len(specs), 'instance')} of {file}")
     facts = {

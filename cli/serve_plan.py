@@ -139,9 +139,19 @@ def running_groups(plan: Plan, specs: Sequence[InstanceSpec]) -> list[Group]:
 
 
 def unverified_overrides(
-    plan: Plan, router: str | None, rebalance: RebalanceSettings | None
+    plan: Plan, router: str | None, rebalance: RebalanceSettings | None, running: Sequence[Group]
 ) -> tuple[str, ...]:
-    """Return a line for each setting of the command line with which the plan was not verified."""
+    """Return a line for each setting of the command line with which the plan was not verified.
+
+    Parameters
+    ----------
+    plan
+        The plan.
+    router, rebalance
+        Those of the command line.
+    running
+        Groups of the plan as they run, see `running_groups`.
+    """
     replaced = []
     planned = plan.router or PLAN_ROUTER
     if router not in (None, planned):
@@ -150,7 +160,24 @@ def unverified_overrides(
         was = "none" if plan.rebalance is None else f"that of every {plan.rebalance.every_s:g} s"
         replaced.append(f"re-balancing every {rebalance.every_s:g} s instead of {was}")
     hint = "`capplan simulate WORKLOAD --plan PLAN` with the same options simulates it"
-    return tuple(f"the plan was not verified with {each}; {hint}" for each in replaced)
+    lines = [f"{each}; {hint}" for each in replaced]
+    lines += [f"{each}; `engine` of the workload plans with it" for each in _engine_overrides(plan, running)]
+    return tuple(f"the plan was not verified with {line}" for line in lines)
+
+
+def _engine_overrides(plan: Plan, running: Sequence[Group]) -> list[str]:
+    """Return the settings of running groups that are not those of the plan, with the groups."""
+    planned = {group.id: group for group in plan.groups}
+    changes: dict[str, list[str]] = {}
+    for group in running:
+        before, now = planned[group.id], group.engine_args.model_dump()
+        for name, was in before.engine_args.model_dump().items():
+            if now[name] != was:
+                changes.setdefault(f"{name} {now[name]} instead of {was}", []).append(group.id)
+        for name in ("scheduler", "cache", "queues"):
+            if getattr(group, name) != getattr(before, name):
+                changes.setdefault(f"another {name}", []).append(group.id)
+    return [f"{change} (group {', '.join(groups)})" for change, groups in changes.items()]
 
 
 def plan_routing(

@@ -18,7 +18,8 @@ from capplan.twin.cluster.plans import served_rule
 from capplan.twin.cluster.routers import MODELLED
 from tests.cli.conftest import Run, run
 from tests.cli.examples import small_plan
-from tests.engine.test_router_config import moving_flags, moving_plan, started
+from tests.engine.test_router_config import started
+from tests.engine.test_router_registry import moving_flags, moving_plan
 
 __all__ = ["moving_plan", "run", "started"]
 
@@ -54,11 +55,19 @@ def test_models_of_a_router_are_those_of_the_engines_that_run(
 
 def test_settings_of_the_command_line_that_were_not_verified_are_named() -> None:
     plan = small_plan()
-    assert unverified_overrides(plan, None, None) == unverified_overrides(plan, PLAN_ROUTER, None) == ()
-    router, rebalance = unverified_overrides(plan, "toppings", RebalanceSettings(every_s=60.0))
+    as_planned = plan.groups
+    for router in (None, PLAN_ROUTER):
+        assert unverified_overrides(plan, router, None, as_planned) == ()
+    router, rebalance = unverified_overrides(plan, "toppings", RebalanceSettings(every_s=60.0), as_planned)
     assert "not verified with router toppings instead of smooth-shares" in router
     assert "not verified with re-balancing every 60 s instead of none" in rebalance
     moving = plan.replace(router="toppings", rebalance=RebalanceSettings(every_s=60.0))
-    assert unverified_overrides(moving, "toppings", moving.rebalance) == ()
-    (slower,) = unverified_overrides(moving, None, RebalanceSettings(every_s=90.0))
+    assert unverified_overrides(moving, "toppings", moving.rebalance, as_planned) == ()
+    (slower,) = unverified_overrides(moving, None, RebalanceSettings(every_s=90.0), as_planned)
     assert "every 90 s instead of that of every 60 s" in slower
+    args = {"max_num_seqs": 8}
+    fewer = [group.replace(engine_args=group.engine_args.replace(**args)) for group in plan.groups]
+    queued = [fewer[0].replace(scheduler=Scheduler(policy="sjf")), *fewer[1:]]
+    seqs, scheduler = unverified_overrides(plan, None, None, queued)
+    assert "not verified with max_num_seqs 8 instead of 256 (group g0, g1)" in seqs
+    assert "not verified with another scheduler (group g0)" in scheduler

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import Adapter, Lengths, Profile, Workload, explain, load_profile, plan, simulate
+from capplan.cli.plan import verdict
 from capplan.models.uncertainty import DRAWS, pessimistic_profile
 from capplan.planner.estimate import TwinEstimator
 from capplan.planner.explain import CurveRuns
@@ -101,6 +102,8 @@ def test_a_robust_plan_holds_with_slow_steps_and_takes_a_gpu_for_it() -> None:
     assert (usual.totals.gpus, robust.totals.gpus) == (1, 2)
     assert robust.verification.ok
     assert robust.provenance["robust"] == quantile
+    assert f"headroom with step times at quantile {quantile}, at least" in verdict(robust)
+    assert "quantile" not in verdict(usual)
     check_explanations(usual, robust, bounded, profile)
 
 
