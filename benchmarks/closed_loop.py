@@ -10,7 +10,8 @@ an interrupted run is resumed. The run takes about half an hour with the default
     python -m benchmarks.closed_loop --out DIR --shape SEED
 
 does so for a model, adapters, popularity and lengths drawn at random, which the engine was not developed on:
-one profile of 300 s, and loads of 60, 90 and 150 %, or those of `--loads`. The bars are `SHAPE_BARS`.
+one profile of 300 s, and loads of 60, 90 and 150 %, or those of `--loads`. The bars are `SHAPE_BARS`, for
+predictions at the speed that the engine's probe finds. Errors of those at the profile's speed stand beside.
 
 Load 100 % is the capacity of the plan, at which a tenth of the offered tokens may be left unserved: 90 % is
 about where the engine saturates.
@@ -180,8 +181,10 @@ def _shape_row(run: Run) -> dict[str, object]:
     metrics = {name: run.metric(name) for name in SHAPE_METRICS}
     return {
         "load": f"{run.load:.0%}",
+        "time of the probe over the profile's": f"{run.group['slowdown']:.3f}",
         **{
-            name: f"{_shown(each['measured'])} / {_shown(each['predicted'])} ({each['error']:.1f} %)"
+            name: f"{_shown(each['measured'])} / {_shown(each['predicted'])} ({each['error']:.1f} %; "
+            f"as profiled {each['as_profiled_error']:.1f} %)"
             for name, each in metrics.items()
         },
         "starved: measured, predicted": f"{run.group['starved']}, {run.group['predicted_starved']}",

@@ -137,7 +137,7 @@ def _print_plan(plan: Plan) -> None:
 def _print_group(plan: Plan, group: Group, *, changed: bool) -> None:
     verdicts = {check.id: check for check in plan.verification.groups}
     typer.echo(f"\n{group.id}: {size(group)}")
-    typer.echo(f"  {binding(group)}")
+    typer.echo(f"  {binding(plan, group)}")
     typer.echo(f"  {verified(verdicts.get(group.id), changed=changed)}")
     print_table(_predicted_table(group))
     if words := scheduling_words(group):
@@ -249,7 +249,7 @@ def _document(plan: Plan, explanation: Explanation | None, shown: Sequence[Group
         "groups": [
             {
                 "id": group.id,
-                "binding": binding(group),
+                "binding": binding(plan, group),
                 **group.model_dump(
                     mode="json", include={"binds", "predicted", "queues", "scheduler", "cache"}
                 ),

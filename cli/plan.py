@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
@@ -32,6 +32,7 @@ from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
 from capplan.planner import SOLVERS
 from capplan.spec.plan import OUT_OF_TIME
+from capplan.spec.routing import PLAN_ROUTER
 from capplan.spec.scheduling import completed
 
 if TYPE_CHECKING:
@@ -229,13 +230,20 @@ def bottleneck_lines(plan: Plan) -> tuple[str, ...]:
     """Return the bottleneck of each group, of the fullest ones only if there are many."""
     by_load = sorted(plan.groups, key=lambda group: -(group.predicted.load_over_capacity or 0.0))
     shown = {group.id for group in by_load[:_MAX_BOTTLENECKS]}
-    return tuple(f"{group.id}: {binding(group)}" for group in plan.groups if group.id in shown)
+    return tuple(f"{group.id}: {binding(plan, group)}" for group in plan.groups if group.id in shown)
 
 
-def binding(group: Group) -> str:
-    """Return the load of a group over its capacity, and what binds at the load where it fails."""
+_BY_SHARES: Final = (None, PLAN_ROUTER, "plan-shares")
+
+
+def binding(plan: Plan, group: Group) -> str:
+    """Return the load of a group over its capacity, and what binds at the load where it fails.
+
+    Both are those of an instance at its shares in the plan, which is said where others get its requests.
+    """
     load = group.predicted.load_over_capacity
-    use = "" if load is None else f"{100.0 * load:.0f} % of capacity"
+    moves = plan.rebalance is not None or plan.router not in _BY_SHARES
+    use = "" if load is None else f"{100.0 * load:.0f} % of capacity{' at its shares' if moves else ''}"
     limit = "nothing binds yet" if group.binds is None else group.binds.note
     return "; ".join(filter(None, (use, limit)))
 

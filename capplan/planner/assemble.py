@@ -131,7 +131,7 @@ def _mean_lengths(workload: Workload) -> dict[str, JsonValue]:
     means = np.average(
         [[part.mean_tokens for part in workload.lengths_of(each)] for each in traffic], 0, weights
     )
-    return dict(zip(MEAN_LENGTHS, means.tolist(), strict=True))
+    return dict(zip(MEAN_LENGTHS, means.round(6).tolist(), strict=True))
 
 
 def _move_sizes(

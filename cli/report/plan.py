@@ -157,7 +157,8 @@ def _what_binds(plan: Plan) -> page.Section:
     checks = {check.id: check for check in plan.verification.groups}
     changed = bool(plan.changed_after_verification())
     rows = [
-        (group.id, binding(group), verified(checks.get(group.id), changed=changed)) for group in plan.groups
+        (group.id, binding(plan, group), verified(checks.get(group.id), changed=changed))
+        for group in plan.groups
     ]
     return page.section("Bottlenecks", Table(("group", "binds", "verdict"), rows, numbers_from=None))
 

@@ -228,10 +228,13 @@ def test_a_bottleneck_is_the_number_that_binds_at_the_load_where_it_breaks(
     out = workload_yaml.with_name("plan.json")
     shown = " ".join(run("plan", workload_yaml, "-o", out).stdout.split())
     told = " ".join(run("explain", out).stdout.split())
-    words = binding(Plan.from_json(out).groups[0])
+    made = Plan.from_json(out)
+    words = binding(made, made.groups[0])
     assert re.fullmatch(r"\d+ % of capacity; at \d+\.\d\dx .+ \(limit .+\)", words)
     assert words in shown
     assert words in told
+    moving = made.replace(router="least-work-left")
+    assert binding(moving, made.groups[0]) == words.replace("of capacity", "of capacity at its shares")
 
 
 def test_a_verification_that_runs_out_of_time_is_undecided() -> None:
