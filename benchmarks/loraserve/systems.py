@@ -68,13 +68,14 @@ OURS: Final = "ours"
 """The placement of `capplan`, stored on all servers, and `least-work-left` that prefers it."""
 OFF_PLAN: Final = 1.25
 """Factor of `least-work-left` on servers outside the placement."""
-RANK_RAISE: Final = 2.0
+RANK_RAISE: Final = 1.5
 """Its further factor if the request has the largest rank there."""
 TURN_S: Final = 2.0
 """Time between its turns of requests with ranks above those of most others at their server."""
 _CHOICES: Final = (
     *((1.25, 1.0, 0.0), (1.5, 1.0, 0.0), (2.0, 1.0, 0.0), (1.25, 1.5, 0.0), (1.25, 2.0, 0.0)),
-    *((1.25, 4.0, 0.0), (1.25, 2.0, 1.0), (1.25, 2.0, 2.0), (1.25, 2.0, 4.0)),
+    *((1.25, 4.0, 0.0), (1.25, 1.0, 2.0), (1.25, 1.5, 2.0), (1.25, 2.0, 1.0), (1.25, 2.0, 2.0)),
+    (1.25, 2.0, 4.0),
 )
 FACTORS: Final = {
     f"{OURS}-{off_plan:g}-{raised:g}-{turn_s:g}": (off_plan, raised, turn_s)
