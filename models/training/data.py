@@ -301,9 +301,9 @@ def _read_shard(path: Path, shard: Shard, asked: DatasetRequest) -> pa.Table:
         raise InputError(f"cannot be read: {error_reason(error)}", location=str(path)) from None
     try:
         table = pq.read_table(pa.BufferReader(raw), use_threads=False)
-    except (pa.ArrowException, OSError):
+        require_columns(table, str(path))
+    except (pa.ArrowException, OSError, UnicodeDecodeError):  # the last of names of columns
         raise InputError("damaged; run the command that made it again", location=str(path)) from None
-    require_columns(table, str(path))
     as_listed = len(table) == shard.rows and hashlib.sha256(raw).hexdigest() == shard.sha256
     if not as_listed or set(table.column("design").to_pylist()) - {asked.design}:
         raise InputError(
