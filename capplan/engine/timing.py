@@ -17,12 +17,9 @@ from capplan.engine.scheduler_output import SchedulerOutput
 from capplan.spec.durable import replace_durably, unused_beside
 
 _ROWS_PER_GROUP: Final = 10_000
-_PROBE_PARTS: Final = 64
-_PARTS_PER_PROBE: Final = 3
-_NUMBERS_PER_PART: Final = 2**18
-"""A megabyte."""
-_NUMBERS_PER_LINE: Final = 16
-"""Of a cache line of 64 bytes."""
+_PROBE_LOOPS: Final = 400
+_PROBE_SIDE: Final = 64
+_PROBE_REPEATS: Final = 3
 
 
 class WallClock:
@@ -105,38 +102,37 @@ class PhaseTimer:
 
 
 class SpeedProbe:
-    """Time to read a megabyte that is in no cache: the speed of the CPU and its memory at that time.
+    """Time of a fixed piece of work, taken now and then: the speed of the CPU at that time.
 
-    Steps stream weights and KV, so what neighbours take of the shared cache and memory makes them slower, and
-    arithmetic in registers does not show it. One number of each cache line is read of the next three of 64
-    megabytes; the middle one of the three times counts, since interrupts lengthen single ones.
+    A loop of the interpreter and a product of matrices, of which a step consists, too. The shortest of three
+    repetitions counts, since the first one finds the caches as the step has left them.
 
     Parameters
     ----------
     period_s
-        Least time between two probes. One takes about 0.15 ms.
+        Least time between two of them. One takes about 0.1 ms.
     """
 
     def __init__(self, period_s: float = 0.05) -> None:
         self._period_ns = round(period_s * 1e9)
         self._next_ns = 0
-        self._next_part = 0
-        self._lines = np.ones((_PROBE_PARTS, _NUMBERS_PER_PART), np.float32)[:, ::_NUMBERS_PER_LINE]
+        self._square = np.full((_PROBE_SIDE, _PROBE_SIDE), 0.5, np.float32)
+        self._product = np.empty_like(self._square)
 
     def taken_ms(self) -> float:
-        """Return the time in milliseconds; 0 if the last probe is less than the period ago."""
+        """Return the time of the work in milliseconds; 0 if the last one is less than the period ago."""
         now_ns = time.perf_counter_ns()
         if now_ns < self._next_ns:
             return 0.0
         self._next_ns = now_ns + self._period_ns
-        times_ns = sorted(self._read_ns() for _ in range(_PARTS_PER_PROBE))
-        return 1e-6 * times_ns[_PARTS_PER_PROBE // 2]
+        return 1e-6 * min(self._work_ns() for _ in range(_PROBE_REPEATS))
 
-    def _read_ns(self) -> int:
-        part = self._lines[self._next_part]
-        self._next_part = (self._next_part + 1) % _PROBE_PARTS
+    def _work_ns(self) -> int:
         start_ns = time.perf_counter_ns()
-        part.sum()
+        total = 0
+        for number in range(_PROBE_LOOPS):
+            total += number
+        np.matmul(self._square, self._square, out=self._product)
         return time.perf_counter_ns() - start_ns
 
 

@@ -161,7 +161,9 @@ class Metrics:
         yield from self._values()
         yield self._lora_info()
         yield self._core_info()
-        speed = SummaryMetricFamily("capplan:speed_probe_seconds", "Time to read one megabyte between steps")
+        speed = SummaryMetricFamily(
+            "capplan:speed_probe_seconds", "Time of a fixed piece of work between steps"
+        )
         speed.add_metric((), count_value=self._probes, sum_value=self._probe_s)
         yield speed
         if self._gauges.pool is not None:
