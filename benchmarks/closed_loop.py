@@ -181,7 +181,7 @@ def _shape_row(run: Run) -> dict[str, object]:
     metrics = {name: run.metric(name) for name in SHAPE_METRICS}
     return {
         "load": f"{run.load:.0%}",
-        "time of the probe over the profile's": f"{run.group['slowdown']:.3f}",
+        "time of the probe over the profile's": _shown(run.group["slowdown"]),
         **{
             name: f"{_shown(each['measured'])} / {_shown(each['predicted'])} ({each['error']:.1f} %; "
             f"as profiled {each['as_profiled_error']:.1f} %)"

@@ -104,8 +104,8 @@ class PhaseTimer:
 class SpeedProbe:
     """Time of a fixed piece of work, taken now and then: the speed of the CPU at that time.
 
-    A loop of the interpreter and a product of matrices, of which a step consists, too. The shortest of three
-    repetitions counts, since the first one finds the caches as the step has left them.
+    A loop of the interpreter and a product of matrices, the two kinds of work in a step. The shortest of
+    three repetitions counts, since the first one finds the caches as the step has left them.
 
     Parameters
     ----------

@@ -279,8 +279,10 @@ def _validate_group(
     as_profiled = simulate(offered, profile, **fields)
     kv_tokens, result = _measured(plan, group, offered, profile, as_profiled.kv_tokens, options, on_tick)
     slowdown = slowdown_of(result, profile)
-    now = profile if slowdown is None else with_step_times(profile, slowdown)
-    predicted = simulate(offered, now, **fields)
+    now, predicted = profile, as_profiled
+    if slowdown is not None:
+        now = with_step_times(profile, slowdown)
+        predicted = simulate(offered, now, **fields)
     baseline = simulate(offered, constant_step(now, simulate(planned, now, **fields)), **fields)
     predictions = {
         "predicted": predicted_values(predicted),

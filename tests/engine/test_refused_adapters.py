@@ -47,7 +47,7 @@ def test_an_instance_is_tried_again_after_three_periods(registry: AdapterRegistr
             each.cannot_store.add("b")
         assert (await r.post("b"))[0] == 503
         assert (await loop.rebalance()).reason is None
-        assert await holders(r, "b"), "an adapter that nobody can store has an instance"
+        assert await holders(r, "b"), "an adapter that no instance can store has an instance"
         for each in both:
             each.cannot_store.clear()
         assert (await r.post("b"))[0] == 200

@@ -361,9 +361,8 @@ class InstanceRouter:
         self._answers[instance] = state.answers, state.answer_tokens
         answers, tokens = self._answers.sum(axis=0).tolist()
         self._mean_answer = (self._rule.prior_output_tokens + tokens) / (1.0 + answers)  # type: ignore[union-attr]
-        sent = self._sent[instance]
-        if any(each.at_ns < asked_ns for each in sent):
-            sent = self._sent[instance] = deque((s for s in sent if s.at_ns >= asked_ns), _MAX_SENT)
+        later = (each for each in self._sent[instance] if each.at_ns >= asked_ns)
+        sent = self._sent[instance] = deque(later, _MAX_SENT)
         waiting = [(place_of[each.adapter], each.rank, 1, each.prompt_tokens) for each in sent]
         for name, (requests, tokens) in state.awaiting.items():
             rank = self._rank[self._number.get(name, 0)]
