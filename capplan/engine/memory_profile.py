@@ -109,7 +109,7 @@ def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
         with counted:
             run()
         return counted.peak_bytes
-    _empty_cache(device)
+    free_unused(device)
     torch.cuda.reset_peak_memory_stats(device)
     before_bytes = torch.cuda.memory_allocated(device)
     run()
@@ -131,13 +131,14 @@ def held_bytes(device: torch.device, run: Callable[[], object]) -> int:
 
 def used_bytes(device: torch.device) -> int:
     """Return the bytes of a GPU that are in use: by this process, its libraries, and others."""
-    _empty_cache(device)
+    free_unused(device)
     free, total = torch.cuda.mem_get_info(device)
     return int(total - free)
 
 
-def _empty_cache(device: torch.device) -> None:
-    """Return cached memory to the GPU."""
-    gc.collect()
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
+def free_unused(device: torch.device) -> None:
+    """Return the memory of unreferenced tensors to a GPU; parts of a closed engine refer to each other."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,6 +30,7 @@ from capplan.spec.validation import Count, Natural, SpecModel, format_key, unkno
 Memory = Literal["slots", "unified"]
 LoraKernel = Literal["compiled", "grouped", "padded", "triton", "bgmv", "mbgmv", "sgmv"]
 AttentionKernel = Literal["compiled", "torch", "triton"]
+_TRITON_KERNELS: Final = ("triton", "bgmv", "mbgmv", "sgmv")
 
 _DTYPES: Final = ("float32", "float16", "bfloat16")
 _DEFAULT_ARGS: Final = MappingProxyType(
@@ -168,6 +170,7 @@ class EngineOptions(SpecModel):
         validate_document(EngineArgs, dict.fromkeys(_CHOSEN_ARGS, 1) | _DEFAULT_ARGS | args, format_key)
         parsed = validate_document(cls, options | {"args": args}, format_key)
         parsed._check_rules()
+        parsed._check_kernels()
         return parsed
 
     def _check_rules(self) -> None:
@@ -183,6 +186,14 @@ class EngineOptions(SpecModel):
             raise InputError("go with scheduler chameleon or static", self.scheduler.policy, "queues")
         if self.queues is not None:
             require_room(self.queues, "queues")
+
+    def _check_kernels(self) -> None:
+        if self.device != "cpu" or os.environ.get("TRITON_INTERPRET") == "1":
+            return
+        for name in ("lora_kernel", "attention_kernel"):
+            if getattr(self, name) in _TRITON_KERNELS:
+                rule = "is a kernel of Triton: it runs on a GPU, or anywhere with TRITON_INTERPRET=1"
+                raise InputError(rule, getattr(self, name), name)
 
     def engine_args(self, **defaults: int) -> EngineArgs:
         """Return the complete settings of the engine."""

@@ -16,6 +16,7 @@ from capplan.engine.lora.manager import LoRAManager
 from capplan.engine.lora.memory import RowTables, StaticSlots, UnifiedPages
 from capplan.engine.lora.streams import copy_stream
 from capplan.engine.memory_profile import (
+    free_unused,
     held_bytes,
     largest_step,
     peak_bytes,
@@ -86,6 +87,7 @@ def load_model(model: str | Path | ModelConfig, options: EngineOptions, shard: M
         config, folder = model_config(model), Path(model) if Path(model).is_dir() else None
     require_shardable(config, shard.size)
     dtype = options.torch_dtype(config)
+    free_unused(device)  # of earlier engines of this process
     if folder is None:
         weights = random_weights(config, dtype, device, options.seed, shard)
     else:

@@ -46,7 +46,7 @@ class CorrectnessCase:
     """Of the adapters."""
     prompts: tuple[int, ...] = (1, 15, 16, 17, 100, 333, 1000, 6000)
     """Tokens of the prompts; adapters and the base model take turns."""
-    repeats: int = 4
+    repeats: int = 2
     """Requests per prompt and adapter."""
     output_tokens: int = 8
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,9 +15,11 @@ import torch
 from capplan import __version__
 from capplan.engine import Engine
 from capplan.engine.lora.adapter import MODULES, AdapterLayout
+from capplan.engine.memory_profile import free_unused
 from capplan.engine.models import ModelConfig, model_config
 from capplan.engine.request import SamplingParams
 from capplan.engine.settings import EngineOptions
+from capplan.engine.worker import Sizes
 from capplan.errors import InfeasibleError
 from capplan.models.calibration.components import Hardware, assumed_profile
 from capplan.profiling.engine.options import EngineProfilingOptions, SlotSetting
@@ -82,8 +84,8 @@ def memory_row(options: EngineProfilingOptions, base: Profile, slots: SlotSettin
     fields = options.engine_fields(max_loras=a_max, max_lora_rank=s_max)
     if not options.on_gpu:
         fields["num_kv_blocks"] = -(-options.max_model_len // BLOCK_TOKENS)
-    with Engine(options.model, {}, max_adapters=1, **fields) as engine:
-        sizes = engine.sizes
+    sizes = _sizes(options.model, fields)
+    free_unused(torch.device(options.device))  # a server may start next
     blocks = sizes.num_blocks
     if not options.on_gpu:
         room = base.gpu.memory_bytes * options.gpu_memory_utilization - weight_bytes(base.model)
@@ -99,6 +101,11 @@ def memory_row(options: EngineProfilingOptions, base: Profile, slots: SlotSettin
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "gpu_memory_utilization": options.gpu_memory_utilization,
     }
+
+
+def _sizes(model: str, fields: Mapping[str, Any]) -> Sizes:
+    with Engine(model, {}, max_adapters=1, **fields) as engine:
+        return engine.sizes
 
 
 def linear_maps(config: ModelConfig) -> Iterator[tuple[str, int, int]]:

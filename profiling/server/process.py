@@ -97,12 +97,14 @@ def run_capplan(words: Sequence[str], threads: int, fine: Sequence[int] = (0,)) 
     Raises
     ------
     RuntimeError
-        If its exit code is not among `fine`; the message holds the last line of its errors.
+        If its exit code is not among `fine`; the message holds the last line of its errors, which are
+        printed.
     """
     environment = attached({"OMP_NUM_THREADS": str(threads)})
     command = [sys.executable, "-m", "capplan", *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)  # noqa: S603
     if done.returncode not in fine:
+        sys.stderr.write(done.stderr)
         message = f"capplan {words[0]} ended with status {done.returncode}: {_last_line(done.stderr)}"
         raise RuntimeError(message)
     return done.stdout

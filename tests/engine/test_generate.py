@@ -22,6 +22,10 @@ TINY = TINY_MODEL.replace(layers=2, eos_token_ids=(7,))
 ADAPTERS = {"a": 3, "b": 8, "c": 5}
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Of the kernels that run on a GPU; on a CPU they run in Triton's interpreter."""
+
+
 def tiny(**settings: Any) -> Engine:
     return Engine(TINY, ADAPTERS, **({"num_kv_blocks": 40, "block_size": 4, "max_num_seqs": 8} | settings))
 
@@ -221,7 +225,7 @@ def test_every_kernel_gives_the_same_tokens(kernel: str, memory: str) -> None:
     }
     tokens = []
     for settings in ({}, other):
-        with tiny(**settings) as engine:
+        with tiny(device=DEVICE, **settings) as engine:
             done = engine.generate([[1, 2], [3], [4], [5, 6]], ["a", "b", None, "c"], max_tokens=2)
             tokens.append([answer.token_ids for answer in done])
     assert tokens[0] == tokens[1]
@@ -235,7 +239,7 @@ def test_padded_decode_steps_give_the_same_tokens(memory: str) -> None:
     prompts, names = [[1, 2], [3], [4], [5, 6], [7]], ["a", "b", None, "c", "a"]
     tokens = []
     for settings in ({}, {**kernels, "memory": memory, "block_size": 8, "max_loras": 2, "rules": "vllm-0.8"}):
-        with tiny(**settings) as engine:
+        with tiny(device=DEVICE, **settings) as engine:
             params = [SamplingParams(max_tokens=2 + i, ignore_eos=True) for i in range(5)]
             requests = [engine.new_request(*each) for each in zip(prompts, names, params, strict=True)]
             assert all(engine.submit(request) for request in requests)
@@ -244,6 +248,16 @@ def test_padded_decode_steps_give_the_same_tokens(memory: str) -> None:
                     engine.wait_for_adapter()
             tokens.append([request.output for request in requests])
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("settings", [{"lora_kernel": "bgmv"}, {"attention_kernel": "triton"}])
+def test_kernels_of_a_gpu_are_refused_without_one(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    (name,) = settings
+    with pytest.raises(InputError, match=f"{name}: is a kernel of Triton: it runs on a GPU"):
+        tiny(**settings)
 
 
 def test_more_prompts_than_rows_are_all_completed() -> None:

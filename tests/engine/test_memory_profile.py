@@ -1,5 +1,7 @@
 """Memory of the largest step: counted as it is allocated, and not exceeded by any other step."""
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -71,6 +73,16 @@ def test_no_step_takes_more_than_the_largest(
     assert found[0].graph_bytes == 0
 
 
+def test_nothing_refers_to_the_memory_of_a_closed_engine() -> None:
+    """Otherwise the next engine of the process would have no room on a GPU."""
+    with Engine(TINY, ADAPTERS, num_kv_blocks=40) as engine:
+        engine.generate([[1, 2]], ["a"], max_tokens=2)
+        tensors = [weakref.ref(engine.worker.pool.tensor), weakref.ref(engine.worker.model.weights.embed)]
+    del engine
+    gc.collect()
+    assert [each() for each in tensors] == [None, None]
+
+
 def test_the_step_grows_with_its_limits_and_with_adapters() -> None:
     def measured(tokens: int, rank: int) -> int:
         options = {"max_num_seqs": 2, "max_num_batched_tokens": tokens, "max_loras": 1, "max_lora_rank": rank}
@@ -80,6 +92,7 @@ def test_the_step_grows_with_its_limits_and_with_adapters() -> None:
     assert measured(16, 8) < measured(96, 8) < measured(96, 512)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, and no interpreter")
 def test_ranks_measure_and_then_serve_as_if_they_had_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is built as on a GPU, by two ranks: it measures, with graphs, and allocates again."""
     config = TINY_MODEL.replace(heads=4, kv_heads=2, head_dim=4)
