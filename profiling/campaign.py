@@ -5,7 +5,7 @@
 Every slice takes less than nine minutes, and is worth keeping by itself. ``campaign.json`` in the folder
 records progress and machine, ``README.md`` shows the results. The same command resumes a campaign.
 ``--time-s`` ends it before a time limit of the machine, if necessary within a slice; a slice that cannot end
-in time is not started.
+in time is not started. ``--slices`` runs some slices only, and ``--slice-s`` shortens each.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import re
 import sys
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,14 +41,18 @@ MOST_SLICE_S: Final = 480.0
 """Budget of a slice; with starting and compiling, a slice stays under nine minutes."""
 LEAST_S: Final = 5.0
 """Minimum time left for starting a slice."""
-_START_S: Final = 60.0
+_START_S: Final = 30.0
 """Time for loading a model."""
 _LEAST_ENGINE_S: Final = _START_S + 30.0
-_PLAN_S: Final = 180.0
+_COPIES_S: Final = 60.0
+_PLAN_S: Final = 60.0
 """Time for a calibration and two verified plans."""
-_VALIDATION_S: Final = 120.0
-_LEAST_VALIDATION_S: Final = _START_S + _VALIDATION_S + 30.0
-"""Includes the twin's simulations."""
+_VALIDATION_S: Final = (60.0, 120.0)
+"""Shortest and longest load of a validation."""
+_VALIDATION_MORE_S: Final = 2 * _START_S
+"""Time of a validation beside its load: starting the engine, and the twin's simulations."""
+_READING_THREADS: Final = 8
+"""Threads of the engine's CPU, which draw and read adapters."""
 _LOADS: Final = (0.4, 0.9, 1.5)
 """Loads of the validations, as shares of the capacity."""
 _CORRECTNESS_S: Final = 240.0
@@ -211,8 +216,9 @@ def _loop(setting: SliceSettings) -> ClosedLoop:
             model="meta-llama/Llama-3.1-8B-Instruct",
             device=setting.device,
             adapters=64,
-            ranks=(8, 16, 32, 64),
+            ranks=(8, 64),
             slots=(8, 32),
+            threads=_READING_THREADS,
             max_num_seqs=128,
             max_num_batched_tokens=2048,
             max_model_len=4096,
@@ -247,8 +253,9 @@ def _validation(load: float, setting: SliceSettings) -> SliceResult:
     """Run the plan at a share of its capacity."""
     from capplan.profiling.validation.loop import VoidError
 
+    duration_s = min(_VALIDATION_S[1], setting.budget_s - _VALIDATION_MORE_S)
     try:
-        found = _loop(setting).validate(load, _TINY_S if setting.tiny else _VALIDATION_S)
+        found = _loop(setting).validate(load, _TINY_S if setting.tiny else duration_s)
     except VoidError as error:
         if setting.tiny:  # a second on a busy machine may well be void
             return SliceResult(True, str(error))
@@ -272,7 +279,7 @@ def slices(gpus: int = 1) -> tuple[Slice, ...]:
     ]
     first = (
         Slice("correctness", _correctness, _CORRECTNESS_S),
-        Slice("copies", _copies, _START_S),
+        Slice("copies", _copies, _COPIES_S),
         *kernels[:2],
         Slice("decode", partial(_decode, {}), _DECODE_S, least_s=_LEAST_ENGINE_S, after=("copies",)),
         Slice("kernels-crossover-4096", partial(_kernels, 4096, "crossover")),
@@ -294,7 +301,7 @@ def slices(gpus: int = 1) -> tuple[Slice, ...]:
         Slice(
             f"validation-{round(100 * load)}",
             partial(_validation, load),
-            least_s=_LEAST_VALIDATION_S,
+            least_s=_VALIDATION_S[0] + _VALIDATION_MORE_S,
             after=(*plan.after, plan.name),
         )
         for load in _LOADS
@@ -356,11 +363,12 @@ class Campaign:
         time_s: float,
         log: Callable[[str], None] = lambda _: None,
         now_s: Callable[[], float] = time.monotonic,
+        slice_s: float = MOST_SLICE_S,
     ) -> bool:
-        """Run pending slices within `time_s` seconds; return whether none failed."""
+        """Run pending slices within `time_s` seconds, each within `slice_s`; return whether none failed."""
         until, succeeded = now_s() + time_s, True
         for each in self.pending_parts():
-            left = min(until - now_s(), each.budget_s - self.progress[each.name].spent_s)
+            left = min(until - now_s(), slice_s, each.budget_s - self.progress[each.name].spent_s)
             if pending := [other.name for other in self.pending_parts() if other.name in each.after]:
                 log(f"{each.name}: waits for {', '.join(pending)}")
             elif left < each.least_s:
@@ -384,7 +392,8 @@ class Campaign:
             short = [name for name in each.after if not self.progress[name].is_complete]
             if short:  # prerequisites that ended with their budget
                 note += f"; not complete before it: {', '.join(short)}"
-        except (CapplanError, OSError, RuntimeError) as error:  # such as out of memory; later slices run
+        except Exception as error:  # noqa: BLE001 - such as of Triton's compiler; later slices run
+            traceback.print_exc()
             failed, note = True, f"failed: {(str(error) or type(error).__name__).splitlines()[0]}"
         finally:
             progress.spent_s += now_s() - begin
@@ -443,6 +452,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", help="default: cuda")
     parser.add_argument("--out", type=Path, help="folder; default: datasets/<gpu>")
     parser.add_argument("--time-s", type=float, default=float("inf"), help="time limit in seconds")
+    parser.add_argument("--slices", metavar="NAMES", help="some slices only, separated by commas")
+    longest = f"time limit of each slice in seconds; default: {MOST_SLICE_S:g}"
+    parser.add_argument("--slice-s", type=float, default=MOST_SLICE_S, help=longest)
     parser.add_argument("--tiny", action="store_true", help="a few small cases, to test the campaign")
     given = parser.parse_args(arguments)
     try:
@@ -458,12 +470,23 @@ def _run(given: argparse.Namespace) -> bool:
 
     if given.device != "cpu" and not torch.cuda.is_available():
         raise InputError("must be cpu: this PyTorch sees no CUDA device", given.device, "--device")
-    campaign = Campaign(given.out or default_folder(given.device), given.device, tiny=given.tiny)
-    succeeded = campaign.run(given.time_s, _log)
+    parts = _chosen(given.slices, slices(_gpus(given.device)))
+    campaign = Campaign(given.out or default_folder(given.device), given.device, parts, tiny=given.tiny)
+    succeeded = campaign.run(given.time_s, _log, slice_s=given.slice_s)
     done = len(campaign.parts) - len(campaign.pending_parts())
     more = "" if done == len(campaign.parts) else "; the same command resumes it"
     _log(f"{done} of {len(campaign.parts)} slices done in {campaign.folder}{more}")
     return succeeded
+
+
+def _chosen(names: str | None, every: Sequence[Slice]) -> Sequence[Slice]:
+    """Return the named slices in the order of the campaign; None: all."""
+    if names is None:
+        return every
+    chosen = set(names.split(","))
+    if unknown := sorted(chosen - {each.name for each in every}):
+        raise InputError(f"must be some of {', '.join(each.name for each in every)}", unknown[0], "--slices")
+    return [each for each in every if each.name in chosen]
 
 
 def _log(line: str) -> None:

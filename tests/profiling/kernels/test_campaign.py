@@ -9,7 +9,6 @@ import pytest
 
 from capplan import InputError
 from capplan.models.kernel_fits import read_kernel_table
-from capplan.profiling import campaign
 from capplan.profiling.campaign import (
     MOST_SLICE_S,
     RECORD,
@@ -90,6 +89,20 @@ def test_slices_that_cannot_end_in_time_are_not_started(tmp_path: Path) -> None:
     assert [each.name for each in Campaign(tmp_path, "cpu", parts).pending_parts()] == ["long"]
     Campaign(tmp_path, "cpu", parts).run(60.0, now_s=clock)
     assert Campaign(tmp_path, "cpu", parts).pending_parts() == []
+
+
+def test_slices_may_be_shortened(tmp_path: Path) -> None:
+    clock = Clock()
+    parts = [part("a", 30.0, clock), part("b", 5.0, clock)]
+    Campaign(tmp_path, "cpu", parts).run(1e9, now_s=clock, slice_s=10.0)
+    assert clock.now == 15.0
+    assert [each.name for each in Campaign(tmp_path, "cpu", parts).pending_parts()] == ["a"]
+
+
+def test_an_unknown_slice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--device", "cpu", "--out", str(tmp_path), "--slices", "copies,decod"]) == 2
+    assert "--slices: must be some of correctness, copies" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_slice_without_budget_for_another_run_is_done(tmp_path: Path) -> None:
@@ -173,15 +186,13 @@ def test_slices_have_unique_names_and_stay_under_nine_minutes() -> None:
 
 @pytest.mark.long
 def test_the_campaign_runs_from_end_to_end_on_a_cpu(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One slice of each kind: the others differ in sizes, stages or loads alone."""
     kinds = ("correctness", "copies", "kernels-decode-4096", "kernels-prefill-4096", "decode")
     kept = (*kinds, "engine-loads", "engine-served", "profile", "plan", "validation-90")
-    every = tuple(each for each in slices() if each.name in kept)
-    monkeypatch.setattr(campaign, "slices", lambda _: every)
-    assert main(["--device", "cpu", "--out", str(tmp_path), "--tiny"]) == 0
-    total = len(every)
+    assert main(["--device", "cpu", "--out", str(tmp_path), "--tiny", "--slices", ",".join(kept)]) == 0
+    total = len(kept)
     assert f"{total} of {total} slices done" in capsys.readouterr().out
     table = read_kernel_table(tmp_path / "kernels" / "kernels.parquet")
     assert set(table["phase"]) == {"decode", "prefill"}
