@@ -26,7 +26,13 @@ from triton.runtime import JITFunction
 from triton.runtime.jit import create_function_from_signature
 
 from benchmarks.common import command_line, in_fresh_process, markdown
-from benchmarks.kernel_launches import LoraBatch, attention_launches, gpu_models, lora_launches
+from benchmarks.kernel_launches import (
+    LoraBatch,
+    attention_launches,
+    gpu_models,
+    lora_launches,
+    prompts_launch,
+)
 from capplan.engine.kernels.launch import Launch
 
 META: Final = torch.device("meta")
@@ -166,6 +172,7 @@ def launches(models: Sequence[str] | None = None) -> Iterator[tuple[str, Launch]
         for splits in (1, 8):
             for launch in attention_launches(config, 64, 8192, META, splits):
                 yield name, launch
+        yield name, prompts_launch(config, 1, PROMPT_TOKENS, META)
 
 
 def distinct(found: Iterable[tuple[str, Launch]]) -> list[tuple[Launch, list[str]]]:

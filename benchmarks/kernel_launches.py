@@ -15,9 +15,9 @@ import torch
 
 from capplan.datasets.catalog import hf_config
 from capplan.engine import ModelConfig
-from capplan.engine.input_batch import Segment
+from capplan.engine.input_batch import Prefill, Segment
 from capplan.engine.kernels.launch import Launch
-from capplan.engine.kernels.triton_attention import decode_launches
+from capplan.engine.kernels.triton_attention import decode_launches, prompt_launch, prompt_tiles
 from capplan.engine.kernels.triton_lora import Kind, TritonLoRA
 from capplan.engine.lora import AdapterLayout
 from capplan.engine.lora.adapter import MODULES, SITES, B
@@ -91,14 +91,33 @@ def attention_launches(
     config: ModelConfig, requests: int, tokens: int, device: torch.device, splits: int | None = None
 ) -> Sequence[Launch]:
     """Return the launches of decode attention over `tokens` of context each."""
-    dtype = getattr(torch, config.dtype)
+    cache, tables = _cache(config, requests, tokens, device)
+    q = _queries(config, requests, device)
+    context = torch.full((requests,), tokens, dtype=torch.int64, device=device)
+    return decode_launches(cache, 0, q, tables, context, torch.zeros_like(q), splits)
+
+
+def prompts_launch(config: ModelConfig, prompts: int, tokens: int, device: torch.device) -> Launch:
+    """Return the launch of the attention of prompts of `tokens` each."""
+    cache, tables = _cache(config, prompts, tokens, device)
+    q = _queries(config, prompts * tokens, device)
+    prefills = [Prefill(i * tokens, (i + 1) * tokens, tokens, tables[i]) for i in range(prompts)]
+    tiles = prompt_tiles(prefills, config.heads // config.kv_heads).to(device)
+    return prompt_launch(cache, 0, q, tables.view(-1), tiles, torch.zeros_like(q))
+
+
+def _cache(
+    config: ModelConfig, requests: int, tokens: int, device: torch.device
+) -> tuple[KvCache, torch.Tensor]:
+    """Return a cache of requests of `tokens` each, and their pages, shape (requests, blocks)."""
     blocks = -(-tokens // BLOCK_SIZE)
+    dtype = getattr(torch, config.dtype)
     pool = PagePool(requests * blocks, kv_page_elements(config, BLOCK_SIZE), dtype, device)
     tables = torch.arange(1, 1 + requests * blocks, device=device).view(requests, blocks)
-    qkv = torch.zeros(
-        (requests, config.heads + 2 * config.kv_heads, config.head_dim), dtype=dtype, device=device
-    )
-    q = qkv[:, : config.heads]
-    context = torch.full((requests,), tokens, dtype=torch.int64, device=device)
-    cache = KvCache(config, pool, BLOCK_SIZE)
-    return decode_launches(cache, 0, q, tables, context, torch.zeros_like(q), splits)
+    return KvCache(config, pool, BLOCK_SIZE), tables
+
+
+def _queries(config: ModelConfig, tokens: int, device: torch.device) -> torch.Tensor:
+    """Return queries as a view of queries, keys and values, shape (tokens, heads, head_dim)."""
+    heads, dtype = config.heads + 2 * config.kv_heads, getattr(torch, config.dtype)
+    return torch.zeros((tokens, heads, config.head_dim), dtype=dtype, device=device)[:, : config.heads]

@@ -19,7 +19,13 @@ from numpy.typing import NDArray
 from triton.runtime import interpreter
 
 from benchmarks.common import command_line, records_table
-from benchmarks.kernel_launches import LoraBatch, attention_launches, gpu_models, lora_launches
+from benchmarks.kernel_launches import (
+    LoraBatch,
+    attention_launches,
+    gpu_models,
+    lora_launches,
+    prompts_launch,
+)
 from capplan.engine.kernels.launch import Launch
 
 BATCHES: Final = (
@@ -28,6 +34,8 @@ BATCHES: Final = (
 )
 CONTEXT: Final = 1024
 PARTS: Final = (1, 4)
+PROMPTS: Final = (2, 64)
+"""Prompts, and tokens of each."""
 
 
 @dataclass
@@ -94,6 +102,8 @@ def cases() -> Iterator[tuple[str, str, Launch]]:
         for parts in PARTS:
             for launch in attention_launches(config, 1, CONTEXT, device, parts):
                 yield model, f"{CONTEXT} tokens in {parts} parts", launch
+        prompts, tokens = PROMPTS
+        yield model, f"{prompts} prompts of {tokens} tokens", prompts_launch(config, *PROMPTS, device)
 
 
 def traffic_row(model: str, case: str, launch: Launch) -> dict[str, Any]:

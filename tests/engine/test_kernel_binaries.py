@@ -12,10 +12,13 @@ pytest.importorskip("triton", reason="the kernels need triton (extra `engine`)")
 
 import torch
 
-from benchmarks.kernel_launches import LoraBatch, attention_launches, lora_launches
+from benchmarks.kernel_launches import LoraBatch, attention_launches, lora_launches, prompts_launch
 from tests.engine.engines import TINY_MODEL
 
-KERNELS = {"shrink_tokens", "expand_tokens", "shrink_tiles", "expand_tiles", "attend_pages", "merge_splits"}
+KERNELS = {
+    *("shrink_tokens", "expand_tokens", "shrink_tiles", "expand_tiles"),
+    *("attend_pages", "merge_splits", "attend_prompts"),
+}
 WIDE = TINY_MODEL.replace(hidden_size=256, intermediate_size=64, head_dim=32, dtype="bfloat16")
 
 
@@ -53,6 +56,13 @@ class TestTraffic:
         assert traffic.loaded == keys_and_values + queries + 3 * (8 + 40 * 8)
         assert traffic.stored == queries
         assert traffic.least == keys_and_values + 2 * queries
+
+    def test_prompts_read_keys_once_per_tile(self) -> None:
+        launch = prompts_launch(WIDE, 2, 48, torch.device("cpu"))  # tiles of 32 and 16 tokens, two queries
+        traffic = self.traffic(launch)
+        per_key_head = 2 * (32 + 48) * (2 * 32 * 2 + 8) + 2 * 48 * 2 * 32 * 2 + 2 * 2 * 16
+        assert traffic.loaded == WIDE.kv_heads * per_key_head
+        assert traffic.stored == 2 * 48 * WIDE.heads * 32 * 2
 
     @staticmethod
     def traffic(launch):  # type: ignore[no-untyped-def]

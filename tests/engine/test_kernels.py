@@ -17,8 +17,13 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="the kernels need triton (extra `engine`)")
 
 from capplan.engine import ModelConfig
-from capplan.engine.input_batch import Segment
-from capplan.engine.kernels.triton_attention import attention_splits, decode_launches
+from capplan.engine.input_batch import Prefill, Segment
+from capplan.engine.kernels.triton_attention import (
+    attention_splits,
+    decode_launches,
+    prompt_launch,
+    prompt_tiles,
+)
 from capplan.engine.kernels.triton_lora import Kind, TritonLoRA
 from capplan.engine.kernels.triton_lora_kernels import shrink_tiles, shrink_tokens
 from capplan.engine.lora import AdapterLayout, HostAdapter
@@ -236,6 +241,61 @@ def test_split_decode_attention_equals_attention_over_the_whole_context(
 ) -> None:
     requests = paged_requests(lengths, (2 * group, 2, 12), block_size, dtype, seed)
     assert attention_error(requests, splits) < TOLERANCE[dtype]
+
+
+def prompts_error(
+    prompts: Sequence[tuple[int, int]], group: int, block_size: int, dtype: torch.dtype
+) -> float:
+    """Return the largest error of the attention of prompts relative to the largest output.
+
+    A prompt is its number of tokens, of which one more than the last are in between two prompts, and how many
+    come before them in its context.
+    """
+    kv_heads, head_dim = 2, 20
+    contexts = [tokens + before for tokens, before in prompts]
+    cache, _, tables, _, _ = paged_requests(contexts, (group * 2, kv_heads, head_dim), block_size, dtype, 1)
+    step = sum(tokens + 1 for tokens, _ in prompts)
+    generator = torch.Generator().manual_seed(2)
+    q = torch.randn(step, group * kv_heads, head_dim, generator=generator).to(DEVICE, dtype)
+    expected = torch.full(q.shape, torch.nan, dtype=torch.float64, device=DEVICE)
+    start, prefills = 0, []
+    for i, (tokens, before) in enumerate(prompts):
+        pages = tables[i, : -(-contexts[i] // block_size)]
+        prefills.append(Prefill(start, start + tokens, contexts[i], pages))
+        k, v = (each[0].double().repeat_interleave(group, dim=0) for each in kv_of(cache, pages, contexts[i]))
+        scores = torch.einsum("qhd,htd->hqt", q[start : start + tokens].double(), k) * head_dim**-0.5
+        later = torch.ones(tokens, contexts[i], dtype=torch.bool, device=DEVICE).triu(before + 1)
+        shares = scores.masked_fill(later, -torch.inf).softmax(dim=-1)
+        expected[start : start + tokens] = torch.einsum("hqt,htd->qhd", shares, v)
+        start += tokens + 1
+    out = torch.full_like(q, torch.nan)
+    tiles = prompt_tiles(prefills, group).to(DEVICE)
+    prompt_launch(cache, 1, q, torch.cat([each.pages for each in prefills]), tiles, out).run()
+    assert torch.equal(out.isnan(), expected.isnan()), "tokens of no prompt are not written"
+    return float((out.double() - expected).nan_to_num().abs().max() / expected.nan_to_num().abs().max())
+
+
+def kv_of(cache: KvCache, pages: torch.Tensor, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values of a context, shape (1, heads, context, head_dim)."""
+    k, v = cache.read(1, pages)
+    return k[None, :, :context], v[None, :, :context]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    prompts=st.lists(
+        st.tuples(st.integers(1, 90) | st.sampled_from([16, 32, 64]), st.integers(0, 150)),
+        min_size=1,
+        max_size=4,
+    ),
+    group=st.sampled_from([1, 2, 4, 7, 70]),
+    block_size=st.integers(3, 40),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_prompts_attend_to_their_own_context_up_to_each_token(
+    prompts: list[tuple[int, int]], group: int, block_size: int, dtype: torch.dtype
+) -> None:
+    assert prompts_error(prompts, group, block_size, dtype) < TOLERANCE[dtype]
 
 
 def test_split_decode_attention_over_32k_tokens() -> None:

@@ -1,21 +1,24 @@
-"""Triton kernels of paged decode attention: one program per request, key head and part of the context.
+"""Triton kernels of paged attention: decodes, and all prompts of a step in one launch.
 
 The queries that share a key head are the rows of one matrix: each key is read once. Softmax is accumulated
-block by block (Milakov and Gimelshein 2018; FlashAttention). Long contexts, and those of small batches, are
-split among programs, whose results `merge_splits` combines by their sums of exponentials (Flash-Decoding, Dao
-et al. 2023). The grid depends on the shapes of the inputs only, as CUDA graphs require; parts beyond a
-request's context return at once.
+block by block (Milakov and Gimelshein 2018; FlashAttention).
+
+A decode has one program per request, key head and part of the context. Long contexts, and those of small
+batches, are split among programs, whose results `merge_splits` combines by their sums of exponentials
+(Flash-Decoding, Dao et al. 2023). The grid depends on the shapes of the inputs only, as CUDA graphs require;
+parts beyond a request's context return at once. A prompt has one program per key head and tile of positions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 import triton
 import triton.language as tl
 
-from capplan.engine.input_batch import Decodes
+from capplan.engine.input_batch import Decodes, Prefill
 from capplan.engine.kernels.launch import Launch, multiprocessors
 from capplan.engine.kernels.triton_lora_kernels import must_upcast, product
 from capplan.engine.models.decoder import TorchAttention
@@ -156,7 +159,74 @@ def merge_splits(
     tl.store(place, (total / weight).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
+@triton.jit
+def attend_prompts(
+    q,
+    kv,
+    pages,
+    tiles,
+    out,
+    scale,
+    q_stride,
+    q_head_stride,
+    out_stride,
+    out_head_stride,
+    page_stride,
+    value_offset,
+    token_stride,
+    UPCAST: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """Fill out[token, head] for the query heads of one key head and the tokens of one tile.
+
+    A row is a token of the tile and a query head. `tiles` are those of `prompt_tiles`, `pages` the pages of
+    all prompts, `kv` points at the keys of one layer.
+    """
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    first_page = tl.load(tiles + tile * 4)
+    first_token = tl.load(tiles + tile * 4 + 1)
+    tokens = tl.load(tiles + tile * 4 + 2)
+    first_position = tl.load(tiles + tile * 4 + 3)
+    row = tl.arange(0, BLOCK_ROWS)
+    at = row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    dim = tl.arange(0, BLOCK_DIM)
+    q_mask = (at < tokens)[:, None] & (dim < HEAD_DIM)[None, :]
+    token_at = (first_token + at).to(tl.int64)
+    q_at = (token_at * q_stride + head * q_head_stride)[:, None] + dim[None, :]
+    queries = tl.load(q + q_at, mask=q_mask, other=0.0)
+
+    nothing = tl.zeros((BLOCK_ROWS, BLOCK_TOKENS), tl.float32)
+    highest = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
+    weight = tl.zeros((BLOCK_ROWS,), tl.float32)
+    total = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
+    end = first_position + tokens
+    for start in range(0, end, BLOCK_TOKENS):
+        token = start + tl.arange(0, BLOCK_TOKENS)
+        known = token < end
+        page = tl.load(pages + first_page + token // PAGE_TOKENS, mask=known, other=0)
+        place = page * page_stride + (token % PAGE_TOKENS) * token_stride + kv_head * HEAD_DIM
+        mask = known[:, None] & (dim < HEAD_DIM)[None, :]
+        keys = tl.load(kv + place[:, None] + dim[None, :], mask=mask, other=0.0)
+        scores = product(queries, tl.trans(keys), nothing, UPCAST) * scale
+        scores = tl.where(token[None, :] <= (first_position + at)[:, None], scores, float("-inf"))
+        shares, fade, highest, weight = softmax_block(scores, highest, weight)
+        values = tl.load(kv + value_offset + place[:, None] + dim[None, :], mask=mask, other=0.0)
+        total = product(shares.to(values.dtype), values, total * fade[:, None], UPCAST)
+    out_at = (token_at * out_stride + head * out_head_stride)[:, None] + dim[None, :]
+    tl.store(out + out_at, (total / weight[:, None]).to(out.dtype.element_ty), mask=q_mask)
+
+
 _BLOCK_TOKENS: Final = 64
+_PROMPT_ROWS: Final = 64
+"""Rows of a tile of a prompt: four times as many as tensor cores take, so that keys are read less often."""
+_PROMPT_BLOCK_TOKENS: Final = 32
+"""Half of a decode's, by which registers keep a quarter of the warps resident."""
 _LEAST_TOKENS: Final = 256
 """Least tokens of a part, so that its float32 result, written and read, is under a hundredth of its reads."""
 _MOST_TOKENS: Final = 8192
@@ -250,6 +320,53 @@ def attend_config(cache: KvCache, group: int, dtype: torch.dtype, split: bool) -
     }
 
 
+def prompt_tiles(prefills: Sequence[Prefill], group: int) -> torch.Tensor:
+    """Return the tiles of prompts for `group` queries per key head, int32 of shape (tiles, 4), on the host.
+
+    A tile is the index of its prompt's first page among those of all prompts, its first token in the step,
+    its number of tokens, and the position of the first one.
+    """
+    most = prompt_rows(group) // group
+    tiles, first_page = [], 0
+    for each in prefills:
+        position = each.context - (each.end - each.start)
+        tiles += [
+            (first_page, start, min(most, each.end - start), position + start - each.start)
+            for start in range(each.start, each.end, most)
+        ]
+        first_page += each.pages.shape[0]
+    return torch.tensor(tiles, dtype=torch.int32)
+
+
+def prompt_rows(group: int) -> int:
+    """Return the rows of a tile, a power of 2."""
+    return max(_PROMPT_ROWS, _power_of_2(group))
+
+
+def prompt_launch(
+    cache: KvCache, layer: int, q: torch.Tensor, pages: torch.Tensor, tiles: torch.Tensor, out: torch.Tensor
+) -> Launch:
+    """Return the launch that fills the tokens of `tiles` in `out`, shape (tokens, heads, head_dim) as `q`."""
+    heads, head_dim = q.shape[1:]
+    keys = cache.pages[:, layer]
+    group = heads // cache.kv_heads
+    sizes = (head_dim**-0.5, *q.stride()[:2], *out.stride()[:2], *keys.stride()[:3])
+    config = {
+        "UPCAST": must_upcast(q.dtype),
+        "PAGE_TOKENS": cache.block_size,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "BLOCK_ROWS": prompt_rows(group),
+        "BLOCK_TOKENS": _PROMPT_BLOCK_TOKENS,
+        "BLOCK_DIM": max(16, _power_of_2(head_dim)),
+        "num_warps": 8,
+        "num_stages": 2,
+    }
+    return Launch(
+        attend_prompts, (tiles.shape[0], cache.kv_heads), (q, keys, pages, tiles, out, *sizes), config
+    )
+
+
 def merge_config(head_dim: int) -> dict[str, Any]:
     """Return the launch configuration of `merge_splits`."""
     return {
@@ -267,8 +384,18 @@ def _power_of_2(value: int) -> int:
 
 
 class TritonAttention(TorchAttention):
-    """Paged attention with decodes in Triton; prompts run in PyTorch."""
+    """Paged attention in Triton."""
+
+    _prompts: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Pages of all prompts, and their tiles."""
 
     def decode(self, layer: int, q: torch.Tensor, decodes: Decodes) -> torch.Tensor:
         """Attend with one query per request."""
         return paged_decode(self.cache, layer, q, decodes.pages, decodes.context).flatten(1)
+
+    def prefill(self, layer: int, q: torch.Tensor, prefills: Sequence[Prefill], out: torch.Tensor) -> None:
+        """Attend with all tokens of prompts in one launch."""
+        if self._prompts is None:
+            tiles = prompt_tiles(prefills, self.group).to(q.device, non_blocking=True)
+            self._prompts = torch.cat([each.pages for each in prefills]), tiles
+        prompt_launch(self.cache, layer, q, *self._prompts, out.view(q.shape)).run()

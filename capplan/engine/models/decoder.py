@@ -7,6 +7,7 @@ whether a key was computed in this step, in an earlier one, or for another reque
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 import torch
@@ -116,9 +117,7 @@ class TorchAttention:
         out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
         if decodes is not None:
             out[decodes.at] = self.decode(layer, q[decodes.at], decodes)
-        for prefill in prefills:
-            tokens = slice(prefill.start, prefill.end)
-            out[tokens] = self._prefill(layer, q[tokens], prefill)
+        self.prefill(layer, q, prefills, out)
         return out
 
     def rotate_and_store(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
@@ -139,7 +138,13 @@ class TorchAttention:
         mixed = functional.scaled_dot_product_attention(grouped, k, v, attn_mask=self._mask)
         return mixed.reshape(q.shape[0], -1)
 
-    def _prefill(self, layer: int, q: torch.Tensor, prefill: Prefill) -> torch.Tensor:
+    def prefill(self, layer: int, q: torch.Tensor, prefills: Sequence[Prefill], out: torch.Tensor) -> None:
+        """Fill the tokens of prompts in `out`, shape (tokens, query_size)."""
+        for each in prefills:
+            tokens = slice(each.start, each.end)
+            out[tokens] = self._prompt(layer, q[tokens], each)
+
+    def _prompt(self, layer: int, q: torch.Tensor, prefill: Prefill) -> torch.Tensor:
         """Attend with several queries of one request, each up to its own position."""
         k, v = self.cache.read(layer, prefill.pages)
         k, v = k[None, :, : prefill.context], v[None, :, : prefill.context]
