@@ -121,6 +121,7 @@ ADDITIVE = LatencyForm(
             "ms_per_prefill": None,
             "ms_per_kv_ktoken_beyond_cache": None,
             "cache_kv_ktokens": None,
+            "ms_per_prefill_mpair": None,
         }
     ),
 )
@@ -138,7 +139,8 @@ matrix-matrix product). The others are what a step takes per request whatever it
 ``ms_per_request`` to sample and to send its token, ``ms_per_prefill`` to admit it, and ``ms_for_several``
 once as soon as there are two, since a request by itself needs vectors multiplied where several need matrices.
 ``ms_per_kv_ktoken_beyond_cache`` counts the KV tokens beyond ``cache_kv_ktokens`` thousands, which no longer
-fit into a processor's cache from one step to the next.
+fit into a processor's cache from one step to the next. ``ms_per_prefill_mpair`` counts the attention of
+prompts, which grows with the square of their length (`StepRanks.prefill_mpairs`).
 """
 
 DIGITAL_TWIN = LatencyForm(
@@ -172,7 +174,7 @@ TABLE = LatencyForm(
     TABLE_FORM,
     6,
     (),
-    MappingProxyType(dict.fromkeys((*ADDITIVE.names, "ms_per_prefill_mpair", "ms_per_lora_ktoken"))),
+    MappingProxyType(dict.fromkeys((*ADDITIVE.names, "ms_per_lora_ktoken"))),
 )
 """Tables of milliseconds over tokens, and over requests and KV tokens, beside the terms of the additive form:
 ``tokens_ms(tokens) + requests_ms(requests, kv_tokens) + ms_per_prefill_mpair * prefill_mpairs + ...``.
@@ -298,8 +300,7 @@ def uses_ranks(form: int, k: NDArray[np.float64]) -> bool:
         return True
     if form == _IS_DIGITAL_TWIN or k.size <= _PREFILL:
         return False
-    pairs = form >= _IS_TABLE and k[_PREFILL_MPAIR]
-    return bool(k[_DECODE_KRANK] or k[_PREFILL_KRANK] or k[_PREFILL] or pairs)
+    return bool(k[_DECODE_KRANK] or k[_PREFILL_KRANK] or k[_PREFILL] or k[_PREFILL_MPAIR])
 
 
 def uses_decode_ranks(form: int, k: NDArray[np.float64]) -> bool:
@@ -385,8 +386,6 @@ def rank_ms(form: int, k: NDArray[np.float64], s_max: float, ranks: StepRanks) -
         milliseconds = 0.0
     else:
         milliseconds = _additive_rank_ms(form, k, s_max, ranks)
-        if form >= _IS_TABLE:
-            milliseconds += k[_PREFILL_MPAIR] * ranks.prefill_mpairs
     return max(0.0, milliseconds)
 
 
@@ -426,7 +425,7 @@ def _additive_rank_ms(form: int, k: NDArray[np.float64], s_max: float, ranks: St
         decode = ranks.lora_decodes * padded_to
         prefill = ranks.lora_prefill_tokens * padded_to
     milliseconds = k[_DECODE_KRANK] * decode / 1000.0 + k[_PREFILL_KRANK] * prefill / 1000.0
-    milliseconds += k[_PREFILL] * ranks.prefills
+    milliseconds += k[_PREFILL] * ranks.prefills + k[_PREFILL_MPAIR] * ranks.prefill_mpairs
     return float(milliseconds)
 
 

@@ -54,6 +54,8 @@ class SchedulerOutput(NamedTuple):
     requests: ScheduledRequests
     decodes: int
     prefill_tokens: int
+    prefill_pairs: int
+    """Pairs of a query and a key token in the attention of prefills."""
     rank_sum: int
     max_rank: int
 
@@ -92,9 +94,9 @@ def _list_scheduled(
     rows: np.recarray[Any, Any],
     rank_of: NDArray[np.int64],
     scheduled: ScheduledRequests,
-) -> tuple[int, int, int, int, int]:
+) -> tuple[int, int, int, int, int, int]:
     row = c.run_head
-    n = decodes = prefill_tokens = rank_sum = max_rank = 0
+    n = decodes = prefill_tokens = prefill_pairs = rank_sum = max_rank = 0
     while row != NONE:
         tokens = 0
         computed = rows.computed[row]
@@ -119,11 +121,12 @@ def _list_scheduled(
                 decodes += 1
             else:
                 prefill_tokens += tokens
+                prefill_pairs += tokens * (2 * computed + tokens + 1) // 2
             rank = rank_of[rows.adapter[row]]
             rank_sum += rank
             max_rank = max(max_rank, rank)
         row = rows.following[row]
-    return n, decodes, prefill_tokens, rank_sum, max_rank
+    return n, decodes, prefill_tokens, prefill_pairs, rank_sum, max_rank
 
 
 def decision_of(state: State, scheduled: ScheduledRequests, begin_ns: int) -> Decision:

@@ -147,6 +147,8 @@ class StepRecord(NamedTuple):
     """Requests that compute one token after their first output token."""
     prefill_requests: int
     prefill_tokens: int
+    prefill_pairs: int
+    """Pairs of a query and a key token in the attention of prefills."""
     requests: int
     """Running requests, with or without tokens in the step, but for those that wait for adapter or prompt."""
     waiting: int
@@ -192,6 +194,7 @@ def step_record(
         decode_requests=output.decodes,
         prefill_requests=output.requests.size - output.decodes,
         prefill_tokens=output.prefill_tokens,
+        prefill_pairs=output.prefill_pairs,
         requests=counters["n_running"] - counters["n_ending"] - counters["n_absent"],
         waiting=counters["n_waiting"],
         kv_tokens=counters["kv_tokens"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -47,6 +48,7 @@ TERM_GROUPS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "graphs": tuple(name for name in ADDITIVE.coefficients if "_beyond_graphs" in name),
         "ranks": tuple(name for name in ADDITIVE.optional if name.endswith("_krank")),
         "requests": ("ms_per_request", "ms_for_several", "ms_per_prefill"),
+        "attention": ("ms_per_prefill_mpair",),
     }
 )
 """Terms of the additive form that a candidate leaves out together, which shows their contribution."""
@@ -175,11 +177,11 @@ def candidates(table: MeasuredSteps, kernel: Kernel) -> tuple[StepModelCandidate
 
     Variants are without a group of terms, or with a cache of a given size, beyond which KV tokens cost more.
     The order is that of preference among candidates of equal error. Rank terms require the ranks that the
-    kernel pays for, request terms the number of prefills, and queue terms a row with `_MIN_WAITING` and few
-    prompts: requests that wait for the token budget do not determine the cost of a queue. Variants without
-    the terms per request come first, and under ``vllm``, whose slots have terms of their own, variants
-    without the rank terms as well: these terms must reduce the error. Variants with another kernel are for
-    comparison only.
+    kernel pays for, request terms the number of prefills, the attention of prompts its pairs of tokens, and
+    queue terms a row with `_MIN_WAITING` and few prompts: requests that wait for the token budget do not
+    determine the cost of a queue. Variants without the terms per request or of attention come first, and
+    under ``vllm``, whose slots have terms of their own, variants without the rank terms as well: these terms
+    must reduce the error. Variants with another kernel are for comparison only.
     """
     groups = _known_groups(table, kernel)
     not_fitted = _unknown_terms(table, groups)
@@ -192,19 +194,25 @@ def candidates(table: MeasuredSteps, kernel: Kernel) -> tuple[StepModelCandidate
         known = all(name in table.ranks for name in _REQUIRED_BY_KERNEL[other])
         if "ranks" in groups and other is not kernel and known:
             additive.append(StepModelCandidate(f"additive-as-{other}", ADDITIVE, other, unknown))
-    must_contribute = ("ranks", "requests") if kernel is Kernel.VLLM else ("requests",)
-    spare = [name for name in must_contribute if name in groups]
-    if len(spare) > 1:
-        both = tuple(term for name in spare for term in groups[name])
-        label = f"additive-without-{'-and-'.join(spare)}"
-        additive.append(StepModelCandidate(label, ADDITIVE, kernel, (*unknown, *both)))
+    spare = _must_contribute(groups, kernel)
+    absent = [names for size in range(len(spare), 0, -1) for names in combinations(spare, size)]
+    first = [f"additive-without-{'-and-'.join(names)}" for names in absent]
+    for label, names in zip(first, absent, strict=True):
+        if len(names) > 1:
+            several = tuple(term for name in names for term in groups[name])
+            additive.append(StepModelCandidate(label, ADDITIVE, kernel, (*unknown, *several)))
     for name, share in _CACHE_SHARES.items():
         ktokens = share * float(table.kv_tokens.max()) / 1e3
         additive.append(StepModelCandidate(f"additive-cache-{name}", ADDITIVE, kernel, not_fitted, ktokens))
-    first = [f"additive-without-{name}" for name in ("-and-".join(spare), *spare)]
     additive.sort(key=lambda each: first.index(each.label) if each.label in first else len(first))
     published = (DIGITAL_TWIN, TOPPINGS_BGMV, TOPPINGS_MBGMV)
     return (*additive, *(StepModelCandidate(form.name, form, kernel) for form in published))
+
+
+def _must_contribute(groups: Mapping[str, tuple[str, ...]], kernel: Kernel) -> list[str]:
+    """Return the known groups of terms that a step model has only if they reduce the error."""
+    names = ("ranks", "requests", "attention") if kernel is Kernel.VLLM else ("requests", "attention")
+    return [name for name in names if name in groups]
 
 
 def _known_groups(table: MeasuredSteps, kernel: Kernel) -> dict[str, tuple[str, ...]]:
@@ -213,6 +221,7 @@ def _known_groups(table: MeasuredSteps, kernel: Kernel) -> dict[str, tuple[str, 
         "ranks": all(name in table.ranks for name in _REQUIRED_BY_KERNEL[kernel]),
         "requests": "prefills" in table.ranks,
         "queue": _has_queue(table),
+        "attention": "prefill_mpairs" in table.ranks,
     }
     return {name: terms for name, terms in TERM_GROUPS.items() if known.get(name, True)}
 

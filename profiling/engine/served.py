@@ -227,6 +227,7 @@ def recorded_rows(records: Any, pause_s: float) -> Any:
             "decode_rank_sum": decodes * mean_rank,
             "prefill_rank_sum": prefills * mean_rank,
             "prefill_rank_tokens": records["prefill_tokens"] * mean_rank,
+            "prefill_mpairs": records["prefill_pairs"] * 1e-6,
             **{name: records[name] for name in PHASES},
             "probe_ms": records["probe_ms"].replace(0.0, np.nan),
         }

@@ -170,6 +170,7 @@ def step_row(
         **{name: float(getattr(record, name)) for name in COUNTS},
         "load_ms": 0.0,  # adapters are loaded before the measured steps
         **row,
+        "prefill_mpairs": record.prefill_pairs * 1e-6,
         **{name: float(getattr(record, name)) for name in PHASES},
     }
 

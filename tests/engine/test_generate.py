@@ -451,6 +451,14 @@ def test_requests_are_checked(prompts: Any, names: Any, sampling: dict[str, Any]
         engine.generate(prompts, names, **sampling)
 
 
+@pytest.mark.parametrize("budget", [3, 4, 64])
+def test_the_attention_pairs_of_a_prompt_do_not_depend_on_its_chunks(budget: int) -> None:
+    with tiny(max_num_batched_tokens=budget, enable_prefix_caching=False) as engine:
+        engine.generate([list(range(10)), list(range(20, 27))], max_tokens=3, ignore_eos=True)
+        pairs = sum(record.prefill_pairs for record in engine.records)
+    assert pairs == 10 * 11 / 2 + 7 * 8 / 2
+
+
 def test_every_step_leaves_a_record(tmp_path: Path) -> None:
     with tiny() as engine, RecordFile(tmp_path / "steps.parquet") as file:
         done = engine.generate([[1, 2, 3, 4, 5]] * 4, ["a", "b", None, "a"], max_tokens=6, ignore_eos=True)

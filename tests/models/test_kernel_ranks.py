@@ -19,6 +19,7 @@ from capplan.models.step_latency import (
     latency_code,
     rank_ms,
     step_ms,
+    uses_decode_ranks,
     uses_ranks,
 )
 from capplan.spec import Kernel
@@ -199,6 +200,17 @@ def test_each_request_in_prefill_costs_the_same_whatever_its_length_and_rank(ker
     assert uses_ranks(code, k)
     assert rank_ms(code, k, S_MAX, batch(decode=[8, 64], prefill=[(8, 10), (64, 900)])) == pytest.approx(1.0)
     assert rank_ms(code, k, S_MAX, batch(decode=[8, 64], base=3)) == 0.0
+
+
+@pytest.mark.parametrize("kernel", Kernel)
+def test_the_attention_of_a_prompt_costs_its_pairs_of_tokens_whatever_the_kernel(kernel: Kernel) -> None:
+    terms = dict.fromkeys(ADDITIVE.coefficients, 0.0) | {"ms_per_prefill_mpair": 4.0}
+    k, code = coefficient_array(part("additive", **terms)), latency_code(ADDITIVE.name, kernel)
+    assert uses_ranks(code, k)
+    assert not uses_decode_ranks(code, k)
+    pairs = 10 * 11 / 2 + 900 * 901 / 2
+    alone = batch(decode=[8, 64], prefill=[(8, 10), (64, 900)])
+    assert rank_ms(code, k, S_MAX, alone) == pytest.approx(4.0 * pairs / 1e6)
 
 
 def test_the_digital_twin_form_has_no_ranks_and_a_constant_of_its_own_without_adapters() -> None:

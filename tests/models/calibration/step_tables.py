@@ -32,6 +32,7 @@ _KNOWN = {
     "ms_per_request": 0.02,
     "ms_for_several": 1.5,
     "ms_per_prefill": 0.9,
+    "ms_per_prefill_mpair": 60.0,
 }
 ADDITIVE_TRUTH = {name: _KNOWN.get(name, 0.08) for name in ADDITIVE.names if "cache" not in name}
 DIGITAL_TWIN_TRUTH = {
@@ -89,6 +90,7 @@ def steps_of(
             "decode_rank_sum": decodes * lora * decode_rank,
             "prefill_rank_sum": prefills * lora * prefill_rank,
             "prefill_rank_tokens": prompt_tokens * lora * prefill_rank,
+            "prefill_mpairs": prompt_tokens * (prompt_tokens / np.maximum(prefills, 1) + 1) / 2e6,
         }
     )
     exact = milliseconds(frame, form, truth, kernel)

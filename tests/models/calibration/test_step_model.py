@@ -114,6 +114,24 @@ def test_a_cache_is_found_where_kv_tokens_beyond_it_cost_more() -> None:
     assert errors["additive-cache-4th"] < 0.7 * errors["additive"]
 
 
+def test_the_attention_of_prompts_is_fitted_to_their_pairs_of_tokens() -> None:
+    """Without them prompts of middle length are predicted too slow, and long ones too fast."""
+    frame = steps_of("additive", ADDITIVE_TRUTH, noise=0.005)
+    known = calibrate_steps(table_of(frame))
+    fitted = known.model().coefficients["ms_per_prefill_mpair"].value
+    assert fitted == pytest.approx(ADDITIVE_TRUTH["ms_per_prefill_mpair"], rel=0.2)
+    unknown = calibrate_steps(table_of(frame.drop(columns="prefill_mpairs")))
+    assert "ms_per_prefill_mpair" not in unknown.model().coefficients
+    assert known.score.held_out_error < 0.9 * unknown.score.held_out_error
+
+
+def test_the_attention_of_prompts_must_reduce_the_error() -> None:
+    """It grows with the square of a prompt, which short prompts do not determine."""
+    linear = ADDITIVE_TRUTH | {"ms_per_prefill_mpair": 0.0}
+    made = calibrate_steps(table_of(steps_of("additive", linear, noise=0.03)))
+    assert made.fit.candidate.label == "additive-without-attention"
+
+
 @pytest.mark.parametrize("constant", [("a_max", "s_max"), ("a_max",)])
 def test_slots_that_do_not_vary_have_no_cost_of_their_own(constant: tuple[str, ...]) -> None:
     """It is in the base, and not extrapolated to other numbers of slots."""
@@ -161,7 +179,7 @@ def test_a_given_form_is_taken_whatever_its_error() -> None:
 def test_forms_with_missing_columns_are_reported_and_left_out() -> None:
     frame = steps_of("additive", ADDITIVE_TRUTH | dict.fromkeys(ADDITIVE.optional, 0.0))
     frame = frame[[name for name in frame.columns if "rank" not in name and "lora" not in name]]
-    frame = frame.drop(columns=["decodes", "prefills"])
+    frame = frame.drop(columns=["decodes", "prefills", "prefill_mpairs"])
     made = calibrate_steps(table_of(frame))
     missing = {score.label: score.missing for score in made.scores if score.missing}
     assert missing == {

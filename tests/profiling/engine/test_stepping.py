@@ -118,6 +118,7 @@ def test_a_point_gives_a_decode_step_and_a_mixed_step(stepper: Stepper) -> None:
     assert 4 * 16 < decode["kv_tokens"] < 4 * 40
     assert (mixed["tokens"], mixed["prefills"], mixed["lora_prefill_tokens"]) == (36, 1, 32)
     assert (mixed["prefill_rank_tokens"], mixed["decode_rank_sum"]) == (32 * 16, 64)
+    assert (decode["prefill_mpairs"], mixed["prefill_mpairs"]) == (0.0, 32 * 33 / 2 * 1e-6)
     assert all(row["step_ms"] > 0 for row in rows)
 
 
@@ -179,14 +180,14 @@ def test_steps_without_a_speed_probe_have_none() -> None:
 
 def test_means_over_groups_keep_the_sum_of_times() -> None:
     rng = np.random.default_rng(0)
+    prompts = rng.integers(1, 60, 60) * (np.arange(60) % 3 == 0)
     steps = [
-        record(
-            10.0 * at, prefill_requests=int(at % 3 == 0), tokens=2 + int(rng.integers(1, 60)) * (at % 3 == 0)
-        )
-        for at in range(60)
+        record(10.0 * at, prefill_requests=int(n > 0), tokens=2 + int(n), prefill_pairs=int(n * (n + 1) // 2))
+        for at, n in enumerate(prompts.tolist())
     ]
     rows = recorded_rows(table(*steps), pause_s=0.3)
     means = grouped(rows)
     assert len(means) == 4
     assert sum(row["seen"] for row in means) == len(rows)
-    assert sum(row["seen"] * row["tokens"] for row in means) == pytest.approx(rows["tokens"].sum())
+    for name in ("step_ms", "tokens", "prefill_mpairs"):
+        assert sum(row["seen"] * row[name] for row in means) == pytest.approx(rows[name].sum())
