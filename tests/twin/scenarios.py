@@ -5,7 +5,7 @@ from math import prod
 import numpy as np
 from hypothesis import strategies as st
 
-from capplan.models.step_latency import FORMS, TABLE, uses_decode_ranks, uses_ranks
+from capplan.models.step_latency import ADDITIVE, FORMS, TABLE, uses_decode_ranks, uses_ranks
 from capplan.models.step_tables import pack_tables
 from capplan.spec import StepTable
 from capplan.spec.step_tables import TABLE_AXES
@@ -16,6 +16,8 @@ from tests.serving.worlds import Choose, make_world, seeded
 
 _CACHE = {"ms_per_kv_ktoken_beyond_cache": 2.0, "cache_kv_ktokens": 0.02}
 """A cache that small batches exceed."""
+_ATTENTION = {"ms_per_prefill_mpair": 1000.0}
+"""Tenths of a millisecond for the prompts of a small scenario."""
 
 
 def make_scenario(choose: Choose, max_requests: int = 40) -> Scenario:
@@ -23,7 +25,8 @@ def make_scenario(choose: Choose, max_requests: int = 40) -> Scenario:
     world = make_world(choose, max_requests)
     form = FORMS[choose(0, len(FORMS) - 1)]
     names = form.names if choose(0, 1) or form is TABLE else form.coefficients
-    coefficients = np.array([_CACHE[n] if n in _CACHE else choose(0, 3) / choose(1, 3) for n in names])
+    given = _CACHE | (_ATTENTION if form is ADDITIVE else {})
+    coefficients = np.array([given[n] if n in given else choose(0, 3) / choose(1, 3) for n in names])
     for always in ("base_ms", "k7", "k7_base", "decode_beta", "prefill_beta"):  # no step takes no time
         if always in names:
             coefficients[names.index(always)] = choose(1, 4)
