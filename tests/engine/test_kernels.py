@@ -248,8 +248,8 @@ def prompts_error(
 ) -> float:
     """Return the largest error of the attention of prompts relative to the largest output.
 
-    A prompt is its number of tokens, of which one more than the last are in between two prompts, and how many
-    come before them in its context.
+    A prompt is its number of tokens in the step, and the number before them in its context. A token of no
+    prompt follows each.
     """
     kv_heads, head_dim = 2, 20
     contexts = [tokens + before for tokens, before in prompts]
@@ -262,7 +262,8 @@ def prompts_error(
     for i, (tokens, before) in enumerate(prompts):
         pages = tables[i, : -(-contexts[i] // block_size)]
         prefills.append(Prefill(start, start + tokens, contexts[i], pages))
-        k, v = (each[0].double().repeat_interleave(group, dim=0) for each in kv_of(cache, pages, contexts[i]))
+        known = (each[:, : contexts[i]].double() for each in cache.read(1, pages))
+        k, v = (each.repeat_interleave(group, dim=0) for each in known)
         scores = torch.einsum("qhd,htd->hqt", q[start : start + tokens].double(), k) * head_dim**-0.5
         later = torch.ones(tokens, contexts[i], dtype=torch.bool, device=DEVICE).triu(before + 1)
         shares = scores.masked_fill(later, -torch.inf).softmax(dim=-1)
@@ -273,12 +274,6 @@ def prompts_error(
     prompt_launch(cache, 1, q, torch.cat([each.pages for each in prefills]), tiles, out).run()
     assert torch.equal(out.isnan(), expected.isnan()), "tokens of no prompt are not written"
     return float((out.double() - expected).nan_to_num().abs().max() / expected.nan_to_num().abs().max())
-
-
-def kv_of(cache: KvCache, pages: torch.Tensor, context: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys and values of a context, shape (1, heads, context, head_dim)."""
-    k, v = cache.read(1, pages)
-    return k[None, :, :context], v[None, :, :context]
 
 
 @settings(max_examples=15, deadline=None)
