@@ -47,6 +47,24 @@ def softmax_block(scores, highest, weight):
     return shares, fade, new_highest, weight * fade + tl.sum(shares, axis=1)
 
 
+@triton.jit
+def attend_block(
+    queries, kv, value_offset, place, mask, visible, scale, highest, weight, total, UPCAST: tl.constexpr
+):
+    """Add a block of keys and values to a softmax over earlier ones; return its maximum, sum and total.
+
+    `place` are the offsets of the elements of the keys, of which `mask` are read; `visible` tells for each
+    query which keys count.
+    """
+    keys = tl.load(kv + place, mask=mask, other=0.0)
+    scores = product(queries, tl.trans(keys), tl.zeros(visible.shape, tl.float32), UPCAST) * scale
+    scores = tl.where(visible, scores, float("-inf"))
+    shares, fade, highest, weight = softmax_block(scores, highest, weight)
+    values = tl.load(kv + value_offset + place, mask=mask, other=0.0)
+    total = product(shares.to(values.dtype), values, total * fade[:, None], UPCAST)
+    return highest, weight, total
+
+
 @triton.jit(do_not_specialize=["table_stride"])  # the longest context of a batch
 def attend_pages(
     q,
@@ -92,7 +110,6 @@ def attend_pages(
     q_at = request * q_stride + head[:, None] * q_head_stride + dim[None, :]
     queries = tl.load(q + q_at, mask=q_mask, other=0.0)
 
-    nothing = tl.zeros((BLOCK_GROUP, BLOCK_TOKENS), tl.float32)
     highest = tl.full((BLOCK_GROUP,), float("-inf"), tl.float32)
     weight = tl.zeros((BLOCK_GROUP,), tl.float32)
     total = tl.zeros((BLOCK_GROUP, BLOCK_DIM), tl.float32)
@@ -102,12 +119,11 @@ def attend_pages(
         page = tl.load(tables + request * table_stride + token // PAGE_TOKENS, mask=known, other=0)
         place = page * page_stride + (token % PAGE_TOKENS) * token_stride + kv_head * HEAD_DIM
         mask = known[:, None] & (dim < HEAD_DIM)[None, :]
-        keys = tl.load(kv + place[:, None] + dim[None, :], mask=mask, other=0.0)
-        scores = product(queries, tl.trans(keys), nothing, UPCAST) * scale
-        scores = tl.where(known[None, :], scores, float("-inf"))
-        shares, fade, highest, weight = softmax_block(scores, highest, weight)
-        values = tl.load(kv + value_offset + place[:, None] + dim[None, :], mask=mask, other=0.0)
-        total = product(shares.to(values.dtype), values, total * fade[:, None], UPCAST)
+        visible = tl.broadcast_to(known[None, :], (BLOCK_GROUP, BLOCK_TOKENS))
+        elements = place[:, None] + dim[None, :]
+        highest, weight, total = attend_block(
+            queries, kv, value_offset, elements, mask, visible, scale, highest, weight, total, UPCAST
+        )
     out_at = request * out_stride + head[:, None] * out_head_stride + split * out_split_stride + dim[None, :]
     tl.store(out + out_at, (total / weight[:, None]).to(out.dtype.element_ty), mask=q_mask)
     if SPLIT:
@@ -201,7 +217,6 @@ def attend_prompts(
     q_at = (token_at * q_stride + head * q_head_stride)[:, None] + dim[None, :]
     queries = tl.load(q + q_at, mask=q_mask, other=0.0)
 
-    nothing = tl.zeros((BLOCK_ROWS, BLOCK_TOKENS), tl.float32)
     highest = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
     weight = tl.zeros((BLOCK_ROWS,), tl.float32)
     total = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
@@ -212,12 +227,11 @@ def attend_prompts(
         page = tl.load(pages + first_page + token // PAGE_TOKENS, mask=known, other=0)
         place = page * page_stride + (token % PAGE_TOKENS) * token_stride + kv_head * HEAD_DIM
         mask = known[:, None] & (dim < HEAD_DIM)[None, :]
-        keys = tl.load(kv + place[:, None] + dim[None, :], mask=mask, other=0.0)
-        scores = product(queries, tl.trans(keys), nothing, UPCAST) * scale
-        scores = tl.where(token[None, :] <= (first_position + at)[:, None], scores, float("-inf"))
-        shares, fade, highest, weight = softmax_block(scores, highest, weight)
-        values = tl.load(kv + value_offset + place[:, None] + dim[None, :], mask=mask, other=0.0)
-        total = product(shares.to(values.dtype), values, total * fade[:, None], UPCAST)
+        visible = token[None, :] <= (first_position + at)[:, None]
+        elements = place[:, None] + dim[None, :]
+        highest, weight, total = attend_block(
+            queries, kv, value_offset, elements, mask, visible, scale, highest, weight, total, UPCAST
+        )
     out_at = (token_at * out_stride + head * out_head_stride)[:, None] + dim[None, :]
     tl.store(out + out_at, (total / weight[:, None]).to(out.dtype.element_ty), mask=q_mask)
 
