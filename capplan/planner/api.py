@@ -16,6 +16,7 @@ from capplan.planner.knobs import KnobSearch
 from capplan.planner.parallel import Progress, no_progress
 from capplan.planner.previous import PreviousInstance, previous_instances, read_previous
 from capplan.planner.problem import OPEN_FACTOR, Assignment, Problem, infeasible, make_problem
+from capplan.planner.repair import RepairResult, fit_slots_in_memory, repair
 from capplan.planner.search.local_search import fleet_size_of
 from capplan.planner.search.moves import placement_cost
 from capplan.planner.solve import SolverRun, solve
@@ -25,11 +26,8 @@ from capplan.planner.validity import require_one_kind
 from capplan.planner.verify import (
     FRESH_SEEDS,
     InstanceVerification,
-    RepairResult,
     Verifier,
-    fit_slots_in_memory,
     make_verifier,
-    repair,
     require_seeds,
 )
 from capplan.spec import Objective, Plan, Profile, Workload

@@ -23,7 +23,8 @@ from capplan.planner.previous import (
     previous_instances,
 )
 from capplan.planner.problem import Assignment, GpuPool, Problem
-from capplan.planner.verify import InstanceVerification, RepairResult, Verifier
+from capplan.planner.repair import RepairResult
+from capplan.planner.verify import InstanceVerification, Verifier
 from capplan.spec import (
     Binds,
     Group,

@@ -9,8 +9,9 @@ from capplan.planner.estimate import TwinEstimator, make_estimator
 from capplan.planner.explain.rebuild import rebuild, search_seed
 from capplan.planner.parallel import Progress, no_progress
 from capplan.planner.problem import Assignment, Estimator, Problem
+from capplan.planner.repair import RepairResult
 from capplan.planner.slots import choose_slots, most_slots
-from capplan.planner.verify import FRESH_SEEDS, RepairResult, make_verifier
+from capplan.planner.verify import FRESH_SEEDS, make_verifier
 from capplan.spec import Plan, Profile, Workload
 
 
