@@ -4,8 +4,9 @@ Workloads over all features of the workload file are planned. Every plan is rebu
 all instances under one clock behind the router that serves, with the whole traffic of seeds that neither
 search nor verification used. Each statement of the document is compared with that.
 
-A bound breaks if the mean over the seeds is beyond it by more than its standard error. Three seeds are
-simulated, and twelve if one of the three is beyond a bound. DIR has a folder per workload; an interrupted run
+A bound breaks if the mean over the seeds is beyond it by more than its standard error; that of an adapter, if
+the mean over the seeds on which the adapter starves is. Three seeds are simulated, and twelve if one of the
+three is beyond a bound. DIR has a folder per workload; an interrupted run
 is resumed.
 """
 

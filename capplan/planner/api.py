@@ -27,6 +27,7 @@ from capplan.planner.verify import (
     FRESH_SEEDS,
     InstanceVerification,
     Verifier,
+    further_seeds,
     make_verifier,
     require_seeds,
 )
@@ -208,7 +209,7 @@ def _verified_run(
 ) -> VerifiedRun:
     """Verify an answer, and repair it if asked."""
     verifier = make_verifier(answer.problem, twin, options.seed, options.verify, options.seeds)
-    verifier = replace(verifier, deadline=twin.deadline)
+    verifier = replace(verifier, deadline=twin.deadline, further_seeds=further_seeds(verifier.seeds))
     try:
         outcome = _verify(answer, verifier, twin, options.verify and options.repair, progress)
     except OutOfTimeError:

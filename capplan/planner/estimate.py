@@ -22,7 +22,7 @@ from capplan.models.surrogates.compiled import (
 from capplan.models.surrogates.features import unsupported_workload
 from capplan.models.surrogates.files import KINDS
 from capplan.planner.deadline import NEVER, Deadline
-from capplan.planner.evaluate import Evaluation, evaluate
+from capplan.planner.evaluate import SAFE_SERVED_FRACTION, Evaluation, evaluate
 from capplan.planner.parallel import estimate_all
 from capplan.planner.problem import AdapterShare, Assignment, Estimate, Estimator, Problem
 from capplan.planner.queues import with_queues
@@ -35,8 +35,6 @@ SEARCH_DURATION_S = 3600.0
 ESTIMATORS: Final = ("auto", *KINDS, "twin")
 _DEFAULT_SURROGATE: Final = "best"
 _ALLOWED_BACKLOG: Final = 16
-_SAFE_SERVED_FRACTION: Final = 0.99
-"""Served fraction from which one run suffices."""
 _RUNS_NEAR_THE_BOUND: Final = 3
 _BOUND_WEIGHT: Final = 0.1
 """Utilization of an instance that just keeps a latency bound."""
@@ -91,7 +89,7 @@ class TwinEstimator:
         Runs of an instance that leaves requests waiting differ by seed, so several are made.
         """
         first = self._run(assignment, self.seed)
-        if first is None or first.violations or first.result.served_fraction >= _SAFE_SERVED_FRACTION:
+        if first is None or first.violations or first.result.served_fraction >= SAFE_SERVED_FRACTION:
             return first
         runs = 0 if self.problem.workload.trace is not None else _RUNS_NEAR_THE_BOUND
         for number in range(1, runs):
@@ -122,7 +120,7 @@ class TwinEstimator:
     @property
     def _required_fraction(self) -> float:
         bound = self.problem.workload.slo.served_fraction
-        return max(bound, min(_SAFE_SERVED_FRACTION, bound + self.margin))
+        return max(bound, min(SAFE_SERVED_FRACTION, bound + self.margin))
 
 
 def _charged_e2e_s(result: SimulationResult) -> float:

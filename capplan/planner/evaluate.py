@@ -27,6 +27,9 @@ from capplan.twin.scenario import NS_PER_S, Scenario
 from capplan.twin.simulate import keywords_of, tpt_attainment
 from capplan.twin.trace import TwinTrace
 
+SAFE_SERVED_FRACTION: Final = 0.99
+"""Served fraction from which simulations of an instance differ little by seed."""
+
 
 @dataclass(frozen=True)
 class Evaluation:

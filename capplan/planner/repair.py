@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Final
 
 from capplan.errors import InfeasibleError
 from capplan.planner.knobs import KNOBS, knob_grid, tune_knobs
@@ -15,8 +17,12 @@ from capplan.planner.slots import choose_slots, slot_candidates
 from capplan.planner.validity import broken_rules
 from capplan.planner.verify import InstanceVerification, Verifier
 
-_ROUNDS = 12
-_ROUNDS_PER_GPU = 2
+Placement = frozenset[tuple[frozenset[AdapterShare], int, int]]
+
+_ROUNDS: Final = 12
+_ROUNDS_PER_GPU: Final = 2
+_MOST_MOVES: Final = 12
+"""Moves of load that are verified in a round."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,38 @@ def fit_slots_in_memory(
     return tuple(fitted), tuple(changes)
 
 
+@dataclass(frozen=True)
+class _Fleet:
+    """Instances and their verdicts by number."""
+
+    assignments: Mapping[int, Assignment]
+    verdicts: Mapping[int, InstanceVerification]
+
+    @property
+    def failing(self) -> int | None:
+        """Return the first instance that fails."""
+        return next((number for number, verdict in self.verdicts.items() if not verdict.ok), None)
+
+    @property
+    def cost(self) -> tuple[int, float]:
+        """Return the number of instances that fail, and of their broken bounds per seed."""
+        failing = [verdict for verdict in self.verdicts.values() if not verdict.ok]
+        return len(failing), sum(len(each.violations) / max(1, len(each.results)) for each in failing)
+
+    @property
+    def placement(self) -> frozenset[tuple[frozenset[AdapterShare], int, int]]:
+        """Return what is placed together, to recognize it."""
+        return frozenset(
+            (frozenset(each.shares), each.a_max, each.pool) for each in self.assignments.values()
+        )
+
+    def changed(
+        self, assignments: Mapping[int, Assignment], verdicts: Mapping[int, InstanceVerification]
+    ) -> _Fleet:
+        """Return the fleet with some instances changed."""
+        return _Fleet({**self.assignments, **assignments}, {**self.verdicts, **verdicts})
+
+
 def repair(
     verifier: Verifier,
     assignments: Sequence[Assignment],
@@ -50,36 +88,46 @@ def repair(
     twin: Estimator,
     before: Sequence[str] = (),
 ) -> RepairResult:
-    """Change failing instances until all hold or no change is left.
+    """Change failing instances until all hold or no change is left; return the best placement seen.
 
     A failing instance first gets every other number of slots that holds by the twin on the search's seed,
-    then the open knobs of the least utilization. If none is verified, a quarter of its load moves to an
-    unused instance, or to the one with the least load.
+    then the open knobs of the least utilization. If none is verified, load moves: a quarter of it to an
+    unused instance or the one with the least load, else its lightest group to any that holds with it. If none
+    holds, the quarter moves nevertheless, but no placement is tried twice.
     `before` lists the changes made so far.
     """
     problem = verifier.problem
-    current, current_verifications = dict(enumerate(assignments)), dict(enumerate(verifications))
-    changes = list(before)
+    fleet = best = _Fleet(dict(enumerate(assignments)), dict(enumerate(verifications)))
+    seen, changes = {fleet.placement}, list(before)
+    kept = len(changes)
     for _ in range(_ROUNDS + _ROUNDS_PER_GPU * problem.gpus):
-        failing = next((i for i, verification in current_verifications.items() if not verification.ok), None)
+        failing = fleet.failing
         if failing is None:
             break
-        other = _other_slots(current[failing], verifier, twin) or _other_knobs(
-            current[failing], verifier, twin
-        )
+        old = fleet.assignments[failing]
+        other = _other_slots(old, verifier, twin) or _other_knobs(old, verifier, twin)
         if other is not None:
-            changes.append(f"gpu {failing}: {_changed_settings(problem, current[failing], other[0])}")
-            current[failing], current_verifications[failing] = other
-            continue
-        moved = _move_load(problem, current, failing, twin)
-        if not moved or any(broken_rules(problem, list((current | moved).values()))):
-            break
-        target = next(i for i in moved if i != failing)
-        moving = len(current[failing].shares) - len(moved[failing].shares)
-        changes.append(f"gpu {failing}: {moving} adapters moved to gpu {target}")
-        current |= moved
-        current_verifications |= dict(zip(moved, verifier(list(moved.values())), strict=True))
-    return RepairResult(tuple(current.values()), tuple(current_verifications.values()), tuple(changes))
+            changes.append(f"gpu {failing}: {_changed_settings(problem, old, other[0])}")
+            fleet = fleet.changed({failing: other[0]}, {failing: other[1]})
+        else:
+            moved = _with_load_moved(verifier, fleet, failing, twin, seen)
+            if moved is None:
+                break
+            changes.append(_moved_adapters(fleet, moved, failing))
+            fleet = moved
+        seen.add(fleet.placement)
+        if fleet.cost < best.cost:
+            best, kept = fleet, len(changes)
+    return RepairResult(
+        tuple(best.assignments.values()), tuple(best.verdicts.values()), tuple(changes[:kept])
+    )
+
+
+def _moved_adapters(before: _Fleet, after: _Fleet, source: int) -> str:
+    """Return a move of load as text."""
+    count = len(before.assignments[source].shares) - len(after.assignments[source].shares)
+    target = next(n for n, a in after.assignments.items() if n != source and a != before.assignments.get(n))
+    return f"gpu {source}: {count} adapter{'' if count == 1 else 's'} moved to gpu {target}"
 
 
 def _other_slots(
@@ -116,14 +164,55 @@ def _changed_settings(problem: Problem, before: Assignment, after: Assignment) -
     return ", ".join(f"{knob} {getattr(old, knob)} -> {getattr(new, knob)}" for knob in changed)
 
 
-def _move_load(
-    problem: Problem, current: Mapping[int, Assignment], failing: int, twin: Estimator
+def _with_load_moved(
+    verifier: Verifier,
+    fleet: _Fleet,
+    failing: int,
+    twin: Estimator,
+    seen: Container[Placement],
+) -> _Fleet | None:
+    """Return the fleet after the first move of load with which the target holds, else after the first move.
+
+    None if every move leads to a placement that was seen, breaks a rule or does not fit.
+    """
+    problem, first = verifier.problem, None
+    moves = _moves(problem, fleet.assignments, failing)
+    for moving, target, pool in islice(moves, _MOST_MOVES):
+        moved = _move(problem, fleet.assignments, failing, moving, (target, pool), twin)
+        after = fleet.changed(moved, {})
+        if not moved or after.placement in seen or any(broken_rules(problem, [*after.assignments.values()])):
+            continue
+        verdicts = dict(zip(moved, verifier([*moved.values()]), strict=True))
+        after = after.changed({}, verdicts)
+        if verdicts[target].ok:
+            return after
+        first = first or after
+    return first
+
+
+def _moves(
+    problem: Problem, current: Mapping[int, Assignment], failing: int
+) -> Iterator[tuple[tuple[AdapterShare, ...], int, int]]:
+    """Yield the shares to move from a failing instance, the target and its pool, in the order of trial."""
+    shares = current[failing].shares
+    quarter = _lightest_quarter(problem, shares)
+    if quarter:
+        yield from ((quarter, *place) for place in islice(_targets(problem, current, failing, quarter), 1))
+    for group in _by_weight(problem, shares):
+        if group.shares != quarter and len(group.shares) < len(shares) and _load_tok_s(problem, group.shares):
+            for place in _targets(problem, current, failing, group.shares):
+                yield group.shares, *place
+
+
+def _move(
+    problem: Problem,
+    current: Mapping[int, Assignment],
+    failing: int,
+    moving: Sequence[AdapterShare],
+    place: tuple[int, int],
+    twin: Estimator,
 ) -> dict[int, Assignment]:
-    """Return both instances after a move of load; empty if there is no target."""
-    moving = _lightest_quarter(problem, current[failing].shares)
-    place = _target(problem, current, failing, moving)
-    if not moving or place is None:
-        return {}
+    """Return both instances after a move of shares to an instance and its pool; empty if one does not fit."""
     target, pool = place
     staying = tuple(share for share in current[failing].shares if share not in moving)
     # An unused instance starts with the engine settings of the failing one.
@@ -158,33 +247,38 @@ def _load_tok_s(problem: Problem, shares: Iterable[AdapterShare]) -> float:
     return sum(map(problem.offered_tok_s, shares))
 
 
-def _lightest_quarter(problem: Problem, shares: Sequence[AdapterShare]) -> tuple[AdapterShare, ...]:
-    """Return the lightest groups that make a quarter of the load, but never all shares."""
-    quarter = _load_tok_s(problem, shares) / 4
-    groups = adapter_groups(replace(problem, shares=tuple(shares)))
-    moving: list[AdapterShare] = []
+def _by_weight(problem: Problem, shares: Sequence[AdapterShare]) -> list[AdapterGroup]:
+    """Return the groups of shares, the lightest first."""
 
     def weight(group: AdapterGroup) -> tuple[float, str, int]:
         first = group.shares[0]
         return _load_tok_s(problem, group.shares), first.name, first.number
 
-    for group in sorted(groups, key=weight):
+    return sorted(adapter_groups(replace(problem, shares=tuple(shares))), key=weight)
+
+
+def _lightest_quarter(problem: Problem, shares: Sequence[AdapterShare]) -> tuple[AdapterShare, ...]:
+    """Return the lightest groups that make a quarter of the load, but never all shares."""
+    quarter = _load_tok_s(problem, shares) / 4
+    moving: list[AdapterShare] = []
+    for group in _by_weight(problem, shares):
         if len(moving) + len(group.shares) < len(shares) and _load_tok_s(problem, moving) < quarter:
             moving += group.shares
     return tuple(moving)
 
 
-def _target(
+def _targets(
     problem: Problem, current: Mapping[int, Assignment], failing: int, moving: Sequence[AdapterShare]
-) -> tuple[int, int] | None:
-    """Return the target and its pool: an unused instance, else the allowed one with the least load."""
+) -> Iterator[tuple[int, int]]:
+    """Yield targets and their pools: an unused instance, else the allowed ones, the least loaded first."""
     groups = adapter_groups(replace(problem, shares=tuple(moving)))
     pools = frozenset(range(len(problem.pools))).intersection(*(group.pools for group in groups))
     used = Counter(assignment.pool for assignment in current.values())
     free = [pool for pool in sorted(pools) if used[pool] < problem.pools[pool].instances]
     if free:
         own = current[failing].pool
-        return len(current), own if own in free else free[0]
+        yield len(current), own if own in free else free[0]
+        return
     conflicts = frozenset[str]().union(*(group.conflicts | group.names for group in groups))
     others = [
         (_load_tok_s(problem, assignment.shares), gpu)
@@ -193,5 +287,5 @@ def _target(
         and assignment.pool in pools
         and conflicts.isdisjoint(p.name for p in assignment.shares)
     ]
-    gpu = min(others, default=(0.0, None))[1]
-    return None if gpu is None else (gpu, current[gpu].pool)
+    for _, gpu in sorted(others):
+        yield gpu, current[gpu].pool

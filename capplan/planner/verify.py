@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 from capplan.errors import InputError
 from capplan.models.uncertainty import DRAWS, drawn_profiles
 from capplan.planner.deadline import NEVER, Deadline, OutOfTimeError
 from capplan.planner.evaluate import (
+    SAFE_SERVED_FRACTION,
     Evaluation,
     equal_instances,
     evaluate,
@@ -33,9 +35,11 @@ from capplan.twin import SimulationResult
 from capplan.twin.cluster import Rebalancing
 
 FRESH_SEEDS = 5
+_TIMES_IF_DOUBTFUL = 4
+"""Seeds of a doubtful plan over those of others."""
 _FIRST_FRESH_SEED = 1_000_003
-_SEEDS = 2**64
 """Verification seeds start here, away from the seed that the search used."""
+_SEEDS = 2**64
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,8 @@ class Verifier:
     duration_s: float = SIMULATED_S
     deadline: Deadline = NEVER
     """Time at which simulations end."""
+    further_seeds: tuple[int, ...] = ()
+    """Seeds on which a plan must hold, too, that holds on `seeds` with a queue at the end of one."""
 
     def as_served(self, assignments: Sequence[Assignment]) -> list[Assignment]:
         """Return the instances as they are served: with equal settings to re-balance, and initial queues.
@@ -99,11 +105,19 @@ class Verifier:
             self.deadline.check()
             return evaluate(self.problem, *job, self.duration_s, deadline=self.deadline)
 
-        jobs = [(assignment, seed) for assignment in assignments for seed in self.seeds]
-        evaluations = parallel_map(simulate, jobs, lambda done: progress(done, len(jobs)))
-        count = len(self.seeds)
-        by_instance = [evaluations[i : i + count] for i in range(0, len(jobs), count)]
-        return self._collect(assignments, self.seeds, by_instance)
+        def on(seeds: Sequence[int], each: Sequence[Assignment]) -> list[list[Evaluation]]:
+            jobs = [(assignment, seed) for assignment in each for seed in seeds]
+            evaluations = parallel_map(simulate, jobs, lambda done: progress(done, len(jobs)))
+            count = len(seeds)
+            return [evaluations[i * count : (i + 1) * count] for i in range(len(each))]
+
+        by_instance = on(self.seeds, assignments)
+        doubtful = [i for i, found in enumerate(by_instance) if self.further_seeds and is_doubtful(found)]
+        for i, found in zip(
+            doubtful, on(self.further_seeds, [assignments[i] for i in doubtful]), strict=True
+        ):
+            by_instance[i] += found
+        return self._collect(assignments, self.seeds + self.further_seeds, by_instance)
 
     def whole(
         self, assignments: Sequence[Assignment], progress: Callable[[int, int], None] = no_progress
@@ -127,14 +141,19 @@ class Verifier:
                 return [evaluate(self.problem, assignments[0], seed, duration_s, deadline=deadline)]
             return evaluate_cluster(self.problem, assignments, seed, duration_s, deadline, rebalance)
 
-        by_seed = parallel_until(
-            simulate, self.seeds, self.deadline, lambda done: progress(done, len(self.seeds))
-        )
-        known = [(seed, each) for seed, each in zip(self.seeds, by_seed, strict=True) if each is not None]
-        if not known:
+        def on(seeds: Sequence[int]) -> list[list[Evaluation] | None]:
+            return parallel_until(simulate, seeds, self.deadline, lambda done: progress(done, len(seeds)))
+
+        seeds, by_seed = self.seeds, on(self.seeds)
+        known = [each for each in by_seed if each is not None]
+        if self.further_seeds and len(known) == len(seeds) and is_doubtful(chain.from_iterable(known)):
+            seeds, by_seed = seeds + self.further_seeds, by_seed + on(self.further_seeds)
+        by_known = [(seed, each) for seed, each in zip(seeds, by_seed, strict=True) if each is not None]
+        if not by_known:
             raise OutOfTimeError
-        seeds, evaluations = zip(*known, strict=True)
-        return self._collect(assignments, seeds, list(zip(*evaluations, strict=True)))
+        simulated, evaluations = zip(*by_known, strict=True)
+        missing = len(seeds) - len(simulated)
+        return self._collect(assignments, simulated, list(zip(*evaluations, strict=True)), missing)
 
     def with_drawn_profiles(
         self,
@@ -177,15 +196,21 @@ class Verifier:
         assignments: Sequence[Assignment],
         seeds: tuple[int, ...],
         evaluations: Sequence[Sequence[Evaluation]],
+        missing: int = 0,
     ) -> list[InstanceVerification]:
+        """Return the verdicts on instances; the deadline prevented `missing` seeds after these."""
         at_headroom = parallel_until(self.with_headroom, assignments, self.deadline)
         return [
-            self._verify(seeds, each, estimate)
+            self._verify(seeds[: len(each)], each, estimate, missing)
             for each, estimate in zip(evaluations, at_headroom, strict=True)
         ]
 
     def _verify(
-        self, seeds: tuple[int, ...], evaluations: Sequence[Evaluation], at_headroom: Estimate | None
+        self,
+        seeds: tuple[int, ...],
+        evaluations: Sequence[Evaluation],
+        at_headroom: Estimate | None,
+        missing: int,
     ) -> InstanceVerification:
         violations = [
             f"seed {seed}: {words}"
@@ -198,8 +223,8 @@ class Verifier:
             robust = self.problem.robust
             slow = "" if robust is None else f" and step times at their quantile {robust:g}"
             violations = [f"a bound breaks at {load}{slow}"]
-        if len(seeds) < len(self.seeds):
-            violations.append(f"{OUT_OF_TIME} after {len(seeds)} of {len(self.seeds)} seeds")
+        if missing:
+            violations.append(f"{OUT_OF_TIME} after {len(seeds)} of {len(seeds) + missing} seeds")
         elif at_headroom is None:
             violations.append(f"{OUT_OF_TIME} before {load}")
         return InstanceVerification(
@@ -218,6 +243,19 @@ def make_verifier(
     once = not verify or problem.workload.trace is not None
     duration_s = problem.workload.horizon_s(Verifier.duration_s)
     return Verifier(problem, fresh_seeds(seed, 1 if once else count), twin, duration_s)
+
+
+def is_doubtful(evaluations: Iterable[Evaluation]) -> bool:
+    """Tell whether simulations that break no bound leave so many requests that other seeds may break one."""
+    known = list(evaluations)
+    holds = not any(each.violations for each in known)
+    return holds and any(each.result.served_fraction < SAFE_SERVED_FRACTION for each in known)
+
+
+def further_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
+    """Return the seeds for a doubtful plan beside verification seeds; none beside fewer than the default."""
+    count = len(seeds) if len(seeds) >= FRESH_SEEDS else 0
+    return tuple(seeds[-1] + 1 + i for i in range((_TIMES_IF_DOUBTFUL - 1) * count))
 
 
 def require_seeds(seed: int, count: int) -> None:
