@@ -25,7 +25,7 @@ from capplan.profiling.load.requests import LoadSettings, Target
 from capplan.profiling.server.process import ServerCommand, flag_words, run_capplan, running_server
 from capplan.spec import write_text_atomic
 from capplan.spec.registry import AdapterRegistry
-from capplan.spec.routing import MEAN_LENGTHS
+from capplan.spec.routing import PLAN_ROUTER
 from capplan.spec.trace import Trace
 from capplan.workload import zipf
 
@@ -134,25 +134,23 @@ class ClusterSetting:
             base_model=self.base_model, prompt_tokens=PROMPT, output_tokens=OUTPUT, adapters=adapters
         )
 
-    def make(self, drift: Drift) -> Path:
+    def make(self, drift: Drift, router: str) -> Path:
         """Write adapters, registry, workload and plan again; return the plan."""
         shutil.rmtree(self.top, ignore_errors=True)
         (self.top / "servers").mkdir(parents=True)
         make_adapters(self.top, self.names, self.base_model, self.model, RANKS)
         workload, plan = self.top / "workload.json", self.top / "plan.json"
-        write_text_atomic(workload, json.dumps(self._document(self.workload(drift)), indent=1))
+        write_text_atomic(workload, json.dumps(self._document(self.workload(drift), router), indent=1))
         words = ("plan", str(workload), "--solver", "loraserve", "--quiet", "-o", str(plan))
         run_capplan(words, 1, (0,))
-        document = json.loads(plan.read_text(encoding="utf-8"))
-        for group in document["groups"]:  # routers and re-balancing load it
-            group["profile"] = str(self.profile.resolve())
-        document["provenance"] |= dict(zip(MEAN_LENGTHS, (PROMPT.mean, OUTPUT.mean), strict=True))
-        write_text_atomic(plan, json.dumps(document))
         return plan
 
-    def _document(self, workload: Workload) -> dict[str, Any]:
+    def _document(self, workload: Workload, router: str) -> dict[str, Any]:
         limits = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": MAX_MODEL_LEN}
+        everywhere = {"router_options": {"holders": "all"}} if router != PLAN_ROUTER else {}
         return {
+            "router": router,
+            **everywhere,
             "version": 1,
             "base_model": self.base_model,
             "profile": str(self.profile.resolve()),
@@ -226,7 +224,7 @@ def serve_drift(
     drift: Drift,
     rebalance_s: float | None = None,
     pinned: bool = False,
-    router: str = "smooth-shares",
+    router: str = PLAN_ROUTER,
 ) -> ServedDrift:
     """Serve the plan of the first phase under all phases.
 
@@ -239,9 +237,7 @@ def serve_drift(
     router
         A router that looks at the instances has all adapters on all of them.
     """
-    plan = setting.make(drift)
-    if router != "smooth-shares":
-        _place_everywhere(plan)
+    plan = setting.make(drift, router)
     flags = {
         "--registry": setting.top / "registry.db",
         "--lora-root": setting.top / "servers",
@@ -251,8 +247,7 @@ def serve_drift(
         "--max-lora-rank": max(RANKS),
         "--rebalance": rebalance_s,
         "--forecast": None if rebalance_s is None else "last",
-        "--workload": None if rebalance_s is None else setting.top / "workload.json",
-        "--router": router,
+        "--workload": setting.top / "workload.json",
     }
     command = ServerCommand(setting.model, {}, (*flag_words(flags), str(plan)), 1)
     trace = drift.trace(setting.names, setting.rate_rps, setting.held)
@@ -272,19 +267,6 @@ def serve_drift(
     overall = result.overall
     failed = overall.failed + overall.rejected
     return ServedDrift(overall.submitted, failed, overall.ttft_s, placement, metrics, setting.top, busy)
-
-
-def _place_everywhere(plan: Path) -> None:
-    """Give every instance an equal share of every adapter."""
-    document = json.loads(plan.read_text(encoding="utf-8"))
-    groups = document["groups"]
-    every = {each["name"]: each for group in groups for each in group["adapters"]}
-    slots = max(group["engine_args"]["max_loras"] for group in groups)
-    rank = max(group["engine_args"]["max_lora_rank"] for group in groups)
-    for group in groups:
-        group["adapters"] = [{**each, "share": 1.0 / len(groups)} for each in every.values()]
-        group["engine_args"] |= {"max_loras": slots, "max_lora_rank": rank}
-    write_text_atomic(plan, json.dumps(document))
 
 
 def _get(url: str) -> str:

@@ -191,7 +191,7 @@ def _fleet(args: CapacityArgs, workload: Workload, count: int) -> SimulatedFleet
     instance = _instance(args, workload, profile)
     names = tuple(f"i{number}" for number in range(1, count + 1))
     router = args.router or workload.router or _REPLICATED
-    return SimulatedFleet(workload, (instance,) * count, names, router)
+    return SimulatedFleet(workload, (instance,) * count, names, router, workload.router_options)
 
 
 def _instance(args: CapacityArgs, workload: Workload, profile: Profile) -> Any:

@@ -189,7 +189,7 @@ def gpus_reason(plan: Plan) -> str:
 def size(group: Group) -> str:
     """Return how large a group is, and what it serves with which slots."""
     instances = f"{counted(group.replicas, 'instance')} of {counted(group.tp, 'GPU')} ({group.gpu})"
-    load = f"{counted(len(group.adapters), 'adapter')} at {number(group_rate_rps(group), 2)} req/s"
+    load = f"{counted(len(group.placed), 'adapter')} at {number(group_rate_rps(group), 2)} req/s"
     if group.base is not None:
         load += f" ({number(base_rate_rps(group), 2)} of the base model)"
     slots = f"{group.engine_args.max_loras} slots of rank {group.engine_args.max_lora_rank}"

@@ -208,7 +208,7 @@ def groups_table(plan: Plan) -> Table:
                 group.id if group.replicas == 1 else f"{group.id} ×{group.replicas}",
                 group.profile,
                 *([number(group.replicas * group.tp)] if several else []),
-                f"{len(group.adapters):,}",
+                f"{len(group.placed):,}",
                 number(group_rate_rps(group), 2),
                 *([number(base_rate_rps(group), 2)] if based else []),
                 str(args.max_loras) if group.scheduling is None else DASH,

@@ -135,8 +135,8 @@ class ServeArgs:
     workload: str | None = typer.Option(
         None,
         metavar="FILE",
-        help="Workload of the plan, for the operating points of --rebalance; default: constant lengths, and "
-        "a shipped profile.",
+        help="Workload of the plan: its profile, and the lengths of --rebalance; default: a shipped profile, "
+        "and constant lengths.",
     )
     model: str | None = typer.Option(
         None,
@@ -385,7 +385,7 @@ def _serve_plan(args: ServeArgs) -> int:
             plan = with_locations(plan, registry)
     _require_queue(args)
     model_name = args.served_model_name or plan.base_model
-    profiles = PlanProfiles.of(plan)
+    profiles = PlanProfiles.of(plan, args.workload)
     try:
         limits = fill(ServerLimits, args)
         specs = _instances(args, file, plan, given, limits, profiles)

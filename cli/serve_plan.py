@@ -44,12 +44,20 @@ class PlanProfiles:
     errors: Mapping[str, InputError]
 
     @classmethod
-    def of(cls, plan: Plan) -> PlanProfiles:
-        """Load the profiles of the groups of a plan, each once."""
+    def of(cls, plan: Plan, workload: str | None = None) -> PlanProfiles:
+        """Load the profiles of the groups of a plan, each once: those of a workload file, else shipped ones.
+
+        Raises
+        ------
+        InputError
+            If the workload file, or a profile that it names, cannot be read.
+        """
         from capplan.datasets import load_profile
 
-        known, errors = {}, {}
+        known, errors = _profiles_of(workload), {}
         for name in dict.fromkeys(group.profile for group in plan.groups):
+            if name in known:
+                continue
             try:
                 known[name] = load_profile(name)
             except InputError as error:
@@ -70,6 +78,20 @@ class PlanProfiles:
                 raise self.errors[name]
             found[name] = self.known[name]
         return found
+
+
+def _profiles_of(file: str | None) -> dict[str, Profile]:
+    """Return the profiles of a workload file by name; none without a file."""
+    from capplan.datasets import load_profile
+    from capplan.spec import load_workload
+
+    if file is None:
+        return {}
+    workload = load_workload(file)
+    names: list[str | None] = [pool.profile for pool in workload.pools]
+    names += [workload.profile]
+    loaded = [load_profile(name) for name in names if name is not None]
+    return {profile.name: profile for profile in loaded}
 
 
 def model_of(plan: Plan, model: str | None) -> str:

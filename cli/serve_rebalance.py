@@ -39,8 +39,6 @@ def rebalance_options(values: dict[str, Any], planned: RebalanceSettings | None)
     options = RebalanceOptions(values["rebalance"], values["forecast"], values["solver"])
     settings = options.settings(planned)
     if settings is None:
-        if values["workload"] is not None:
-            raise InputError("goes with --rebalance", values["workload"], "--workload")
         return None
     for flag, name in (("--registry", "registry"), ("--lora-root", "lora_root")):
         if values[name] is None:

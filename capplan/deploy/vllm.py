@@ -234,6 +234,8 @@ def _routing(plan: Plan, servers: Iterable[Server], digest: str) -> str:
         "groups": groups,
         "adapters": _shares(plan.groups),
     }
+    if plan.router_options is not None:
+        document["router_options"] = plan.router_options.model_dump(mode="json", exclude_none=True)
     if plan.rebalance is not None:  # for a router that re-balances as `capplan serve PLAN` does
         document["rebalance"] = plan.rebalance.model_dump(mode="json")
     base = [{"group": g.id, "share": g.base.share} for g in plan.groups if g.base is not None]

@@ -95,6 +95,7 @@ def build_plan(
         totals=_totals(problem, assignments),
         moves=moves,
         router=workload.router,
+        router_options=workload.router_options,
         rebalance=workload.rebalance,
         provenance={
             **_profiles(used),
@@ -215,7 +216,7 @@ def _group(
     profile = pool.profile
     engine = _engine(profile)
     binds, load_over_capacity = bottleneck
-    fractions = assignment.fractions
+    stored = problem.stored(assignment)
     scheduler, cache = problem.workload.scheduling or (None, None)
     if scheduler is not None:
         scheduler = scheduler.with_absolute_paths()
@@ -237,12 +238,12 @@ def _group(
                 rate_rps=a.rate_rps,
                 path=a.path,
                 target_modules=a.target_modules,
-                share=fractions[a.name],
+                share=stored[a.name],
             )
             for a in problem.workload.adapters
-            if a.name in fractions
+            if a.name in stored
         ),
-        base=_base(problem, fractions),
+        base=_base(problem, stored),
         scheduler=scheduler,
         queues=assignment.queues,
         cache=cache,

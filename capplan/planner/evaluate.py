@@ -258,7 +258,7 @@ def evaluate_cluster(
         Instance.of(
             problem.pools[each.pool].profile,
             problem.engine_args(each),
-            each.fractions,
+            problem.stored(each),
             problem.workload.scheduling,
             each.queues,
         )
@@ -267,7 +267,7 @@ def evaluate_cluster(
     length_s = workload.horizon_s(duration_s)
     interrupt = interrupt_at(problem.deadline, deadline)
     options: dict[str, Any] = {"seed": seed, "duration_s": length_s, "interrupt": interrupt}
-    router = served_router(problem.workload.router or PLAN_ROUTER)
+    router = served_router(problem.workload.router or PLAN_ROUTER, problem.workload.router_options)
     options |= {"router": router, "state_period_s": STATE_PERIOD_S, "gpus_per_link": problem.gpus_per_link}
     cluster = simulate_cluster(workload, instances, rebalance=rebalance, **options)
     evaluations = []

@@ -50,7 +50,7 @@ def previous_instances(plan: Plan) -> tuple[PreviousInstance, ...]:
         PreviousInstance(
             group.id if group.replicas == 1 else f"{group.id}-{replica}",
             group.pool,
-            {name: share / group.replicas for name, share in plan.shares_of(group).items()},
+            {name: share / group.replicas for name, share in plan.shares_of(group).items() if share > 0},
         )
         for group in plan.groups
         for replica in range(group.replicas)

@@ -183,8 +183,8 @@ class Problem:
 
     def with_profiles(self, profiles: Sequence[Profile]) -> Problem:
         """Return the problem with other profiles of its pools."""
-        pools = zip(self.pools, profiles, strict=True)
-        return replace(self, pools=tuple(replace(pool, profile=profile) for pool, profile in pools))
+        pools = (replace(own, profile=each) for own, each in zip(self.pools, profiles, strict=True))
+        return replace(self, pools=tuple(pools))
 
     @cached_property
     def pessimistic(self) -> Problem:
@@ -207,15 +207,28 @@ class Problem:
         """Whether the number of adapter slots matters: under a scheduler or a cache, memory is shared."""
         return self.workload.scheduling is None
 
+    @property
+    def adapters_come(self) -> bool:
+        """Whether an instance may serve adapters that are not placed on it."""
+        return self.workload.rebalance is not None or self.workload.stores_everywhere
+
+    def stored(self, assignment: Assignment) -> dict[str, float]:
+        """Return what an instance stores, with its fraction of the traffic; 0: for the router to choose."""
+        placed = assignment.fractions
+        if not self.workload.stores_everywhere:
+            return placed
+        pool = self.pools[assignment.pool].name
+        return {a.name: 0.0 for a in self.workload.adapters if a.pool in (None, pool)} | placed
+
     def slots(self, assignment: Assignment) -> tuple[int, int]:
         """Return number and rank of the slots of an instance; 0 and 0 if it serves the base model alone.
 
-        Without slots the number is that of its adapters; with re-balancing any adapter may come.
+        Without slots the number is that of its adapters, or of all if `adapters_come`.
         """
         rank = self.s_max(assignment.shares)
         if self.has_slots or self.fixed_a_max is not None:
             return (assignment.a_max if rank else 0), rank
-        if self.workload.rebalance is not None:
+        if self.adapters_come:
             return len(self.workload.adapters), rank
         return distinct_adapters(assignment.shares), rank
 
@@ -248,11 +261,11 @@ class Problem:
         return self.workload.engine.max_loras
 
     def s_max(self, shares: Sequence[AdapterShare]) -> int:
-        """Return the rank of the slots for these shares; 0 without adapters, unless the slots are fixed.
+        """Return the rank of the slots for these shares, or for all adapters if `adapters_come`.
 
-        With re-balancing any adapter may come.
+        It is 0 without adapters, unless the slots are fixed.
         """
-        comes = self.workload.adapters if self.workload.rebalance is not None else ()
+        comes = self.workload.adapters if self.adapters_come else ()
         largest: int = max(map(_RANK, (*shares, *comes)))
         if largest == 0 and self.fixed_a_max is None:
             return 0
@@ -275,9 +288,10 @@ class Problem:
         """Tell whether one request of max_model_len fits beside the slots, and the adapters on the host."""
         a_max, rank = self.slots(assignment)
         host = self.workload.engine.max_cpu_loras
-        adapters = distinct_adapters(assignment.shares)
-        if host is not None and host < (min(a_max, adapters) if self.has_slots else adapters):
-            return False
+        if host is not None:
+            adapters = len(self.stored(assignment).keys() - {self.workload.base_model})
+            if host < (min(a_max, adapters) if self.has_slots else adapters):
+                return False
         budget = self._kv_budgets[assignment.pool]
         knobs = self.max_num_seqs(assignment), self.max_num_batched_tokens(assignment)
         return budget.tokens(a_max if self.has_slots else 0, rank, *knobs) >= self.engine.max_model_len
@@ -329,9 +343,8 @@ class Problem:
 
     @cached_property
     def _tokens_per_request(self) -> Mapping[str, float]:
-        return {
-            a.name: sum(lengths.mean_tokens for lengths in self.workload.lengths_of(a)) for a in self.traffic
-        }
+        of = self.workload.lengths_of
+        return {a.name: sum(lengths.mean_tokens for lengths in of(a)) for a in self.traffic}
 
 
 def warn_renamed(old: str, new: str) -> None:
@@ -441,8 +454,7 @@ def _single_pool(workload: Workload, gpus: int | None, profile: Profile | str | 
     selected = profile if profile is not None else workload.profile
     if selected is None:
         raise InputError("is required: name a shipped profile or a profile JSON", location="profile")
-    loaded = _load_profile(selected)
-    return _pool_of(None, loaded, count, "gpus")
+    return _pool_of(None, _load_profile(selected), count, "gpus")
 
 
 def _read_pool(pool: Pool) -> GpuPool:

@@ -20,7 +20,7 @@ from capplan.planner.served_rebalancing import equal_engine_args
 from capplan.serving import adapter_bytes
 from capplan.spec import Plan, Profile, RebalanceSettings, Slo, Workload
 from capplan.spec.latency_stats import LatencyStats, latency_stats
-from capplan.spec.routing import PLAN_ROUTER, STATE_PERIOD_S
+from capplan.spec.routing import PLAN_ROUTER, STATE_PERIOD_S, RouterOptions
 from capplan.twin.cluster import (
     ClusterResult,
     Instance,
@@ -58,6 +58,7 @@ class SimulatedFleet:
     instances: tuple[Instance, ...]
     names: tuple[str, ...]
     router: str = PLAN_ROUTER
+    router_options: RouterOptions | None = None
     state_period_s: float = STATE_PERIOD_S
     rebalance: Rebalancing | None = None
     gpus_per_link: int = 1
@@ -73,7 +74,7 @@ class SimulatedFleet:
         return simulate_cluster(
             at_load(self.workload, load),
             self.instances,
-            router=served_router(self.router),
+            router=served_router(self.router, self.router_options),
             duration_s=duration_s,
             seed=seed,
             state_period_s=self.state_period_s,
@@ -175,7 +176,7 @@ def fleet_of_plan(
         own = Instance.of(
             rebuilt.problem.pools[each.assignment.pool].profile,
             args or group.engine_args,
-            each.assignment.fractions,
+            rebuilt.problem.stored(each.assignment),
             group.scheduling,
             group.queues,
         )
@@ -188,6 +189,7 @@ def fleet_of_plan(
         tuple(instances),
         tuple(names),
         chosen,
+        plan.router_options,
         rebalance=moves,
         gpus_per_link=rebuilt.problem.gpus_per_link,
     )

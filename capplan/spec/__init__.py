@@ -33,6 +33,7 @@ from capplan.spec.profile import (
 )
 from capplan.spec.queues import QueueClass, QueueConfig, Queues, Wrs
 from capplan.spec.rebalance import RebalanceSettings
+from capplan.spec.routing import RouterOptions
 from capplan.spec.scheduling import Cache, Predictor, Scheduler
 from capplan.spec.slo import STARVED_BELOW, Gpus, Objective, Pool, Slo
 from capplan.spec.step_tables import StepTable, TableAxis
@@ -96,6 +97,7 @@ __all__ = [
     "Queues",
     "RebalanceSettings",
     "Renewal",
+    "RouterOptions",
     "Scheduler",
     "SchedulingPrediction",
     "ShiftingSkew",

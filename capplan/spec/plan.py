@@ -27,7 +27,14 @@ from capplan.spec.lora_modules import TargetModules
 from capplan.spec.predicted import Predicted
 from capplan.spec.queues import Queues
 from capplan.spec.rebalance import REBALANCE, RebalanceSettings
-from capplan.spec.routing import MEAN_LENGTHS, ROUTER, RouterName
+from capplan.spec.routing import (
+    MEAN_LENGTHS,
+    ROUTER,
+    ROUTER_OPTIONS,
+    RouterName,
+    RouterOptions,
+    check_router_options,
+)
 from capplan.spec.scheduling import Cache, CacheSource, Scheduler, SchedulerSource, check_pair, completed
 from capplan.spec.slo import Objective, Slo
 from capplan.spec.validation import (
@@ -88,7 +95,10 @@ class PlanAdapter(SpecModel):
     target_modules: TargetModules | None = Field(
         default=None, description="Linear layers that the adapter has matrices for; absent: all."
     )
-    share: Share = Field(description="Share of the adapter's requests that goes to this group.")
+    share: Fraction = Field(
+        description="Share of the adapter's requests that goes to this group; 0: it is stored there, for the "
+        "router to choose by the state of the GPUs."
+    )
 
     @model_serializer(mode="wrap")
     def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -148,6 +158,11 @@ class Group(SpecModel):
     @model_serializer(mode="wrap")
     def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         return without_unset(handler(self), ("scheduler",))
+
+    @property
+    def placed(self) -> tuple[PlanAdapter, ...]:
+        """The adapters that have a share here; the others are only stored."""
+        return tuple(adapter for adapter in self.adapters if adapter.share > 0)
 
     @property
     def scheduling(self) -> tuple[Scheduler, Cache] | None:
@@ -259,8 +274,8 @@ def not_simulated(groups: Iterable[Group]) -> tuple[str, ...]:
 
 _SHARE_TOLERANCE = 1e-6
 _VERIFIED: Final = (
-    *("base_model", "engine", "objective", "slo", "workload_digest", "groups", "router", "rebalance"),
-    "verification",
+    *("base_model", "engine", "objective", "slo", "workload_digest", "groups", "router"),
+    *("router_options", "rebalance", "verification"),
 )
 """Fields that the digest of a plan covers."""
 _VERIFIED_NOTES: Final = (
@@ -285,6 +300,7 @@ class Plan(Displayed, SpecModel):
     totals: Totals = Field(description="Size and price.")
     moves: Many[Move] = Field(default=(), description="Changes from the plan in force.")
     router: RouterName | None = Field(default=None, description=ROUTER)
+    router_options: RouterOptions | None = Field(default=None, description=ROUTER_OPTIONS)
     rebalance: RebalanceSettings | None = Field(default=None, description=REBALANCE)
     provenance: dict[str, JsonValue] = Field(
         default={}, description="Where the numbers and the plan come from."
@@ -293,7 +309,7 @@ class Plan(Displayed, SpecModel):
 
     @model_serializer(mode="wrap")
     def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return without_unset(handler(self), ("router", "rebalance"))
+        return without_unset(handler(self), ("router", "router_options", "rebalance"))
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -313,13 +329,19 @@ class Plan(Displayed, SpecModel):
                 f"must equal the sum over groups, {gpus}", key=("totals", "gpus"), value=self.totals.gpus
             )
         self._check_adapters()
+        check_router_options(self.router_options, self.router, rebalanced=self.rebalance is not None)
         return self
 
     def _check_adapters(self) -> None:
+        stores_all = self.router_options is not None and self.router_options.holders == "all"
         shares: dict[str, list[float]] = {}
         common: dict[str, tuple[int, float]] = {}
         for i, group in enumerate(self.groups):
             for j, adapter in enumerate(group.adapters):
+                if adapter.share == 0 and not stores_all:
+                    zero_at = ("groups", i, "adapters", j, "share")
+                    rule = "must be a number above 0 and at most 1, without router_options.holders all"
+                    raise rule_error(rule, key=zero_at, value=adapter.share)
                 shares.setdefault(adapter.name, []).append(adapter.share)
                 facts = (adapter.rank, adapter.rate_rps)
                 if common.setdefault(adapter.name, facts) != facts:

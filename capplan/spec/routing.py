@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field, Strict
 
-from capplan.spec.validation import rule_error
+from capplan.spec.validation import NonNegative, SpecModel, rule, rule_error
 
 PLAN_ROUTER: Final = "smooth-shares"
 """Router of a plan that names none: smooth weighted round robin over the plan's shares."""
@@ -35,7 +35,62 @@ def _known(value: Any) -> Any:
 
 RouterName = Annotated[str, BeforeValidator(_known)]
 
+BY_SHARES: Final = ("plan-shares", "smooth-shares")
+"""Routers that send nothing to a holder whose share is 0."""
+_OF_LEAST_WORK_LEFT: Final = ("off_plan", "rank_raise", "turn_s")
+
+ScoreFactor = Annotated[float, Strict(), Field(ge=1), rule("must be a number >= 1, such as 1.25")]
+
+
+class RouterOptions(SpecModel):
+    """Options of the router that a workload or plan names."""
+
+    holders: Literal["placed", "all"] = Field(
+        default="placed",
+        description="GPUs that store an adapter: those on which it is placed, or all, among which the router "
+        "chooses by their state.",
+    )
+    off_plan: ScoreFactor | None = Field(
+        default=None,
+        description="For least-work-left: factor on the score of GPUs on which the adapter is not placed; "
+        "absent: 1.",
+    )
+    rank_raise: ScoreFactor | None = Field(
+        default=None,
+        description="For least-work-left: further factor there if the adapter's rank is above those of all "
+        "requests; absent: 1.",
+    )
+    turn_s: NonNegative | None = Field(
+        default=None,
+        description="For least-work-left, where kernels pad: time between turns of requests whose ranks are "
+        "above those of most others at their GPU; absent: 0, all are sent at once.",
+    )
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Parameters of `capplan.serving.routers.LeastWorkLeft` that are given."""
+        return {name: value for name in _OF_LEAST_WORK_LEFT if (value := getattr(self, name)) is not None}
+
+
+def check_router_options(options: RouterOptions | None, router: str | None, *, rebalanced: bool) -> None:
+    """Check that options go with the router, at their keys."""
+    if options is None:
+        return
+    for name, value in options.parameters.items():
+        if router != "least-work-left":
+            at = ("router_options", name)
+            raise rule_error("goes with router least-work-left", key=at, value=value)
+    if options.holders == "all":
+        at = ("router_options", "holders")
+        if router is None or router in BY_SHARES:
+            raise rule_error("all goes with a router that reads more than shares", key=at, value=router)
+        if rebalanced:
+            raise rule_error("all does not go with rebalance, which moves adapters", key=at, value="all")
+
+
 ROUTER: Final = (
     "Router in front of the GPUs, a name in `capplan.serving.routers.ROUTERS`; absent: smooth-shares, the "
     "plan's shares by smooth weighted round robin."
 )
+
+ROUTER_OPTIONS: Final = "Options of the router; absent: adapters are stored where they are placed."

@@ -18,7 +18,13 @@ from capplan.spec.lengths import LengthPairs, Lengths
 from capplan.spec.lora_modules import TargetModules
 from capplan.spec.queues import PROMPT_WEIGHT, QueueConfig
 from capplan.spec.rebalance import REBALANCE, RebalanceSettings
-from capplan.spec.routing import ROUTER, RouterName
+from capplan.spec.routing import (
+    ROUTER,
+    ROUTER_OPTIONS,
+    RouterName,
+    RouterOptions,
+    check_router_options,
+)
 from capplan.spec.scheduling import (
     CACHE,
     SCHEDULER,
@@ -138,6 +144,7 @@ class PlanningRequirements(SpecModel):
         default=None, description="Queues by request size of scheduler chameleon, which this key implies."
     )
     router: RouterName | None = Field(default=None, description=ROUTER)
+    router_options: RouterOptions | None = Field(default=None, description=ROUTER_OPTIONS)
     rebalance: RebalanceSettings | None = Field(default=None, description=REBALANCE)
     previous_plan: Text | None = Field(
         default=None, description="Plan in force, to keep adapters where they are."
@@ -168,11 +175,21 @@ class PlanningRequirements(SpecModel):
         return self
 
     @model_validator(mode="after")
+    def _options_of_router(self) -> Self:
+        check_router_options(self.router_options, self.router, rebalanced=self.rebalance is not None)
+        return self
+
+    @model_validator(mode="after")
     def _one_scheduler(self) -> Self:
         if self.queues is not None and self.scheduler is not None:
             raise rule_error("does not go with scheduler: give scheduler.queues", key=("queues",))
         check_pair(self.scheduler, self.cache)
         return self
+
+    @property
+    def stores_everywhere(self) -> bool:
+        """Whether every GPU stores all adapters that its pool may serve."""
+        return self.router_options is not None and self.router_options.holders == "all"
 
     @property
     def scheduling(self) -> tuple[Scheduler, Cache] | None:
@@ -246,6 +263,10 @@ class Workload(PlanningRequirements):
                 raise rule_error(
                     "must be the name of a pool", key=("adapters", index, "pool"), value=adapter.pool
                 )
+            for field in ("max_replicas", "apart_from"):
+                if self.stores_everywhere and getattr(adapter, field):
+                    rule = "does not go with router_options.holders all, which stores it on all GPUs"
+                    raise rule_error(rule, key=("adapters", index, field), value=getattr(adapter, field))
             largest = self.engine.max_lora_rank
             if largest is not None and adapter.rank > largest:
                 at = ("adapters", index, "rank")

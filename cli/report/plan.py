@@ -130,7 +130,7 @@ def _groups_table(plan: Plan) -> Table:
                 _instance(group),
                 number(group.replicas),
                 number(group.replicas * group.tp),
-                number(len(group.adapters)),
+                number(len(group.placed)),
                 number(group_rate_rps(group), 2),
                 number(args.max_loras) if group.scheduling is None else DASH,
                 number(args.max_lora_rank),
@@ -190,7 +190,7 @@ def _places(plan: Plan) -> dict[str, list[tuple[Group, float]]]:
     """Return the groups of every adapter, with its share there."""
     places: dict[str, list[tuple[Group, float]]] = {}
     for group in plan.groups:
-        for adapter in group.adapters:
+        for adapter in group.placed:
             places.setdefault(adapter.name, []).append((group, adapter.share))
     return places
 

@@ -330,7 +330,7 @@ def test_the_scheduler_of_a_plan_reaches_its_instances_unless_flags_override_it(
         ("--model tiny-llama --rebalance 300 --registry r.db", "--rebalance: requires --lora-root"),
         ("--model tiny-llama --forecast last", "--forecast: goes with --rebalance"),
         ("--model tiny-llama --solver capplan", "--solver: goes with --rebalance"),
-        ("--model tiny-llama --workload w.yaml", "--workload: goes with --rebalance"),
+        ("--model tiny-llama --workload w.yaml", "w.yaml: "),
         ("--model tiny-llama --port 70000", "port: must be a port"),
         ("b=8 --model tiny-llama", "must be one plan"),
     ],

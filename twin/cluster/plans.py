@@ -40,8 +40,9 @@ def served_rule(
     """
     workload = workload_of(plan, groups)
     prompt, output = workload.prompt_tokens.mean_tokens, workload.output_tokens.mean_tokens
+    named = served_router(router, plan.router_options)
     if router not in MODELLED:
-        return plain_rule(served_router(router), output)
+        return plain_rule(named, output)
     instances = [
         Instance.of(
             profiles[group.profile],
@@ -56,7 +57,7 @@ def served_rule(
     lengths = (np.array([mean], np.int32) for mean in (prompt, output))
     requests = Requests(np.zeros(1, np.int64), np.zeros(1, np.int32), *lengths)
     scenario = build_cluster(workload, instances, 1.0, 0, requests=requests)
-    return build_rule(router, scenario)
+    return build_rule(named, scenario)
 
 
 def workload_of(plan: Plan, groups: Sequence[Group]) -> Workload:

@@ -23,6 +23,7 @@ from capplan.serving.routers.choose import (
 )
 from capplan.serving.routers.smooth_shares import first_credit
 from capplan.serving.routers.toppings import PREFILL_TOKEN
+from capplan.spec.routing import RouterOptions
 from capplan.twin.cluster.router_models import base_iteration_ms, fit_performance, fit_work, mean_lengths
 from capplan.twin.cluster.scenario import ClusterScenario
 from capplan.twin.scenario import NS_PER_S, Scenario
@@ -54,8 +55,13 @@ SLO_FACTOR: Final = 1.5
 """Toppings' SLO relative to inference without LoRA (section 7.4)."""
 
 
-def served_router(name: str) -> NamedRouter:
-    """Return a router as a running cluster has it, which does not move requests."""
+def served_router(name: str, options: RouterOptions | None = None) -> NamedRouter:
+    """Return a router as a running cluster has it, which does not move requests.
+
+    Parameters of another router in `options` are left out.
+    """
+    if name == "least-work-left" and options is not None:
+        return LeastWorkLeft(**options.parameters)
     return Dlora(period_s=NO_MIGRATION_S) if name == "dlora" else name
 
 

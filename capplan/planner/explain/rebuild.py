@@ -114,7 +114,8 @@ def planned_workload(plan: Plan, workload: Workload, source: str) -> Workload:
         {"queues": None, "scheduler": group.scheduler},
     ]
     for scheduler, cache in product(schedulers, ({}, {"cache": group.cache})):
-        named = {"router": plan.router, "rebalance": plan.rebalance}
+        names = ("router", "router_options", "rebalance")
+        named = {name: getattr(plan, name) for name in names}
         candidate = workload.model_copy(update={**scheduler, **cache, **named})
         if candidate.digest() == plan.workload_digest:
             return candidate
@@ -143,7 +144,7 @@ def _rebuild_group(
     problem: Problem, plan: Plan, group: Group, numbers: Counter[str], source: str
 ) -> RebuiltGroup:
     """Return one instance of a group; `numbers` counts the shares of each adapter so far."""
-    fractions = {name: share / group.replicas for name, share in plan.shares_of(group).items()}
+    fractions = {name: share / group.replicas for name, share in plan.shares_of(group).items() if share > 0}
     unknown = fractions.keys() - {each.name for each in problem.traffic}
     if unknown:
         raise InputError(f"must be an adapter of {source}", min(unknown), f"groups: {group.id}.adapters")
