@@ -338,8 +338,7 @@ class Problem:
 
     @cached_property
     def _kv_budgets(self) -> tuple[KvBudget, ...]:
-        utilization = self.engine.gpu_memory_utilization
-        return tuple(kv_budget(pool.profile, utilization) for pool in self.pools)
+        return tuple(kv_budget(pool.profile, self.engine.gpu_memory_utilization) for pool in self.pools)
 
     @cached_property
     def _tokens_per_request(self) -> Mapping[str, float]:
