@@ -5,7 +5,8 @@ an hour, with the lengths of the Azure conversations of 2023: LoRAServe's Shifti
 ranks 8 to 128, whose popularity moves from the largest rank to the smallest), and a drift of 60 adapters,
 whose Zipf popularity moves on by one adapter a minute.
 
-The frozen placement is LoRAServe's by the declared rates. All others begin with it: re-balanced by Algorithm
+The frozen placement is LoRAServe's by the declared rates. It is also the preference of `least-work-left` with
+all adapters on all instances, which moves nothing. All others begin with it: re-balanced by Algorithm
 1 with windows of 60, 300 and 900 s and several forecasts, and by capplan's moves from the placement in force.
 Without the permutation the labels of Algorithm 1's servers are those of its packing order, or arbitrary
 (drawn in each round). Instances fetch adapters with the first request, over links of 12.5 GB/s.
@@ -29,7 +30,7 @@ from benchmarks.common import H100_LLAMA, command_line, markdown, preset_workloa
 from benchmarks.loraserve.hardware import standin
 from benchmarks.loraserve.lab import mean_and_range
 from benchmarks.loraserve.load import at_rate
-from benchmarks.loraserve.systems import LIMITS, Scene
+from benchmarks.loraserve.systems import LIMITS, OFF_PLAN, RANK_RAISE, Scene
 from capplan import Workload, load_profile
 from capplan.serving import adapter_bytes
 from capplan.serving.rebalancing import (
@@ -40,6 +41,7 @@ from capplan.serving.rebalancing import (
     ReplanRequest,
     place,
 )
+from capplan.serving.routers import LeastWorkLeft
 from capplan.spec import Adapter, Trace
 from capplan.twin.cluster import ClusterResult, Instance, Rebalancing, simulate_cluster
 from capplan.twin.per_request import REJECTED
@@ -56,12 +58,14 @@ SHIFT_S: Final = 60.0
 _GB: Final = 1e9
 
 FORECAST_NAMES: Final[tuple[Forecast, ...]] = ("holt", "last", "gamma-poisson")
+LOOKING: Final = "all adapters everywhere, least-work-left"
 ARBITRARY: Final = "300 s, holt, arbitrary labels"
 HIGH_PRICE_PER_GB: Final = 0.05
 """Five times the default."""
 
 SYSTEMS: Final[Mapping[str, RebalanceSettings | None]] = {
     "frozen": None,
+    LOOKING: None,
     **{
         f"{every_s:g} s, {forecast}": RebalanceSettings(every_s=every_s, forecast=forecast)
         for every_s in (60.0, 300.0, 900.0)
@@ -150,13 +154,15 @@ def run(workload: Workload, points: Mapping[int, float], system: str, seed: int)
         AdapterDemand(a.name, a.rank, a.rate_rps * tokens, adapter_bytes(profile.model, a.rank))
         for a in workload.adapters
     ]
-    shares = place(demands, points, SERVERS).shares
+    shares: Sequence[Mapping[str, float]] = place(demands, points, SERVERS).shares
+    if system == LOOKING:
+        shares = [{each.name: own.get(each.name, 0.0) for each in demands} for own in shares]
     limits: dict[str, Any] = {**LIMITS, "max_model_len": MAX_MODEL_LEN}
     instances = [Instance(profile, len(demands), max(RANKS), adapters=dict(own), **limits) for own in shares]
     result = simulate_cluster(
         workload,
         instances,
-        router="smooth-shares",
+        router=LeastWorkLeft(OFF_PLAN, rank_raise=RANK_RAISE) if system == LOOKING else "smooth-shares",
         duration_s=HOUR_S,
         seed=seed,
         rebalance=None if settings is None else Rebalancing(settings, points, replan=replan),

@@ -246,7 +246,8 @@ def plan_registry(registry: str, plan: Plan, groups: Sequence[Group], model_name
 
     every, own = ({each.name for group in some for each in group.adapters} for some in (plan.groups, groups))
     excluded = frozenset({*(every - own), plan.base_model, model_name})
-    return RegistrySettings(registry, plan.base_model, excluded)
+    everywhere = plan.router_options is not None and plan.router_options.holders == "all"
+    return RegistrySettings(registry, plan.base_model, excluded, everywhere)
 
 
 def pool_folder(lora_root: str | None, admin_api_key: str | None) -> Path | None:

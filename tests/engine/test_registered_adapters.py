@@ -302,6 +302,14 @@ def test_every_adapter_of_the_registry_has_an_instance_that_can_serve_it(
             among = able & up or able
             assert i in among
             assert name in stored[i] or not any(name in stored[j] for j in among)
+    held = [{**own} for own in placed]
+    for name in ranks.keys() - {name for own in shares for name in own}:
+        for i in range(count):
+            if ranks[name] <= largest[i]:
+                held[i].setdefault(name, 0.0)
+    snapshot = RegistrySnapshot((0, 0), ranks, {}, stored, {})
+    if not any(ranks.get(n, 0) > k for own, k in zip(shares, largest, strict=True) for n in own):
+        assert placed_by_registry(shares, snapshot, largest, up, everywhere=True) == held
     for i, own in enumerate(shares):
         stay = {name for name in own if name in ranks and ranks[name] <= largest[i]}
         assert stay <= placed[i].keys()

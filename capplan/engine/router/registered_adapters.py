@@ -45,6 +45,9 @@ class RegistrySettings:
     excluded
         Names of the registry that are not served: names of the base model, and adapters of groups of the plan
         that are served elsewhere.
+    everywhere
+        Whether every instance that serves the rank of a new adapter is one of its holders, for the router to
+        choose.
     refresh_s
         Time between two readings.
     look_ups_per_s
@@ -56,6 +59,7 @@ class RegistrySettings:
     location: str
     base_model: str
     excluded: frozenset[str] = frozenset()
+    everywhere: bool = False
     refresh_s: float = 5.0
     look_ups_per_s: float = 20.0
     timeout_s: float = 5.0
@@ -104,6 +108,8 @@ def placed_by_registry(
     snapshot: RegistrySnapshot,
     max_ranks: Sequence[int],
     up: Collection[int],
+    *,
+    everywhere: bool = False,
 ) -> list[dict[str, float]]:
     """Return the shares of instances with new adapters and without removed ones.
 
@@ -115,6 +121,8 @@ def placed_by_registry(
         Largest rank that each instance serves.
     up
         Instances that take requests: new adapters go to others only if none of these serves the rank.
+    everywhere
+        Whether the other instances that serve the rank hold a new adapter, too, with a share of 0.
     """
     ranks = snapshot.ranks
     placed = [
@@ -127,6 +135,8 @@ def placed_by_registry(
             [i for i in able if i in up] or able,
             key=lambda i: (name not in snapshot.stored[i], len(placed[i]), i),
         )
+        for i in able if everywhere else ():
+            placed[i][name] = 0.0
         placed[chosen][name] = 1.0
     return placed
 
@@ -309,9 +319,10 @@ class RegisteredAdapters:
             return
         shares, base = self._router.shares()
         up = {i for i, each in enumerate(self._instances) if each.is_up}
+        everywhere = self.settings.everywhere
 
         def table() -> RoutingTable:
-            placed = placed_by_registry(shares, snapshot, self._max_ranks, up)
+            placed = placed_by_registry(shares, snapshot, self._max_ranks, up, everywhere=everywhere)
             return self._router.table(placed, base, snapshot.ranks)
 
         self._router.swap(await self.in_thread(table))
