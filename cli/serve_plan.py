@@ -75,7 +75,9 @@ class PlanProfiles:
         found = {}
         for name in names:
             if name in self.errors:
-                raise self.errors[name]
+                error = self.errors[name]
+                rule = f"{error.rule}; --workload FILE reads the profile of the plan's workload"
+                raise InputError(rule, error.value, error.location)
             found[name] = self.known[name]
         return found
 

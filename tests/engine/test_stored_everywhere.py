@@ -17,6 +17,7 @@ from tests.engine.test_router_config import started
 
 __all__ = ["run", "started"]
 
+PROFILE = "h100-64g/llama-3.1-8b/vllm-0.8.5"
 OPTIONS: dict[str, Any] = {"router": "least-work-left", "router_options": {"holders": "all", "off_plan": 2.0}}
 
 
@@ -28,8 +29,8 @@ def everywhere(made: Plan) -> Plan:
         own = {each.name for each in group.adapters}
         rest = tuple(each.replace(share=0.0) for name, each in names.items() if name not in own)
         args = group.engine_args.replace(max_lora_rank=16)
-        groups.append(group.replace(adapters=(*group.adapters, *rest), engine_args=args))
-    return made.replace(groups=tuple(groups), **OPTIONS)
+        groups.append(group.replace(adapters=(*group.adapters, *rest), engine_args=args, profile=PROFILE))
+    return made.replace(groups=tuple(groups), **OPTIONS).with_digest()
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def test_requests_leave_a_placement_that_is_busy(router: InstanceRouter) -> None
 def test_a_router_is_fitted_to_the_profile_of_the_workload(
     run: Run, started: list[RouterConfig], tmp_path: Path
 ) -> None:
-    shipped = load_profile("h100-64g/llama-3.1-8b/vllm-0.8.5")
+    shipped = load_profile(PROFILE)
     own = tmp_path / "own.json"
     own.write_text(shipped.replace(name="a/users/own").model_dump_json(), encoding="utf-8")
     document = {
@@ -92,7 +93,7 @@ def test_a_router_is_fitted_to_the_profile_of_the_workload(
     planned = run("plan", workload, "-o", tmp_path / "plan.json", "--seeds", 1)
     assert planned.exit_code == 0, planned.output
     command = ("serve", tmp_path / "plan.json", "--model", "tiny-llama", "--max-model-len", 512)
-    assert "router least-work-left" in error_line(run(*command))
+    assert "--workload FILE reads the profile of the plan's workload" in error_line(run(*command))
     assert run(*command, "--workload", workload).exit_code == 0
     rule = started[0].routing.rule
     assert rule is not None

@@ -129,15 +129,17 @@ def placed_by_registry(
         {name: share for name, share in own.items() if ranks.get(name, largest + 1) <= largest}
         for own, largest in zip(shares, max_ranks, strict=True)
     ]
+    adapters = [sum(share > 0 for share in own.values()) for own in placed]
     for name in sorted(ranks.keys() - {name for own in placed for name in own}):
         able = [i for i, largest in enumerate(max_ranks) if largest >= ranks[name]]
         chosen = min(
             [i for i in able if i in up] or able,
-            key=lambda i: (name not in snapshot.stored[i], len(placed[i]), i),
+            key=lambda i: (name not in snapshot.stored[i], adapters[i], i),
         )
         for i in able if everywhere else ():
             placed[i][name] = 0.0
         placed[chosen][name] = 1.0
+        adapters[chosen] += 1
     return placed
 
 
