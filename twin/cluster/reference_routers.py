@@ -226,7 +226,10 @@ class LeastAddedWork:
         queued = list(zip(candidate.queued, candidate.queued_prompts, strict=True))
         before_ms = self._work_ms(candidate, queued, model, mean_answer)
         queued.append((request.rank, request.prompt_tokens))
-        added_ms = self._work_ms(candidate, queued, model, mean_answer) - before_ms
+        adapters = 0.5 if candidate.is_active else 1.0
+        if request.rank == 0 or candidate.is_queued:
+            adapters = 0.0
+        added_ms = self._work_ms(candidate, queued, model, mean_answer, adapters) - before_ms
         wait_ms = max(0.0, before_ms - candidate.age_ns * 1e-6) + self._delay_ms(request, candidate, model)
         factor = 1.0
         if candidate.share == 0:
@@ -237,7 +240,11 @@ class LeastAddedWork:
 
     @staticmethod
     def _work_ms(
-        candidate: Candidate, queued: Sequence[tuple[int, int]], model: WorkModel, mean_answer: float
+        candidate: Candidate,
+        queued: Sequence[tuple[int, int]],
+        model: WorkModel,
+        mean_answer: float,
+        added_adapters: float = 0.0,
     ) -> float:
         tokens = float(sum(prompt for _, prompt in queued))
         log_other = math.log(1.0 - model.batch_tokens / tokens) if tokens > model.batch_tokens else 0.0
@@ -258,13 +265,16 @@ class LeastAddedWork:
         rank_answers = answers * max(ranks, default=0) if model.padded else rank_sum
         kv_tokens = 0.5 * candidate.running_tokens + tokens + 0.5 * mean_answer * len(queued)
         decode_ms = model.decode_ms * answers + model.decode_ms_per_rank * rank_answers
-        return prefill_ms + mean_answer * (decode_ms + model.kv_ms_per_token * kv_tokens)
+        decode_ms += model.kv_ms_per_token * kv_tokens
+        adapters = 0.5 * candidate.active_adapters + candidate.queued_adapters + added_adapters
+        return prefill_ms + mean_answer * (decode_ms + model.adapter_ms * adapters)
 
     @staticmethod
     def _delay_ms(request: RoutedRequest, candidate: Candidate, model: WorkModel) -> float:
         running = max(1, len(candidate.running))
         step_ms = model.step_ms + running * model.decode_ms
         step_ms += candidate.running_tokens * model.kv_ms_per_token
+        step_ms += candidate.active_adapters * model.adapter_ms
         answer_ms = 0.5 * request.mean_answer_tokens * step_ms
         missing = candidate.queued_tokens + request.prompt_tokens - candidate.free_tokens
         ends = max(0.0, missing * running / max(1, candidate.running_tokens))

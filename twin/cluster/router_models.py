@@ -33,6 +33,9 @@ WORK_BATCHES: Final = (1, *DECODE_BATCHES, 64)
 CONTEXTS: Final = (256.0, 1024.0, 4096.0)
 """Tokens of each request of a decode iteration, and its prompt in one of prefill, for `fit_work`."""
 
+ADAPTERS: Final = (0.25, 0.5, 1.0)
+"""Adapters of a decode iteration over its requests, for `fit_work`."""
+
 
 class _Batch(NamedTuple):
     """A number of requests, half of them of one rank, half of another."""
@@ -40,10 +43,16 @@ class _Batch(NamedTuple):
     requests: int
     ranks: tuple[int, int]
     prompt_tokens: float = 0.0
+    adapters_each: float = 1.0
+    """Adapters over requests."""
 
     @property
     def rank_sum(self) -> float:
         return self.requests * sum(self.ranks) / 2.0
+
+    def adapters(self, costs: Costs) -> float:
+        """Return the number of adapters in a step, which the slots limit; at least one."""
+        return min(max(1.0, self.requests * self.adapters_each), float(costs.a_max), costs.rank.size - 1.0)
 
     def work(self, form: int) -> float:
         """Return the variable of eq. 2 in one of its forms."""
@@ -86,8 +95,10 @@ def fit_work(engine: Scenario) -> WorkModel:
 def _fit_work(engine: Scenario, form: int) -> tuple[float, WorkModel]:
     """Return the squared error of a form of the rank terms, and the model."""
     costs = engine.costs
-    batches = list(_batches(WORK_BATCHES, CONTEXTS))
-    decode = np.array([[b.requests, b.work(form), b.requests * b.prompt_tokens] for b in batches])
+    batches = [b._replace(adapters_each=a) for b in _batches(WORK_BATCHES, CONTEXTS) for a in ADAPTERS]
+    decode = np.array(
+        [[b.requests, b.work(form), b.requests * b.prompt_tokens, b.adapters(costs)] for b in batches]
+    )
     decode_ms = np.array([_decode_ms(costs, batch, batch.prompt_tokens) for batch in batches])
     *per_decode, step = _fit(decode, decode_ms)
     batches = list(_batches(PREFILL_BATCHES, CONTEXTS))
@@ -106,6 +117,7 @@ def _fit_work(engine: Scenario, form: int) -> tuple[float, WorkModel]:
         load_ms=float(costs.load_ns[1:].mean() * 1e-6) if costs.load_ns.size > 1 else 0.0,
         batch_tokens=int(engine.limits.max_num_batched_tokens),
         padded=form == BGMV,
+        adapter_ms=max(0.0, per_decode[3]),
     )
     return float(decode_error @ decode_error + prefill_error @ prefill_error), model
 
@@ -165,12 +177,12 @@ def _ranks(batch: _Batch) -> StepRanks:
 
 
 def _iteration_ms(costs: Costs, batch: _Batch, tokens: float, kv_tokens: float, ranks: StepRanks) -> float:
-    """Return the prediction of the step model; every request has another adapter, up to the slots."""
+    """Return the prediction of the step model."""
     features = StepFeatures(
         tokens=tokens,
         requests=float(batch.requests),
         kv_tokens=kv_tokens,
-        adapters=float(min(batch.requests, costs.a_max, costs.rank.size - 1)),
+        adapters=batch.adapters(costs),
         a_max=float(costs.a_max),
         s_max=float(costs.s_max),
         waiting=0.0,

@@ -1,8 +1,9 @@
 """Least work left: the holder whose expected work grows the least, weighted by the work that it has.
 
 The work left W of an instance is the time that it needs for its present requests, by a linear model of its
-steps (`WorkModel`): prompts that are not computed yet, and the output tokens that are still expected. A
-request adds dW: its own work, and that which its rank adds to the work of others where kernels pad. The
+steps (`WorkModel`): prompts that are not computed yet, the output tokens that are still expected, and the
+adapters of the requests, each for the steps that it is in. A request adds dW: its own work, that which its
+rank adds to the work of others where kernels pad, and an adapter if no other request there has it. The
 holder with the smallest ``dW * (W + D + dW / 2)`` is chosen. With D = 0 this is the least increase of the sum
 of squared work over the instances, as in MaxWeight and workload-based routing with server-dependent service
 times (Harchol-Balter, Performance Modeling and Design of Computer Systems, chapter 24: least work left; Xie,
@@ -58,6 +59,7 @@ TOKEN_RANK = 5
 LOAD = 6
 BATCH_TOKENS = 7
 PADDED = 8
+ADAPTER = 9
 
 # Parameters.
 OFF_PLAN = 0
@@ -90,6 +92,8 @@ class WorkModel:
     """Most prompt tokens of a step."""
     padded: bool
     """Whether kernels pad to the largest rank of a step."""
+    adapter_ms: float = 0.0
+    """More per adapter of a decode step, whatever the number of its requests."""
 
     @property
     def row(self) -> tuple[float, ...]:
@@ -97,7 +101,7 @@ class WorkModel:
         return (
             *(self.step_ms, self.decode_ms, self.decode_ms_per_rank, self.kv_ms_per_token),
             *(self.prefill_ms_per_token, self.prefill_ms_per_rank_token, self.load_ms),
-            *(float(self.batch_tokens), float(self.padded)),
+            *(float(self.batch_tokens), float(self.padded), self.adapter_ms),
         )
 
 
@@ -161,7 +165,8 @@ def least_added_work(
         instance = placement.instance[place]
         model = models[instance]
         tokens = queued_tokens(fleet, instance)
-        before_ms, after_ms, largest_rank = _work_ms(fleet, instance, tokens, request, model)
+        standing = fleet.standing[place]
+        before_ms, after_ms, largest_rank = _work_ms(fleet, instance, tokens, request, model, standing)
         added_ms = after_ms - before_ms
         elapsed_ms = (request.now_ns - fleet.instances.seen_ns[instance]) * 1e-6
         wait_ms = max(0.0, before_ms - elapsed_ms) + _delay_ms(fleet, place, instance, tokens, request, model)
@@ -198,7 +203,8 @@ def turn_ns(
         if own < request.rank:
             below += fleet.by_rank[instance, PRESENT, own]
     due_ns = (now_ns // period_ns + 1) * period_ns
-    left_ms = _work_ms(fleet, instance, queued_tokens(fleet, instance), request, model)[0] - age_ns * 1e-6
+    left_ms = _work_ms(fleet, instance, queued_tokens(fleet, instance), request, model, 0)[0]
+    left_ms -= age_ns * 1e-6
     if below <= MOST * (requests + 1) or (due_ns - now_ns) * 1e-6 > left_ms:
         return int(now_ns)
     return int(due_ns + request.rank)
@@ -217,11 +223,16 @@ def _is_stale(
 
 @inner
 def _work_ms(
-    fleet: Fleet, instance: int, queued: int, request: ArrivingRequest, model: NDArray[np.float64]
+    fleet: Fleet,
+    instance: int,
+    queued: int,
+    request: ArrivingRequest,
+    model: NDArray[np.float64],
+    standing: int,
 ) -> tuple[float, float, int]:
     """Return the work left of an instance with `queued` prompt tokens, without and with the request.
 
-    The third number is the largest rank of its requests.
+    The third number is the largest rank of its requests. `standing` is that of the request's adapter there.
     """
     record = fleet.instances[instance]
     counts = fleet.by_rank[instance]
@@ -259,10 +270,22 @@ def _work_ms(
     running, waiting = record.running, record.queued
     answers = request.mean_answer
     rank_answers = (0.5 * running + waiting) * largest_before if padded else sum_before
-    before_ms = _sum_ms(record, queued, waiting, mean_before, rank_answers, answers, model)
+    adapters = 0.5 * record.active_adapters + record.queued_adapters
+    before_ms = _sum_ms(record, queued, waiting, mean_before, rank_answers, answers, model, adapters)
     rank_answers = (0.5 * running + waiting + 1) * largest_after if padded else sum_after
-    after_ms = _sum_ms(record, queued + prompt, waiting + 1, mean_after, rank_answers, answers, model)
+    adapters += _added_adapters(request.rank, standing)
+    after_ms = _sum_ms(
+        record, queued + prompt, waiting + 1, mean_after, rank_answers, answers, model, adapters
+    )
     return before_ms, after_ms, int(largest_before)
+
+
+@inner
+def _added_adapters(rank: int, standing: int) -> float:
+    """Return the answers for which a request keeps an adapter in the batch that others do not keep there."""
+    if rank == 0 or standing & AWAITED:
+        return 0.0
+    return 0.5 if standing & ACTIVE else 1.0
 
 
 @inner
@@ -290,6 +313,7 @@ def _sum_ms(
     rank_answers: float,
     mean_answer: float,
     model: NDArray[np.float64],
+    adapters: float,
 ) -> float:
     """Return the time of prompts and of answers; running requests have half of their answers left."""
     prefill_ms = model[TOKEN] + model[TOKEN_RANK] * mean_rank
@@ -297,6 +321,7 @@ def _sum_ms(
     answers = 0.5 * record.running + queued
     kv_tokens = 0.5 * record.running_tokens + tokens + 0.5 * mean_answer * queued
     decode_ms = model[DECODE] * answers + model[DECODE_RANK] * rank_answers + model[KV] * kv_tokens
+    decode_ms += model[ADAPTER] * adapters
     return float(prefill_ms + mean_answer * decode_ms)
 
 
@@ -313,6 +338,7 @@ def _delay_ms(
     record = fleet.instances[instance]
     running = max(1, record.running)
     step_ms = model[STEP] + running * model[DECODE] + record.running_tokens * model[KV]
+    step_ms += record.active_adapters * model[ADAPTER]
     answer_ms = 0.5 * request.mean_answer * step_ms  # until the end of a running request, on average
     missing = queued + request.prompt_tokens - record.free_blocks * record.block_size
     ends = max(0.0, missing * running / max(1, record.running_tokens))  # of requests, until there is room
