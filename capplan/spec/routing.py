@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, Strict
@@ -38,6 +39,8 @@ RouterName = Annotated[str, BeforeValidator(_known)]
 BY_SHARES: Final = ("plan-shares", "smooth-shares")
 """Routers that send nothing to a holder whose share is 0."""
 _OF_LEAST_WORK_LEFT: Final = ("off_plan", "rank_raise", "turn_s")
+_PREFERENCE: Final = MappingProxyType({"off_plan": 1.25, "rank_raise": 1.5})
+"""Parameters of least-work-left that are not given, where all GPUs store all adapters."""
 
 ScoreFactor = Annotated[float, Strict(), Field(ge=1), rule("must be a number >= 1, such as 1.25")]
 
@@ -53,12 +56,12 @@ class RouterOptions(SpecModel):
     off_plan: ScoreFactor | None = Field(
         default=None,
         description="For least-work-left: factor on the score of GPUs on which the adapter is not placed; "
-        "absent: 1.",
+        "absent: 1.25 with holders all.",
     )
     rank_raise: ScoreFactor | None = Field(
         default=None,
         description="For least-work-left: further factor there if the adapter's rank is above those of all "
-        "requests; absent: 1.",
+        "requests; absent: 1.5 with holders all.",
     )
     turn_s: NonNegative | None = Field(
         default=None,
@@ -67,16 +70,21 @@ class RouterOptions(SpecModel):
     )
 
     @property
-    def parameters(self) -> dict[str, Any]:
+    def given(self) -> dict[str, Any]:
         """Parameters of `capplan.serving.routers.LeastWorkLeft` that are given."""
         return {name: value for name in _OF_LEAST_WORK_LEFT if (value := getattr(self, name)) is not None}
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Parameters of `capplan.serving.routers.LeastWorkLeft`."""
+        return self.given if self.holders == "placed" else {**_PREFERENCE, **self.given}
 
 
 def check_router_options(options: RouterOptions | None, router: str | None, *, rebalanced: bool) -> None:
     """Check that options go with the router, at their keys."""
     if options is None:
         return
-    for name, value in options.parameters.items():
+    for name, value in options.given.items():
         if router != "least-work-left":
             at = ("router_options", name)
             raise rule_error("goes with router least-work-left", key=at, value=value)

@@ -54,6 +54,10 @@ def test_the_router_has_the_parameters_of_the_plan(planned) -> None:
     made, _ = planned
     assert served_router("least-work-left", made.router_options) == LeastWorkLeft(**FACTORS)
     assert served_router("toppings", made.router_options) == "toppings"
+    assert served_router("least-work-left", RouterOptions(holders="all")) == LeastWorkLeft(
+        1.25, rank_raise=1.5
+    )
+    assert served_router("least-work-left", RouterOptions()) == LeastWorkLeft()
 
 
 def test_the_search_of_a_rebuilt_plan_has_what_is_placed(planned) -> None:
