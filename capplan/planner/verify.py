@@ -75,7 +75,8 @@ class Verifier:
     deadline: Deadline = NEVER
     """Time at which simulations end."""
     further_seeds: tuple[int, ...] = ()
-    """Seeds on which a plan must hold, too, that holds on `seeds` with a queue at the end of one."""
+    """Seeds on which a plan must hold, too, that holds on `seeds` with a queue at the end of one; those that
+    the deadline ends do not count."""
 
     def as_served(self, assignments: Sequence[Assignment]) -> list[Assignment]:
         """Return the instances as they are served: with equal settings to re-balance, and initial queues.
@@ -113,11 +114,10 @@ class Verifier:
 
         by_instance = on(self.seeds, assignments)
         doubtful = [i for i, found in enumerate(by_instance) if self.further_seeds and is_doubtful(found)]
-        for i, found in zip(
-            doubtful, on(self.further_seeds, [assignments[i] for i in doubtful]), strict=True
-        ):
+        further = on(self.further_seeds, [assignments[i] for i in doubtful])
+        for i, found in zip(doubtful, further, strict=True):
             by_instance[i] += found
-        return self._collect(assignments, self.seeds + self.further_seeds, by_instance)
+        return self._collect(self.seeds + self.further_seeds, by_instance, self._at_headroom(assignments))
 
     def whole(
         self, assignments: Sequence[Assignment], progress: Callable[[int, int], None] = no_progress
@@ -125,7 +125,7 @@ class Verifier:
         """Verify a complete plan: all instances under one clock, with its router and re-balancing.
 
         A single instance is simulated alone. Seeds that the deadline ends are left out, which the violations
-        say.
+        say of `seeds`.
 
         Raises
         ------
@@ -144,16 +144,17 @@ class Verifier:
         def on(seeds: Sequence[int]) -> list[list[Evaluation] | None]:
             return parallel_until(simulate, seeds, self.deadline, lambda done: progress(done, len(seeds)))
 
-        seeds, by_seed = self.seeds, on(self.seeds)
-        known = [each for each in by_seed if each is not None]
-        if self.further_seeds and len(known) == len(seeds) and is_doubtful(chain.from_iterable(known)):
-            seeds, by_seed = seeds + self.further_seeds, by_seed + on(self.further_seeds)
-        by_known = [(seed, each) for seed, each in zip(seeds, by_seed, strict=True) if each is not None]
-        if not by_known:
+        by_seed = dict(zip(self.seeds, on(self.seeds), strict=True))
+        known = {seed: each for seed, each in by_seed.items() if each is not None}
+        missing = len(by_seed) - len(known)
+        if not known:
             raise OutOfTimeError
-        simulated, evaluations = zip(*by_known, strict=True)
-        missing = len(seeds) - len(simulated)
-        return self._collect(assignments, simulated, list(zip(*evaluations, strict=True)), missing)
+        at_headroom = self._at_headroom(assignments)
+        if self.further_seeds and not missing and is_doubtful(chain.from_iterable(known.values())):
+            further = zip(self.further_seeds, on(self.further_seeds), strict=True)
+            known |= {seed: each for seed, each in further if each is not None}
+        by_instance = list(zip(*known.values(), strict=True))
+        return self._collect(tuple(known), by_instance, at_headroom, missing)
 
     def with_drawn_profiles(
         self,
@@ -191,15 +192,18 @@ class Verifier:
         settings = self.problem.workload.rebalance
         return None if settings is None or len(assignments) == 1 else rebalancing_of(self.problem, settings)
 
+    def _at_headroom(self, assignments: Sequence[Assignment]) -> list[Estimate | None]:
+        """Return the estimates at the load over (1 - headroom); None for those that the deadline prevents."""
+        return parallel_until(self.with_headroom, assignments, self.deadline)
+
     def _collect(
         self,
-        assignments: Sequence[Assignment],
         seeds: tuple[int, ...],
         evaluations: Sequence[Sequence[Evaluation]],
+        at_headroom: Sequence[Estimate | None],
         missing: int = 0,
     ) -> list[InstanceVerification]:
         """Return the verdicts on instances; the deadline prevented `missing` seeds after these."""
-        at_headroom = parallel_until(self.with_headroom, assignments, self.deadline)
         return [
             self._verify(seeds[: len(each)], each, estimate, missing)
             for each, estimate in zip(evaluations, at_headroom, strict=True)

@@ -11,6 +11,7 @@ from capplan.planner.estimate import TwinEstimator
 from capplan.planner.problem import make_problem
 from capplan.planner.verify import Verifier, further_seeds, make_verifier
 from tests.planner.test_plan import CARELESS, LONG, crowd
+from tests.planner.test_time_limit import Countdown
 
 Make = Callable[..., Workload]
 HALF = Slo(served_fraction=0.5)
@@ -32,6 +33,18 @@ def test_a_queue_at_the_end_asks_for_more_seeds(workload: Make, rate_rps: float,
         assert len(verdict.results) == len(set(verdict.seeds)) == seeds
         assert verdict.seeds[:5] == verifier.seeds
         assert (min(result.served_fraction for result in verdict.results[:5]) < 0.99) == (seeds > 5)
+
+
+def test_further_seeds_that_a_deadline_ends_leave_the_verdict(workload: Make) -> None:
+    verifier, instance = verifier_of(crowd(workload, rate_rps=0.2, slo=HALF, headroom=0.0, **LONG))
+    many = 10**9
+    unlimited = Countdown(checks=[many])
+    (verdict,) = replace(verifier, deadline=unlimited).whole([instance])
+    assert len(verdict.seeds) == 20
+    used = many - unlimited.checks[0]
+    (verdict,) = replace(verifier, deadline=Countdown(checks=[2 * used // 3])).whole([instance])
+    assert verdict.ok
+    assert 5 < len(verdict.seeds) < 20
 
 
 def test_a_plan_that_fails_is_not_simulated_further(workload: Make) -> None:
