@@ -43,6 +43,7 @@ from capplan.serving.rebalancing import (
 )
 from capplan.serving.routers import LeastWorkLeft
 from capplan.spec import Adapter, Trace
+from capplan.spec.routing import STATE_PERIOD_S
 from capplan.twin.cluster import ClusterResult, Instance, Rebalancing, simulate_cluster
 from capplan.twin.per_request import REJECTED
 
@@ -165,6 +166,7 @@ def run(workload: Workload, points: Mapping[int, float], system: str, seed: int)
         router=LeastWorkLeft(OFF_PLAN, rank_raise=RANK_RAISE) if system == LOOKING else "smooth-shares",
         duration_s=HOUR_S,
         seed=seed,
+        state_period_s=STATE_PERIOD_S,
         rebalance=None if settings is None else Rebalancing(settings, points, replan=replan),
     )
     moves = result.moves
