@@ -12,6 +12,7 @@ from capplan.planner.bound import lower_bound_gpus
 from capplan.planner.deadline import OutOfTimeError, TimeBudget
 from capplan.planner.estimate import TwinEstimator
 from capplan.planner.evaluate import evaluate, evaluate_cluster
+from capplan.planner.evened import evened_out
 from capplan.planner.knobs import KnobSearch
 from capplan.planner.parallel import Progress, no_progress
 from capplan.planner.previous import PreviousInstance, previous_instances, read_previous
@@ -212,6 +213,11 @@ def _verified_run(
     verifier = replace(verifier, deadline=twin.deadline, further_seeds=further_seeds(verifier.seeds))
     try:
         outcome = _verify(answer, verifier, twin, options.verify and options.repair, progress)
+        everywhere = answer.problem.workload.stores_everywhere
+        if options.verify and options.repair and options.solver.confirms and everywhere:
+            outcome = evened_out(
+                verifier, outcome, twin, lambda done, total: progress("verifying fewer GPUs", done, total)
+            )
     except OutOfTimeError:
         words = f"the time limit ends the verification of {len(answer.assignments)} instance(s) before its"
         raise infeasible("time", f"{words} first seed; a longer one decides") from None

@@ -275,14 +275,7 @@ class Problem:
         """Return the workload of one instance; `scale` multiplies every rate, also of a trace."""
         fractions = traffic_fractions(shares)
         subset = self.busiest_workload.subset(fractions, fractions)
-        if scale == 1.0:
-            return subset
-        trace = subset.trace
-        if trace is not None:
-            arrival_ns = (trace.arrival_ns / scale).astype(trace.arrival_ns.dtype)
-            arrival_ns.setflags(write=False)
-            trace = replace(trace, arrival_ns=arrival_ns, duration_s=trace.duration_s / scale)
-        return subset.at_rates_times(scale).model_copy(update={"trace": trace})
+        return subset if scale == 1.0 else subset.at_load(scale)
 
     def fits_in_memory(self, assignment: Assignment) -> bool:
         """Tell whether one request of max_model_len fits beside the slots, and the adapters on the host."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Final, Literal
 
@@ -72,7 +72,7 @@ class SimulatedFleet:
             If an instance does not start.
         """
         return simulate_cluster(
-            at_load(self.workload, load),
+            self.workload.at_load(load),
             self.instances,
             router=served_router(self.router, self.router_options),
             duration_s=duration_s,
@@ -90,7 +90,7 @@ class SimulatedFleet:
         InfeasibleError
             If an instance does not start.
         """
-        return self.simulate(seed, at_load(self.workload, load).horizon_s(duration_s), load)
+        return self.simulate(seed, self.workload.at_load(load).horizon_s(duration_s), load)
 
     def extrapolations(self, result: ClusterResult) -> tuple[Extrapolation, ...]:
         """Return what a simulation used beyond the fitted ranges of the profiles; groups are instances."""
@@ -127,16 +127,6 @@ class SimulatedFleet:
             return self.replay(seed, duration_s / UNLOADED, UNLOADED)
         length_s = self.workload.horizon_s(duration_s)
         return simulate_without_adapters(self.workload, self.instances, duration_s=length_s, seed=seed)
-
-
-def at_load(workload: Workload, load: float) -> Workload:
-    """Return a workload with every rate times `load`; a trace is replayed faster."""
-    trace = workload.trace
-    if load != 1.0 and trace is not None:
-        arrival_ns = (trace.arrival_ns / load).astype(trace.arrival_ns.dtype)
-        arrival_ns.setflags(write=False)
-        trace = replace(trace, arrival_ns=arrival_ns, duration_s=trace.duration_s / load)
-    return workload.at_rates_times(load).model_copy(update={"trace": trace})
 
 
 def distinct_seeds(workload: Workload, seeds: Sequence[int]) -> Sequence[int]:

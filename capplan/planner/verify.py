@@ -149,7 +149,8 @@ class Verifier:
         missing = len(by_seed) - len(known)
         if not known:
             raise OutOfTimeError
-        at_headroom = self._at_headroom(assignments)
+        together = self.problem.workload.stores_everywhere and len(assignments) > 1
+        at_headroom = (self._together_at_headroom if together else self._at_headroom)(assignments)
         if self.further_seeds and not missing and is_doubtful(chain.from_iterable(known.values())):
             further = zip(self.further_seeds, on(self.further_seeds), strict=True)
             known |= {seed: each for seed, each in further if each is not None}
@@ -195,6 +196,19 @@ class Verifier:
     def _at_headroom(self, assignments: Sequence[Assignment]) -> list[Estimate | None]:
         """Return the estimates at the load over (1 - headroom); None for those that the deadline prevents."""
         return parallel_until(self.with_headroom, assignments, self.deadline)
+
+    def _together_at_headroom(self, assignments: Sequence[Assignment]) -> list[Estimate | None]:
+        """Return the same for instances among which a router chooses, on the first seed."""
+        slow = self.problem.pessimistic
+        scaled = slow.workload.at_load(1.0 / (1.0 - slow.workload.headroom))
+        problem, deadline = replace(slow, workload=scaled), self.deadline
+        duration_s = scaled.horizon_s(self.duration_s)
+        try:
+            deadline.check()
+            found = evaluate_cluster(problem, assignments, self.seeds[0], duration_s, deadline)
+        except OutOfTimeError:
+            return [None] * len(assignments)
+        return [Estimate(each.result.throughput_tok_s, bool(each.violations)) for each in found]
 
     def _collect(
         self,

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -316,6 +317,15 @@ class Workload(PlanningRequirements):
         adapters = tuple(a.model_copy(update={"rate_rps": a.rate_rps * factor}) for a in self.adapters)
         base = self.base and self.base.model_copy(update={"rate_rps": self.base.rate_rps * factor})
         return self.model_copy(update={"adapters": adapters, "base": base})
+
+    def at_load(self, factor: float) -> Workload:
+        """Return the workload with every rate times `factor`; a trace is replayed faster."""
+        trace = self.trace
+        if trace is not None and factor != 1.0:
+            arrival_ns = (trace.arrival_ns / factor).astype(trace.arrival_ns.dtype)
+            arrival_ns.setflags(write=False)
+            trace = replace(trace, arrival_ns=arrival_ns, duration_s=trace.duration_s / factor)
+        return self.at_rates_times(factor).model_copy(update={"trace": trace})
 
     def with_length_pairs(self, pairs: LengthPairs) -> Workload:
         """Return the workload with these common lengths."""

@@ -1,19 +1,23 @@
 """Plans of which every GPU stores all adapters, for a router that looks at the GPUs."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from capplan import Adapter, InputError, Plan, Workload, plan
+from capplan import Adapter, InputError, Plan, Workload, load_workload, plan
 from capplan.deploy import export
 from capplan.planner.explain.rebuild import rebuild
 from capplan.planner.served import fleet_of_plan
 from capplan.serving.routers import LeastWorkLeft
-from capplan.spec import RouterOptions
+from capplan.spec import Gpus, Renewal, RouterOptions, Slo
 from capplan.twin.cluster.routers import served_router
+from capplan.twin.metrics import bound_value
 from tests.planner.test_rebalancing import make
 
 FACTORS: dict[str, Any] = {"off_plan": 1.25, "rank_raise": 1.5, "turn_s": 0.5}
+ALL_PLAIN: dict[str, Any] = {"router": "least-work-left", "router_options": {"holders": "all"}}
+CHAT = Path(__file__).parents[2] / "examples" / "chat-96" / "workload.yaml"
 ALL: dict[str, Any] = {"router": "least-work-left", "router_options": {"holders": "all", **FACTORS}}
 
 
@@ -104,3 +108,31 @@ def test_a_share_of_0_needs_a_router_that_looks(planned) -> None:
     made, _ = planned
     with pytest.raises(InputError, match="share: must be a number above 0"):
         made.replace(router_options=None)
+
+
+BURSTS: dict[str, Any] = {
+    "adapters": [Adapter(name=f"a{i}", rank=8, rate_rps=3.0) for i in range(8)],
+    "arrivals": Renewal(process="gamma", cv=6.0),
+    "slo": Slo(ttft_p99_s=2.0),
+    "gpus": Gpus(count=6),
+}
+
+
+def test_a_placement_that_fails_behind_its_router_gets_more_slots() -> None:
+    """Four adapters per GPU have four slots, and the requests of the other four come, too."""
+    made = plan(make(**ALL_PLAIN, **BURSTS), seeds=2)
+    assert made.verification.ok
+    assert {group.engine_args.max_loras for group in made.groups} == {8}
+    assert "8, 8 slots" in str(made.provenance["repairs"])
+
+
+def test_a_router_that_evens_out_bursts_saves_gpus() -> None:
+    bursty = load_workload(CHAT).replace(arrivals=Renewal(process="gamma", cv=5.0))
+    workload = bursty.replace(**ALL_PLAIN)
+    by_shares, made = (plan(each, seeds=2) for each in (bursty, workload))
+    assert by_shares.verification.ok
+    assert made.verification.ok
+    assert made.totals.gpus < by_shares.totals.gpus
+    assert {a.name for group in made.groups for a in group.placed} == {a.name for a in workload.adapters}
+    result = fleet_of_plan(made, workload, None, "workload").simulate(77, 3600.0)
+    assert max(bound_value(each, "ttft_p99_s") for each in result.instances) < 5.0
