@@ -282,10 +282,13 @@ def _work_ms(
 
 @inner
 def _added_adapters(rank: int, standing: int) -> float:
-    """Return the answers for which a request keeps an adapter in the batch that others do not keep there."""
-    if rank == 0 or standing & AWAITED:
+    """Return the answers for which a request keeps an adapter in the batch that others do not keep there.
+
+    Beside one other request of the adapter, at any time of its answer, it is half an answer.
+    """
+    if rank == 0:
         return 0.0
-    return 0.5 if standing & ACTIVE else 1.0
+    return 0.5 if standing & (ACTIVE | AWAITED) else 1.0
 
 
 @inner
