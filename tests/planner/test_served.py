@@ -192,7 +192,7 @@ def test_bounds_may_be_multiples_of_reference_runs() -> None:
 
 
 def test_stale_states_cost_little_beside_shares() -> None:
-    """Least work left by states of any age is not worse than the shares of the placement."""
+    """Least work left by states of any age costs 20 ms at most, at a load where nothing queues."""
     workload = even(6, 60.0, (8, 64))
     names = [adapter.name for adapter in workload.adapters]
     instances = [Instance(PROFILE, a_max=6, s_max=64, adapters=dict.fromkeys(names, 1.0)) for _ in range(3)]
@@ -201,7 +201,7 @@ def test_stale_states_cost_little_beside_shares() -> None:
         looking = simulate_cluster(
             workload, instances, router="least-work-left", duration_s=120.0, state_period_s=period_s
         )
-        assert looking.ttft_s_p95 <= 1.1 * shares.ttft_s_p95 + 0.01
+        assert looking.ttft_s_p95 <= 1.1 * shares.ttft_s_p95 + 0.02
 
 
 def test_a_running_router_has_a_model_of_every_instance(planned) -> None:

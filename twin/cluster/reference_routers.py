@@ -226,8 +226,9 @@ class LeastAddedWork:
         queued = list(zip(candidate.queued, candidate.queued_prompts, strict=True))
         before_ms = self._work_ms(candidate, queued, model, mean_answer)
         queued.append((request.rank, request.prompt_tokens))
-        adapters = 0.5 if candidate.is_active or candidate.is_queued else 1.0
-        adapters *= request.rank > 0
+        adapters = 0.5 if candidate.is_active else 1.0
+        if request.rank == 0 or candidate.is_queued:
+            adapters = 0.0
         added_ms = self._work_ms(candidate, queued, model, mean_answer, adapters) - before_ms
         wait_ms = max(0.0, before_ms - candidate.age_ns * 1e-6) + self._delay_ms(request, candidate, model)
         factor = 1.0

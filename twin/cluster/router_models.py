@@ -7,7 +7,7 @@ on that grid, for requests of the mean length: whole iterations, the base model 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
 from typing import Final, NamedTuple
 
@@ -35,11 +35,6 @@ CONTEXTS: Final = (256.0, 1024.0, 4096.0)
 
 ADAPTERS: Final = (0.25, 0.5, 1.0)
 """Adapters of a decode iteration over its requests, for `fit_work`."""
-
-APART: Final = 0.5
-"""Weight of the slopes that tell adapters from requests, beside those of requests with an adapter each. By
-states of a quarter of a second and older, the former alone send too many requests of an adapter to where it
-was in the batch."""
 
 
 class _Batch(NamedTuple):
@@ -100,16 +95,21 @@ def fit_work(engine: Scenario) -> WorkModel:
 def _fit_work(engine: Scenario, form: int) -> tuple[float, WorkModel]:
     """Return the squared error of a form of the rank terms, and the model."""
     costs = engine.costs
-    with_own, _, _ = _fit_decode(costs, form, (1.0,))
-    per_decode, step, decode_error = _fit_decode(costs, form, ADAPTERS)
+    batches = [b._replace(adapters_each=a) for b in _batches(WORK_BATCHES, CONTEXTS) for a in ADAPTERS]
+    decode = np.array(
+        [[b.requests, b.work(form), b.requests * b.prompt_tokens, b.adapters(costs)] for b in batches]
+    )
+    decode_ms = np.array([_decode_ms(costs, batch, batch.prompt_tokens) for batch in batches])
+    *per_decode, step = _fit(decode, decode_ms)
     batches = list(_batches(PREFILL_BATCHES, CONTEXTS))
     prefill = np.array([[b.requests * b.prompt_tokens, b.work(form) * b.prompt_tokens] for b in batches])
     prefill_ms = np.array([_prefill_ms(costs, batch) for batch in batches])
     *per_prefill, constant = _fit(prefill, prefill_ms)
+    decode_error = decode @ per_decode + step - decode_ms
     prefill_error = prefill @ per_prefill + constant - prefill_ms
     model = WorkModel(
         step_ms=max(0.0, step),
-        decode_ms=max(0.0, APART * per_decode[0] + (1.0 - APART) * with_own[0]),
+        decode_ms=max(0.0, per_decode[0]),
         decode_ms_per_rank=max(0.0, per_decode[1]),
         kv_ms_per_token=max(0.0, per_decode[2]),
         prefill_ms_per_token=max(0.0, per_prefill[0]),
@@ -117,23 +117,9 @@ def _fit_work(engine: Scenario, form: int) -> tuple[float, WorkModel]:
         load_ms=float(costs.load_ns[1:].mean() * 1e-6) if costs.load_ns.size > 1 else 0.0,
         batch_tokens=int(engine.limits.max_num_batched_tokens),
         padded=form == BGMV,
-        adapter_ms=max(0.0, APART * per_decode[3]),
+        adapter_ms=max(0.0, per_decode[3]),
     )
-    return decode_error + float(prefill_error @ prefill_error), model
-
-
-def _fit_decode(costs: Costs, form: int, adapters: Sequence[float]) -> tuple[list[float], float, float]:
-    """Return the slopes of decode iterations, their constant and the squared error.
-
-    Slopes are per request, unit of rank terms and token; then per adapter if their number per request varies.
-    """
-    batches = [b._replace(adapters_each=each) for b in _batches(WORK_BATCHES, CONTEXTS) for each in adapters]
-    columns = [[b.requests, b.work(form), b.requests * b.prompt_tokens, b.adapters(costs)] for b in batches]
-    used = np.array(columns)[:, : 4 if len(adapters) > 1 else 3]
-    decode_ms = np.array([_decode_ms(costs, batch, batch.prompt_tokens) for batch in batches])
-    *slopes, constant = _fit(used, decode_ms)
-    error = used @ slopes + constant - decode_ms
-    return slopes, constant, float(error @ error)
+    return float(decode_error @ decode_error + prefill_error @ prefill_error), model
 
 
 def base_iteration_ms(costs: Costs, requests: Requests) -> float:

@@ -125,7 +125,7 @@ class LeastWorkLeft:
     """
 
     off_plan: float = 1.0
-    max_age_s: float = 5.0
+    max_age_s: float = 1.0
     models: WorkModel | Sequence[WorkModel] | None = None
     rank_raise: float = 1.0
     turn_s: float = 0.0
@@ -282,13 +282,10 @@ def _work_ms(
 
 @inner
 def _added_adapters(rank: int, standing: int) -> float:
-    """Return the answers for which a request keeps an adapter in the batch that others do not keep there.
-
-    Beside one other request of the adapter, at any time of its answer, it is half an answer.
-    """
-    if rank == 0:
+    """Return the answers for which a request keeps an adapter in the batch that others do not keep there."""
+    if rank == 0 or standing & AWAITED:
         return 0.0
-    return 0.5 if standing & (ACTIVE | AWAITED) else 1.0
+    return 0.5 if standing & ACTIVE else 1.0
 
 
 @inner
