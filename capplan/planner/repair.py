@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Final
+from typing import Final, TypeAlias
 
 from capplan.errors import InfeasibleError
 from capplan.planner.knobs import KNOBS, knob_grid, tune_knobs
@@ -17,7 +17,7 @@ from capplan.planner.slots import choose_slots, slot_candidates
 from capplan.planner.validity import broken_rules
 from capplan.planner.verify import InstanceVerification, Verifier
 
-Placement = frozenset[tuple[frozenset[AdapterShare], int, int]]
+Placement: TypeAlias = frozenset[tuple[frozenset[AdapterShare], int, int]]
 
 _ROUNDS: Final = 12
 _ROUNDS_PER_GPU: Final = 2
@@ -68,11 +68,10 @@ class _Fleet:
         return len(failing), sum(len(each.violations) / max(1, len(each.results)) for each in failing)
 
     @property
-    def placement(self) -> frozenset[tuple[frozenset[AdapterShare], int, int]]:
-        """Return what is placed together, to recognize it."""
-        return frozenset(
-            (frozenset(each.shares), each.a_max, each.pool) for each in self.assignments.values()
-        )
+    def placement(self) -> Placement:
+        """Return what is placed together, with how many slots, in which pool."""
+        instances = self.assignments.values()
+        return frozenset((frozenset(each.shares), each.a_max, each.pool) for each in instances)
 
     def changed(
         self, assignments: Mapping[int, Assignment], verdicts: Mapping[int, InstanceVerification]
