@@ -19,7 +19,7 @@ from capplan.spec import (
     RebalanceSettings,
     Scheduler,
 )
-from capplan.spec.routing import PLAN_ROUTER
+from capplan.spec.routing import PLAN_ROUTER, stores_everywhere
 
 if TYPE_CHECKING:
     from capplan.engine.router.instances import InstanceSpec
@@ -248,8 +248,7 @@ def plan_registry(registry: str, plan: Plan, groups: Sequence[Group], model_name
 
     every, own = ({each.name for group in some for each in group.adapters} for some in (plan.groups, groups))
     excluded = frozenset({*(every - own), plan.base_model, model_name})
-    everywhere = plan.router_options is not None and plan.router_options.holders == "all"
-    return RegistrySettings(registry, plan.base_model, excluded, everywhere)
+    return RegistrySettings(registry, plan.base_model, excluded, stores_everywhere(plan.router_options))
 
 
 def pool_folder(lora_root: str | None, admin_api_key: str | None) -> Path | None:

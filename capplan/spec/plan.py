@@ -34,6 +34,7 @@ from capplan.spec.routing import (
     RouterName,
     RouterOptions,
     check_router_options,
+    stores_everywhere,
 )
 from capplan.spec.scheduling import Cache, CacheSource, Scheduler, SchedulerSource, check_pair, completed
 from capplan.spec.slo import Objective, Slo
@@ -333,7 +334,7 @@ class Plan(Displayed, SpecModel):
         return self
 
     def _check_adapters(self) -> None:
-        stores_all = self.router_options is not None and self.router_options.holders == "all"
+        stores_all = stores_everywhere(self.router_options)
         shares: dict[str, list[float]] = {}
         common: dict[str, tuple[int, float]] = {}
         for i, group in enumerate(self.groups):

@@ -80,6 +80,11 @@ class RouterOptions(SpecModel):
         return self.given if self.holders == "placed" else {**_PREFERENCE, **self.given}
 
 
+def stores_everywhere(options: RouterOptions | None) -> bool:
+    """Tell whether all GPUs store all adapters, by the options of a workload or plan."""
+    return options is not None and options.holders == "all"
+
+
 def check_router_options(options: RouterOptions | None, router: str | None, *, rebalanced: bool) -> None:
     """Check that options go with the router, at their keys."""
     if options is None:

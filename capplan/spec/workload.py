@@ -25,6 +25,7 @@ from capplan.spec.routing import (
     RouterName,
     RouterOptions,
     check_router_options,
+    stores_everywhere,
 )
 from capplan.spec.scheduling import (
     CACHE,
@@ -190,7 +191,7 @@ class PlanningRequirements(SpecModel):
     @property
     def stores_everywhere(self) -> bool:
         """Whether every GPU stores all adapters that its pool may serve."""
-        return self.router_options is not None and self.router_options.holders == "all"
+        return stores_everywhere(self.router_options)
 
     @property
     def scheduling(self) -> tuple[Scheduler, Cache] | None:
