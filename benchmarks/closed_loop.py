@@ -209,7 +209,7 @@ def main() -> int:
     parser.add_argument("--form", default="additive")
     parser.add_argument("--budget-s", type=float, help="of the profile; default 600, of a shape 300")
     parser.add_argument("--point-s", type=float, default=2.0)
-    parser.add_argument("--duration-s", type=float, default=120.0, help="of each validation")
+    parser.add_argument("--duration", dest="duration_s", type=float, default=120.0, help="of each validation")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--profiled-slots", type=int, nargs="+", default=[4, 24])
     parser.add_argument("--slots", type=int, nargs="*", default=[2, 4, 8, 16, 24])

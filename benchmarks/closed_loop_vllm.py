@@ -346,7 +346,9 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--form", help="step model; default: the best on left-out runs")
     parser.add_argument("--budget-s", type=float, default=1400.0, help="of each profile, at most")
     parser.add_argument("--point-s", type=float, default=8.0)
-    parser.add_argument("--duration-s", type=float, default=120.0, help="of each held-out point")
+    parser.add_argument(
+        "--duration", dest="duration_s", type=float, default=120.0, help="of each held-out point"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=PAIRED_SEEDS, help="of the overloaded points")
     names = [held.name for held in POINTS]

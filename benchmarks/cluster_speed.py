@@ -63,7 +63,7 @@ def growth_table(duration_s: float) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--duration-s", type=float, default=HOUR_S)
+    parser.add_argument("--duration", dest="duration_s", type=float, default=HOUR_S)
     parser.add_argument("--markdown", type=Path, help="write the tables to this file, too")
     parser.add_argument("--peak-rss", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)

@@ -134,7 +134,7 @@ def server_command(args: argparse.Namespace) -> ServerCommand:
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--model", default="tiny-llama")
-    parser.add_argument("--duration-s", type=float, default=60.0, help="of the overload")
+    parser.add_argument("--duration", dest="duration_s", type=float, default=60.0, help="of the overload")
     parser.add_argument("--settle-s", type=float, default=15.0, help="of each other phase")
     parser.add_argument("--max-num-seqs", type=int, default=32)
     parser.add_argument("--max-queue", type=int, default=32)

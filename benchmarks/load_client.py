@@ -70,7 +70,7 @@ def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--against", type=Path, metavar="CHECKOUT")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--duration-s", type=float, default=6.0)
+    parser.add_argument("--duration", dest="duration_s", type=float, default=6.0)
     given = parser.parse_args()
     checkouts = {"this": _HERE.parents[1]}
     if given.against is not None:

@@ -2,9 +2,9 @@
 
 A null server in a child process answers every request immediately with a stream of events; both share the
 processor. Requests are those of a workload of Poisson arrivals, sent when due, each written to a Parquet file
-with the times of its events, as `capplan bench --requests` does. Measured: completed requests per second, lag
-of sending, CPU time per request in this process, and growth of its memory from the first tenth of the run to
-its end.
+with the times of its events, as `capplan bench --requests-out` does. Measured: completed requests per second,
+lag of sending, CPU time per request in this process, and growth of its memory from the first tenth of the run
+to its end.
 
 A second, slower run tests the times of sending against a Poisson process (Kolmogorov-Smirnov, gaps against an
 exponential distribution): slower, since an event loop wakes on whole milliseconds.

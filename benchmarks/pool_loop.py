@@ -351,7 +351,7 @@ def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--stage", choices=("profile", "systems", "queues"), required=True)
-    parser.add_argument("--duration-s", type=float, default=40.0, help="of each measurement")
+    parser.add_argument("--duration", dest="duration_s", type=float, default=40.0, help="of each measurement")
     parser.add_argument("--budget-s", type=float, default=300.0, help="of the profile")
     parser.add_argument("--seed", type=int, default=0, help="of arrivals and lengths")
     parser.add_argument("--threads", type=int, default=1)

@@ -3,7 +3,7 @@
     python -m benchmarks.running_cluster --out DIR --stage schedules --cases 50    # 8 minutes
     python -m benchmarks.pool_loop --out DIR --stage profile                       # once, 5 minutes
     python -m benchmarks.running_cluster --out DIR --stage correctness             # 12 minutes
-    python -m benchmarks.running_cluster --out DIR --stage latency --duration-s 120 --rate-rps 3
+    python -m benchmarks.running_cluster --out DIR --stage latency --duration 120 --rate-rps 3
 
 ``correctness``: `capplan serve PLAN --rebalance` with 4 instances and 24 adapters under a workload whose
 popular adapters change every `PHASE_S`. No request may fail, and each adapter must be stored at the end.
@@ -161,7 +161,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=50)
     parser.add_argument("--first", type=int, default=0, help="seed of the first schedule")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--duration-s", type=float, default=600.0)
+    parser.add_argument("--duration", dest="duration_s", type=float, default=600.0)
     parser.add_argument("--phase-s", type=float, default=100.0)
     parser.add_argument("--rebalance-s", type=float, default=50.0)
     parser.add_argument("--rate-rps", type=float, default=4.0)

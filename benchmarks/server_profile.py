@@ -97,7 +97,7 @@ def row(url: str, profile: Profile, rate_rps: float, duration_s: float) -> dict[
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--budget-s", type=float, default=100.0)
-    parser.add_argument("--duration-s", type=float, default=40.0)
+    parser.add_argument("--duration", dest="duration_s", type=float, default=40.0)
     parser.add_argument("--rates-rps", type=float, nargs="+", default=[1.0, 4.0, 8.0])
     given = parser.parse_args()
     names = ["base", *(f"a{i}" for i in range(ADAPTERS))]

@@ -3,7 +3,7 @@
 ``python -m benchmarks.surrogate_fidelity --reference DIR`` prints tables; DIR holds runs.csv, on none of
 whose runs any surrogate was trained. ``--fresh DIR ...`` adds datasets of `capplan dataset generate` with
 other seeds than that of the training data; several of one design are summed up by mean and 95 % interval.
-``--trained DIR`` takes the surrogates of one profile from ``capplan train --output-dir DIR`` instead.
+``--trained DIR`` takes the surrogates of one profile from ``capplan train --output DIR`` instead.
 """
 
 from __future__ import annotations

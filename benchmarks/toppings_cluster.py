@@ -204,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kernel", type=Kernel, choices=tuple(Kernel), default=Kernel.BGMV)
     parser.add_argument("--popularity", choices=("functions", "zipf"), default="functions")
     parser.add_argument("--routers", nargs="+", choices=COMPARED, default=COMPARED)
-    parser.add_argument("--duration-s", type=float, default=3600.0)
+    parser.add_argument("--duration", dest="duration_s", type=float, default=3600.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the rows to this file, too")
     chosen = parser.parse_args(arguments)

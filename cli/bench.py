@@ -17,7 +17,8 @@ from capplan.cli.options import (
     INTERRUPTED,
     ApiKey,
     AsJson,
-    ReportFile,
+    HtmlFile,
+    RequestsFile,
     ResultFile,
     command,
     fill,
@@ -46,7 +47,9 @@ class BenchArgs:
     read: str | None = typer.Option(
         None, metavar="FILE", help="Show a result, or a file of vllm bench serve, instead."
     )
-    duration_s: float = typer.Option(60.0, metavar="SECONDS", help="Length of the measured window.")
+    duration_s: float = typer.Option(
+        60.0, "--duration", metavar="SECONDS", help="Length of the measured window."
+    )
     warm_up_s: float = typer.Option(0.0, metavar="SECONDS", help="Load before the window.")
     seed: int = typer.Option(0, metavar="N", min=0, help="Same seed, same requests as `simulate`.")
     rate_scale: float = typer.Option(1.0, metavar="FACTOR", help="Multiplies every rate.")
@@ -57,7 +60,9 @@ class BenchArgs:
     max_in_flight: int | None = typer.Option(
         None, metavar="N", min=1, help="Reject requests beyond this many."
     )
-    timeout_s: float = typer.Option(600.0, metavar="SECONDS", help="Longest time of one request.")
+    timeout_s: float = typer.Option(
+        600.0, "--request-timeout", metavar="SECONDS", help="Longest time of one request."
+    )
     drain_s: float = typer.Option(30.0, metavar="SECONDS", help="Wait for answers after the window.")
     metrics_interval_s: float = typer.Option(
         0.0, metavar="SECONDS", help="Pause between scrapes of /metrics."
@@ -71,10 +76,8 @@ class BenchArgs:
     )
     extra_body: str | None = typer.Option(None, metavar="JSON", help="Additional fields of every request.")
     output: ResultFile = None
-    requests: str | None = typer.Option(
-        None, metavar="FILE", help="Write every request as Parquet, one row each."
-    )
-    report: ReportFile = None
+    requests_out: RequestsFile = None
+    html: HtmlFile = None
     vllm_json: str | None = typer.Option(
         None, metavar="FILE", help="Also write the result in the format of `vllm bench serve`."
     )
@@ -119,7 +122,7 @@ def _measured(args: BenchArgs) -> BenchResult:
     from capplan.profiling.load.requests import LoadSettings, PromptForm, Target
     from capplan.spec import load_workload
 
-    require_writable_files(args.output, args.requests, args.report, args.vllm_json)
+    require_writable_files(args.output, args.requests_out, args.html, args.vllm_json)
     workload = load_workload(args.workload)
     names, fields = _names(args.adapters_map, workload), _fields(args.extra_body)
     form = None if args.prompt_form is None else member(PromptForm, args.prompt_form, "--prompt-form")
@@ -127,7 +130,7 @@ def _measured(args: BenchArgs) -> BenchResult:
     base_model = names.pop(workload.base_model, None)
     target = Target(args.url, args.api_key, base_model, names, fields)
     raise_file_limit()
-    with _request_file(args.requests, needed=bool(args.vllm_json or args.report)) as file:
+    with _request_file(args.requests_out, needed=bool(args.vllm_json or args.html)) as file:
         with load_progress(quiet=args.as_json) as on_tick:
             result = measure(workload, target, fill(LoadSettings, args), options, file=file, on_tick=on_tick)
         _write(args, result, file, workload.slo)
@@ -161,12 +164,12 @@ def _write(args: BenchArgs, result: BenchResult, file: RequestFile | None, slo: 
         from capplan.profiling.load.vllm_bench import write_vllm_bench
 
         write_vllm_bench(args.vllm_json, result, rows)
-    if args.report is not None:
+    if args.html is not None:
         from capplan.cli.report.measurement import bench_page
 
         bounds = slo.latency_bounds()
-        write_text_atomic(args.report, bench_page(str(args.workload), result, rows, bounds))
-    if args.requests is not None:
+        write_text_atomic(args.html, bench_page(str(args.workload), result, rows, bounds))
+    if args.requests_out is not None:
         file.keep()
 
 

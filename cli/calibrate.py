@@ -15,8 +15,8 @@ from capplan.cli.options import (
     AsJson,
     EngineRules,
     EngineVersion,
+    HtmlFile,
     Quiet,
-    ReportFile,
     command,
     command_line,
     fill,
@@ -73,7 +73,7 @@ class CalibrateArgs:
     workers: int | None = typer.Option(None, metavar="N", min=1, help="Threads; default: one per core.")
     name: str | None = typer.Option(None, metavar="NAME", help="Of the profile; default: BASE-calibrated.")
     source: str | None = typer.Option(None, metavar="TEXT", help="Source of the measurements.")
-    report: ReportFile = None
+    html: HtmlFile = None
     as_json: AsJson = False
     quiet: Quiet = False
 
@@ -91,9 +91,9 @@ def calibrate(args: CalibrateArgs) -> None:
     recorded = command_line("capplan calibrate", args)
     args = _with_tables_of_folder(args)
     base = _base(args)
-    require_writable_files(args.output, args.report)
-    if args.report is not None and Path(args.report).resolve() == Path(args.output).resolve():
-        raise InputError("must be another file than --output", args.report, "--report")
+    require_writable_files(args.output, args.html)
+    if args.html is not None and Path(args.html).resolve() == Path(args.output).resolve():
+        raise InputError("must be another file than --output", args.html, "--html")
     tables = fill(CalibrationTables, args)
     options = fill(
         CalibrationOptions,
@@ -109,16 +109,16 @@ def calibrate(args: CalibrateArgs) -> None:
 
     with progress_bars(quiet=args.quiet) as on_progress:
         made = fit(base, tables, options, on_progress)
-    if args.report is not None:
+    if args.html is not None:
         from capplan.cli.report.calibration import calibration_page
 
-        write_text_atomic(args.report, calibration_page(made))
+        write_text_atomic(args.html, calibration_page(made))
     write_json(args.output, made.profile.model_dump(mode="json"))
     if args.as_json:
         print_json(document(made))
     elif not args.quiet:
         show(made)
-        typer.echo(f"written to {args.output}" + (f", report to {args.report}" if args.report else ""))
+        typer.echo(f"written to {args.output}" + (f", page to {args.html}" if args.html else ""))
 
 
 def _with_tables_of_folder(args: CalibrateArgs) -> CalibrateArgs:

@@ -49,7 +49,7 @@ class CapacityArgs:
     fewest: bool = typer.Option(
         False, "--fewest", help="Without a plan: find the fewest instances for the workload's load."
     )
-    a_max: int | None = typer.Option(
+    max_loras: int | None = typer.Option(
         None, metavar="N", help="Without a plan: adapter slots of an instance; default: the workload's."
     )
     router: RouterOption = None
@@ -124,7 +124,7 @@ def _check(args: CapacityArgs) -> None:
     if args.plan is not None:
         for flag, value in (
             ("--instances", args.instances),
-            ("--a-max", args.a_max),
+            ("--max-loras", args.max_loras),
             ("--fewest", args.fewest),
         ):
             if value:
@@ -200,12 +200,12 @@ def _instance(args: CapacityArgs, workload: Workload, profile: Profile) -> Any:
     from capplan.twin.cluster import Instance
 
     engine = workload.engine
-    slots = args.a_max if args.a_max is not None else engine.max_loras
+    slots = args.max_loras if args.max_loras is not None else engine.max_loras
     pair = workload.scheduling
     if slots is None and (pair is not None or not workload.adapters):
         slots = len(workload.adapters)
     if slots is None:
-        raise InputError("is required, unless the workload fixes engine.max_loras", location="--a-max")
+        raise InputError("is required, unless the workload fixes engine.max_loras", location="--max-loras")
     rank = engine.max_lora_rank or allowed_lora_rank(max((a.rank for a in workload.adapters), default=1))
     names = (
         "max_num_seqs",

@@ -11,6 +11,7 @@ from capplan.cli.console import DASH, Table, counted, number, percent, print_jso
 from capplan.cli.options import (
     FAILED,
     AsJson,
+    HtmlFile,
     ProfileName,
     Seed,
     WorkloadFile,
@@ -40,8 +41,10 @@ class CompareArgs:
     )
     seeds: int = typer.Option(5, metavar="K", help="Fresh seeds that answers are verified on.")
     seed: Seed = 0
-    time_limit: float = typer.Option(60.0, metavar="SECONDS", help="Limit for dlora-proactive and milp.")
-    html: str | None = typer.Option(None, metavar="FILE", help="Write the comparison as one HTML file.")
+    solver_time_limit: float = typer.Option(
+        60.0, metavar="SECONDS", help="Limit of one solver: dlora-proactive, milp."
+    )
+    html: HtmlFile = None
     as_json: AsJson = False
 
 
@@ -65,7 +68,7 @@ def compare(args: CompareArgs) -> None:
             profile=chosen,
             seed=args.seed,
             seeds=args.seeds,
-            time_limit_s=args.time_limit,
+            time_limit_s=args.solver_time_limit,
             progress=on_progress,
         )
     if args.html is not None:

@@ -34,7 +34,7 @@ class DatasetArgs:
     )
     scenarios: int = typer.Option(10_000, metavar="N", min=1, help="How many to draw.")
     seed: int = typer.Option(0, metavar="N", min=0, help="Same seed, same bytes.")
-    duration_s: float = typer.Option(3600.0, metavar="SECONDS", help="Simulated time of each.")
+    duration_s: float = typer.Option(3600.0, "--duration", metavar="SECONDS", help="Simulated time of each.")
     workers: Workers = None
     ray_address: RayAddress = None
     as_json: AsJson = False

@@ -59,8 +59,12 @@ Quiet: TypeAlias = Annotated[bool, typer.Option("--quiet", "-q", help="Print not
 
 Seed: TypeAlias = Annotated[int, typer.Option(metavar="N", help="Same seed, same result.")]
 
-ReportFile: TypeAlias = Annotated[
-    str | None, typer.Option(metavar="FILE", help="Write an HTML report with charts, readable offline.")
+HtmlFile: TypeAlias = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Write an HTML page with charts, readable offline.")
+]
+
+RequestsFile: TypeAlias = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Write every request as Parquet, one row each.")
 ]
 
 ResultFile: TypeAlias = Annotated[

@@ -44,8 +44,8 @@ class ProfileEngineArgs:
     dtype: str = typer.Option("auto", metavar="NAME", help="auto, float32, float16 or bfloat16.")
     rules: str = typer.Option("capplan", metavar="NAME", help="Serving rules.")
     lora_kernel: str | None = typer.Option(None, metavar="NAME", help="Default: the engine's.")
-    a_max: str = typer.Option("8", metavar="N[,N...]", help="Adapter slots.")
-    s_max: str | None = typer.Option(
+    max_loras: str = typer.Option("8", metavar="N[,N...]", help="Adapter slots.")
+    max_lora_rank: str | None = typer.Option(
         None, metavar="RANK[,RANK...]", help="Of a slot; default: the largest rank."
     )
     ranks: str = typer.Option("8,16,32", "--ranks", metavar="RANK[,RANK...]", help="Of the adapters.")
@@ -87,14 +87,14 @@ def engine(args: ProfileEngineArgs) -> None:
     from capplan.spec import allowed_lora_rank
 
     ranks = numbers(args.ranks, "--ranks", least=1)
-    s_max = str(allowed_lora_rank(max(ranks))) if args.s_max is None else args.s_max
+    s_max = str(allowed_lora_rank(max(ranks))) if args.max_lora_rank is None else args.max_lora_rank
     if args.memory_gib is not None and not 0.0 < args.memory_gib < float("inf"):
         raise InputError("must be a finite number above 0", args.memory_gib, "--memory-gib")
     options = fill(
         EngineProfilingOptions,
         args,
-        a_max=numbers(args.a_max, "--a-max", least=1),
-        s_max=numbers(s_max, "--s-max", least=1),
+        a_max=numbers(args.max_loras, "--max-loras", least=1),
+        s_max=numbers(s_max, "--max-lora-rank", least=1),
         ranks=ranks,
         memory_bytes=None if args.memory_gib is None else round(args.memory_gib * _GIB),
         stages=names(args.stages, "--stages"),

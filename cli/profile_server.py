@@ -46,10 +46,10 @@ class ProfileServerArgs:
         None, metavar="NAME", help="Name of the base model; without it, adapters only."
     )
     rank: int = typer.Option(16, metavar="N", min=1, max=_HIGHEST_RANK, help="For adapters without :RANK.")
-    a_max: int | None = typer.Option(
+    max_loras: int | None = typer.Option(
         None, metavar="N", min=1, help="Adapter slots; default: as the server reports."
     )
-    s_max: int | None = typer.Option(
+    max_lora_rank: int | None = typer.Option(
         None, metavar="RANK", min=1, help="Rank of a slot; default: the smallest that holds every adapter."
     )
     max_num_seqs: int = engine_option("max_num_seqs", 256, least=1)
@@ -79,8 +79,8 @@ def server(args: ProfileServerArgs) -> None:
     from capplan.spec import allowed_lora_rank
 
     ranks, lengths = _adapters(args.adapters, args.workload, args.rank)
-    s_max = args.s_max or allowed_lora_rank(max(ranks.values(), default=1))
-    setting = fill(EngineSetting, args, s_max=s_max)
+    s_max = args.max_lora_rank or allowed_lora_rank(max(ranks.values(), default=1))
+    setting = fill(EngineSetting, args, a_max=args.max_loras, s_max=s_max)
     options = fill(
         ServerProfilingOptions,
         args,

@@ -32,14 +32,14 @@ ForecastName: TypeAlias = Annotated[
 RebalanceSolverName: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        "--solver",
+        "--rebalance-solver",
         metavar="NAME",
         help="Placement by --rebalance: loraserve (Algorithm 1) or capplan (moves from the placement in "
         "force, with a price on copied bytes); default: loraserve.",
     ),
 ]
 
-_FLAGS: Final = {"every_s": "--rebalance", "forecast": "--forecast", "solver": "--solver"}
+_FLAGS: Final = {"every_s": "--rebalance", "forecast": "--forecast", "solver": "--rebalance-solver"}
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ _ENGINE_FLAGS: Final = (
 _READERS: Final = MappingProxyType({"scheduler": read_scheduler, "cache": read_cache, "queues": read_queues})
 """Readers of the engine settings that are documents, by parameter."""
 
-_OF_ONE_INSTANCE: Final = ("lora_modules", "max_adapters", "records", "cpu_affinity", "server_url")
+_OF_ONE_INSTANCE: Final = ("lora_modules", "max_adapters", "steps_out", "cpu_affinity", "server_url")
 _OF_PLANS: Final = ("groups", "ray_address", "announce_host", "router", "state_period_s", "rebalance")
 _FLAGS: Final = {
     "served_model_name": "--served-model-name",
@@ -129,7 +129,7 @@ class ServeArgs:
         "--lora-root.",
     )
     forecast: ForecastName = None
-    solver: str | None = typer.Option(
+    rebalance_solver: str | None = typer.Option(
         None, metavar="NAME", help="Placement by --rebalance: loraserve (default) or capplan."
     )
     workload: str | None = typer.Option(
@@ -264,7 +264,7 @@ class ServeArgs:
         "in the profile of a plan's group, or 8, an assumption.",
     )
     seed: int = typer.Option(0, metavar="N", help="Seed of random weights and sampling.")
-    records: str | None = typer.Option(
+    steps_out: str | None = typer.Option(
         None, metavar="FILE", help="Write a record of every step as Parquet, at the end."
     )
     cpu_affinity: str = typer.Option(
@@ -299,7 +299,7 @@ def _serve_instance(args: ServeArgs) -> int:
             raise InputError("is for plans", location=f"--{names.get(name, name).replace('_', '-')}")
     if args.model is None:
         raise InputError("is required", location="--model")
-    require_writable_files(args.records)
+    require_writable_files(args.steps_out)
     adapters = read_lora_modules([*(args.lora_modules or ()), *(args.words or ())])
     _require_queue(args)
     from capplan.engine.server import InstanceConfig, ServerLimits, ServerSettings, run_instance
@@ -322,7 +322,7 @@ def _serve_instance(args: ServeArgs) -> int:
             server=settings,
             adapters=adapters,
             engine=_engine_settings(args, len(adapters)),
-            records=None if args.records is None else Path(args.records),
+            records=None if args.steps_out is None else Path(args.steps_out),
             cpu_affinity=args.cpu_affinity,
         )
         facts = {"model": settings.model_name, "adapters": len(adapters)}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from capplan.engine.router.rebalancing import RebalancingConfig
     from capplan.spec.registry import AdapterRegistry
 
-FLAGS = ("forecast", "solver", "workload")
+FLAGS = ("forecast", "rebalance_solver", "workload")
 """Options that go with ``--rebalance``."""
 
 
@@ -36,7 +36,7 @@ def rebalance_options(values: dict[str, Any], planned: RebalanceSettings | None)
     InputError
         If an option is invalid or lacks another one.
     """
-    options = RebalanceOptions(values["rebalance"], values["forecast"], values["solver"])
+    options = RebalanceOptions(values["rebalance"], values["forecast"], values["rebalance_solver"])
     settings = options.settings(planned)
     if settings is None:
         return None

@@ -13,9 +13,10 @@ from capplan.cli.notes import Strict, extrapolation_line, require_no_extrapolati
 from capplan.cli.options import (
     AsJson,
     CacheName,
+    HtmlFile,
     ProfileName,
     RayAddress,
-    ReportFile,
+    RequestsFile,
     RouterOption,
     SchedulerName,
     Seed,
@@ -67,12 +68,12 @@ class SimulateArgs:
     """Options of `capplan simulate`."""
 
     workload: WorkloadFile
-    a_max: str | None = typer.Option(
+    max_loras: str | None = typer.Option(
         None,
         metavar="N[,N...]",
         help="Adapter slots; several are compared side by side; 0 without adapters.",
     )
-    s_max: int | None = typer.Option(
+    max_lora_rank: int | None = typer.Option(
         None, metavar="RANK", help="Rank of a slot; default: the smallest that holds every adapter."
     )
     plan: str | None = typer.Option(
@@ -82,7 +83,7 @@ class SimulateArgs:
     state_period_s: StatePeriod = None
     rebalance_s: RebalancePeriod = None
     forecast: ForecastName = None
-    solver: RebalanceSolverName = None
+    rebalance_solver: RebalanceSolverName = None
     profile: ProfileName = None
     duration_s: SimulatedTime = None
     seed: Seed = 0
@@ -115,10 +116,8 @@ class SimulateArgs:
     detail: bool = typer.Option(
         False, "--detail", help="Also slowdown, waits, hit rate, metrics per rank, SLO attainment."
     )
-    report: ReportFile = None
-    requests_out: str | None = typer.Option(
-        None, metavar="FILE", help="Write every request as Parquet, one row each."
-    )
+    html: HtmlFile = None
+    requests_out: RequestsFile = None
     workers: Workers = None
     ray_address: RayAddress = None
     strict: Strict = False
@@ -133,11 +132,11 @@ def simulate(args: SimulateArgs) -> None:
     """
     from capplan.spec import load_workload, write_text_atomic
 
-    require_writable_files(args.report, args.requests_out)
+    require_writable_files(args.html, args.requests_out)
     if args.plan is not None:
         _simulate_plan(args, args.plan)
         return
-    rebalance = RebalanceOptions(args.rebalance_s, args.forecast, args.solver)
+    rebalance = RebalanceOptions(args.rebalance_s, args.forecast, args.rebalance_solver)
     require_plan(args.router, args.state_period_s, rebalance)
     workload = load_workload(args.workload)
     args = replace(args, duration_s=simulated_s(workload, args.duration_s))
@@ -163,12 +162,12 @@ def simulate(args: SimulateArgs) -> None:
 
         tables = {count: detail.requests for count, detail in details.items()}
         write_parquet(args.requests_out, several_tables(tables, by="a_max"))
-    if args.report is not None:
+    if args.html is not None:
         from capplan.cli.report.simulation import NamedResults, simulation_page
 
         results = NamedResults(outcomes, details, pair)
         page = simulation_page(args.workload, workload, profile, settings, results, lines)
-        write_text_atomic(args.report, page)
+        write_text_atomic(args.html, page)
     shown = details if args.detail else {}
     if args.as_json:
         document = {
@@ -191,8 +190,8 @@ def simulate(args: SimulateArgs) -> None:
 
 
 _OF_ONE_GPU: Final = (
-    *("a_max", "s_max", *_ENGINE, "max_in_flight", "rules", "scheduler", "cache", "gpus_per_link"),
-    *("prefix_caching", "report", "requests_out", "workers", "ray_address"),
+    *("max_loras", "max_lora_rank", *_ENGINE, "max_in_flight", "rules", "scheduler", "cache"),
+    *("gpus_per_link", "prefix_caching", "html", "requests_out", "workers", "ray_address"),
 )
 """Options that do not go with a plan."""
 
@@ -211,7 +210,7 @@ def _simulate_plan(args: SimulateArgs, plan: str) -> None:
         profile=args.profile,
         router=args.router,
         state_period_s=args.state_period_s,
-        rebalance=RebalanceOptions(args.rebalance_s, args.forecast, args.solver),
+        rebalance=RebalanceOptions(args.rebalance_s, args.forecast, args.rebalance_solver),
         duration_s=args.duration_s,
         seed=args.seed,
     )
@@ -231,7 +230,7 @@ def found_extrapolations(
         if not isinstance(outcome, InfeasibleError):
             args = engine_args(workload, cast("SimulateSettings", {"a_max": slots, **known}), profile)
             values = values_of(workload, args, profile.tp, [outcome])
-            name = f"a_max {slots}" if outcome.pool is None else "scheduler and cache"
+            name = f"max_loras {slots}" if outcome.pool is None else "scheduler and cache"
             found += [(name, each) for each in extrapolations(profile, values)]
     return [each.document() for each in merged(found)]
 
@@ -239,16 +238,16 @@ def found_extrapolations(
 def _slots(args: SimulateArgs, workload: Workload, pair: tuple[Scheduler, Cache] | None) -> tuple[int, ...]:
     """Return the numbers of slots to simulate, each once, in the order given."""
     if pair is not None:
-        if args.a_max is not None:
+        if args.max_loras is not None:
             rule = "does not go with a scheduler or a cache: adapters and KV share the memory"
-            raise InputError(rule, args.a_max, "--a-max")
+            raise InputError(rule, args.max_loras, "--max-loras")
         return (len(workload.adapters),)
-    if args.a_max is not None:
-        return numbers(args.a_max, "--a-max")
+    if args.max_loras is not None:
+        return numbers(args.max_loras, "--max-loras")
     if workload.engine.max_loras is None and not workload.adapters:
         return (0,)
     if workload.engine.max_loras is None:
-        raise InputError("is required, unless the workload fixes engine.max_loras", location="--a-max")
+        raise InputError("is required, unless the workload fixes engine.max_loras", location="--max-loras")
     return (workload.engine.max_loras,)
 
 
@@ -268,7 +267,7 @@ def _settings(args: SimulateArgs, workload: Workload) -> dict[str, Any]:
     """Return the settings of the command line, or else of the workload; the twin has the defaults."""
     from capplan.spec import allowed_lora_rank
 
-    rank = args.s_max if args.s_max is not None else workload.engine.max_lora_rank
+    rank = args.max_lora_rank if args.max_lora_rank is not None else workload.engine.max_lora_rank
     plain = ("duration_s", "seed", "max_in_flight", "rules", "prefix_caching")
     link = {} if args.gpus_per_link is None else {"gpus_per_link": args.gpus_per_link}
     merged = {
@@ -290,7 +289,8 @@ def _settings(args: SimulateArgs, workload: Workload) -> dict[str, Any]:
 def column_names(slots: Sequence[int], pair: tuple[Scheduler, Cache] | None) -> dict[int, str]:
     """Return the name of each simulation: its slots, or scheduler and cache."""
     return {
-        count: f"a_max {count}" if pair is None else f"{pair[0].name}\n{pair[1].policy}" for count in slots
+        count: f"max_loras {count}" if pair is None else f"{pair[0].name}\n{pair[1].policy}"
+        for count in slots
     }
 
 
@@ -305,7 +305,7 @@ def _simulated(jobs: list[Job], args: SimulateArgs) -> tuple[Outcomes, Details]:
     from capplan.twin import DetailedResult
     from capplan.twin.sweep import sweep, sweep_detailed
 
-    run = sweep_detailed if args.detail or args.report or args.requests_out else sweep
+    run = sweep_detailed if args.detail or args.html or args.requests_out else sweep
     with progress_bars() as on_progress:
         on_progress("simulate", 0, len(jobs))
         results = run(
@@ -360,7 +360,7 @@ def _print(
             print_table(_slo_table(details, names))
     for count, outcome in outcomes.items():
         if isinstance(outcome, InfeasibleError):
-            typer.echo(f"a_max {count}: {outcome}")
+            typer.echo(f"max_loras {count}: {outcome}")
 
 
 Outcomes: TypeAlias = "Mapping[int, SimulationResult | InfeasibleError]"
@@ -438,7 +438,7 @@ def _ranks_table(details: Details, names: Mapping[int, str]) -> Table:
     metrics = ("finished", "served", "tok/s", "TTFT p50, s", "TTFT p99, s", "TPOT p50, ms", "slowdown p50")
     rows = [
         (
-            names[slots].removeprefix("a_max "),
+            names[slots].removeprefix("max_loras "),
             str(rank),
             number(group.finished),
             percent(group.served_fraction),
@@ -452,8 +452,8 @@ def _ranks_table(details: Details, names: Mapping[int, str]) -> Table:
         for slots, detail in details.items()
         for rank, group in detail.by_rank.items()
     ]
-    by_slots = all(name.startswith("a_max ") for name in names.values())
-    head = "a_max" if by_slots else "scheduler\ncache"
+    by_slots = all(name.startswith("max_loras ") for name in names.values())
+    head = "max_loras" if by_slots else "scheduler\ncache"
     return Table((head, "rank", *metrics, "resident"), rows, numbers_from=0)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 from capplan.cli.console import Table, number, percent, print_json, print_table
-from capplan.cli.options import AsJson, KnownProfile, RayAddress, ReportFile, command, fill, names
+from capplan.cli.options import AsJson, HtmlFile, KnownProfile, RayAddress, command, fill, names
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
@@ -58,9 +58,11 @@ class TrainArgs:
         None, metavar="N", min=1, help="Processes, then threads; default: one per core."
     )
     ray_address: RayAddress = None
-    report: ReportFile = None
-    output_dir: str | None = typer.Option(
+    html: HtmlFile = None
+    output: str | None = typer.Option(
         None,
+        "--output",
+        "-o",
         metavar="DIR",
         help="Write best.npz, forest.npz, tree.json there; default: where the profile's belong.",
     )
@@ -94,10 +96,10 @@ def train(args: TrainArgs) -> None:
     folder = data_folder(profile, wanted)
     journal = folder / f"search-seed{args.seed}.journal"
     options = _options(args, journal)
-    files = _files(profile, args.output_dir, options.kinds)
-    if args.report is not None and args.kinds is not None:
-        raise InputError("must be left out with --report, which compares all kinds", args.kinds, "--kinds")
-    _require_places(files, args.report)
+    files = _files(profile, args.output, options.kinds)
+    if args.html is not None and args.kinds is not None:
+        raise InputError("must be left out with --html, which compares all kinds", args.kinds, "--kinds")
+    _require_places(files, args.html)
     data = datasets(profile, wanted)
     tables = read_tables(data, profile_digest=profile_digest(profile))
     require_writable_files(str(journal))
@@ -110,10 +112,10 @@ def train(args: TrainArgs) -> None:
     for kind, path in files.items():
         _make_folder(path.parent)
         write_bytes_atomic(path, contents[kind])
-    if args.report is not None:
+    if args.html is not None:
         from capplan.cli.report.training import training_page
 
-        write_text_atomic(args.report, training_page(profile, list(data.values()), trained, sizes))
+        write_text_atomic(args.html, training_page(profile, list(data.values()), trained, sizes))
     if args.as_json:
         print_json(
             {
@@ -127,7 +129,7 @@ def train(args: TrainArgs) -> None:
     _print(trained)
     rows = [(kind, f"{sizes[kind]:,}", str(path)) for kind, path in files.items()]
     print_table(Table(("surrogate", "bytes", "written to"), rows, numbers_from=None))
-    typer.echo(f"learned from {folder}" + (f", report in {args.report}" if args.report else ""))
+    typer.echo(f"learned from {folder}" + (f", report in {args.html}" if args.html else ""))
 
 
 def _options(args: TrainArgs, journal: Path) -> TrainingOptions:
@@ -171,7 +173,7 @@ def _require_places(files: Mapping[str, Path], report: str | None) -> None:
             raise InputError("cannot be written: no folder can be made", location=str(path))
     require_writable_files(report)
     if report is not None and Path(report).resolve() in {path.resolve() for path in files.values()}:
-        raise InputError("must be another file than a surrogate's", report, "--report")
+        raise InputError("must be another file than a surrogate's", report, "--html")
 
 
 def _make_folder(folder: Path) -> None:

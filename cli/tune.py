@@ -34,8 +34,8 @@ class TuneArgs:
         4, metavar="N", min=2, help="Windows of equal length; every second one is held out."
     )
     trials: int = typer.Option(40, metavar="N", min=1, help="Settings to try.")
-    timeout_s: float | None = typer.Option(
-        None, "--timeout", metavar="SECONDS", help="Start no further trial after this time."
+    time_limit: float | None = typer.Option(
+        None, metavar="SECONDS", help="Start no further trial after this time."
     )
     seed: Seed = 0
     as_json: AsJson = False
@@ -56,7 +56,7 @@ def tune(args: TuneArgs) -> None:
 
     require_duration(args.duration_s)
     require_writable_files(args.output)
-    options = TuneOptions(args.duration_s, args.windows, args.trials, args.timeout_s, args.seed)
+    options = TuneOptions(args.duration_s, args.windows, args.trials, args.time_limit, args.seed)
     workload = load_workload(args.workload)
     profile = chosen_profile(workload, args.profile)
     if profile is None:

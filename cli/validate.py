@@ -14,8 +14,8 @@ from capplan.cli.options import (
     INTERRUPTED,
     ApiKey,
     AsJson,
+    HtmlFile,
     PlanFile,
-    ReportFile,
     ResultFile,
     command,
     fill,
@@ -44,7 +44,9 @@ class ValidateArgs:
     url: list[str] | None = typer.Option(
         None, metavar="[GROUP=]URL", help="Running server of a group; repeatable."
     )
-    duration_s: float = typer.Option(120.0, metavar="SECONDS", help="Measured time of each group.")
+    duration_s: float = typer.Option(
+        120.0, "--duration", metavar="SECONDS", help="Measured time of each group."
+    )
     rate_scale: float = typer.Option(1.0, metavar="FACTOR", help="Multiplies every rate.")
     group: list[str] | None = typer.Option(None, metavar="ID", help="Validate this group only; repeatable.")
     model: str | None = typer.Option(
@@ -65,7 +67,7 @@ class ValidateArgs:
     throughput_tolerance: float = typer.Option(3.0, metavar="PERCENT", help="Largest SMAPE that agrees.")
     itl_tolerance: float = typer.Option(8.0, metavar="PERCENT", help="The same of the mean ITL.")
     output: ResultFile = None
-    report: ReportFile = None
+    html: HtmlFile = None
     as_json: AsJson = False
 
 
@@ -85,7 +87,7 @@ def validate(args: ValidateArgs) -> None:
     from capplan.profiling.validation.validate import validate as run
     from capplan.spec import load_workload, write_text_atomic
 
-    require_writable_files(args.output, args.report)
+    require_writable_files(args.output, args.html)
     document = read_any_plan(args.plan)
     workload = planned_workload(document, load_workload(args.workload), args.workload)
     options = fill(
@@ -108,10 +110,10 @@ def validate(args: ValidateArgs) -> None:
     facts = validation_document(found)
     if args.output is not None:
         write_json(args.output, facts)
-    if args.report is not None:
+    if args.html is not None:
         from capplan.cli.report.measurement import validation_page
 
-        write_text_atomic(args.report, validation_page(args.plan, found))
+        write_text_atomic(args.html, validation_page(args.plan, found))
     if args.as_json:
         print_json(facts)
     else:

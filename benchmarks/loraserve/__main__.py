@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--hardware", default=SETTING, help="h100-stand-in, or GPU/MODEL/tpN")
     parser.add_argument("--seeds", type=int, default=Lab.seeds)
     parser.add_argument("--first-seed", type=int, default=Lab.first_seed)
-    parser.add_argument("--duration-s", type=float, default=Lab.duration_s)
+    parser.add_argument("--duration", dest="duration_s", type=float, default=Lab.duration_s)
     parser.add_argument("--precision", type=float, default=Lab.precision, help="of the highest rates")
     parser.add_argument("--step-s", type=float, default=Lab.step_s, help="time step of re-balancing")
     parser.add_argument("--search-s", type=float, default=SEARCH_S, help="time of a placement by capplan")

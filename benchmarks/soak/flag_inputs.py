@@ -15,11 +15,11 @@ from benchmarks.soak.case import (
 
 _FLAGS: Final[Mapping[tuple[str, ...], Mapping[str, Sequence[str]]]] = {
     SIMULATE: {
-        "--a-max": ("1,2,3", "99999999999", DIGITS, ",".join(["2"] * 10_000), "-1", "1e3", "1,,2"),
+        "--max-loras": ("1,2,3", "99999999999", DIGITS, ",".join(["2"] * 10_000), "-1", "1e3", "1,,2"),
         "--duration": ("4.62e9", "9e18", "1e308", "1e-300", "-0.0", "31622401", "nan"),
         "--seed": ("9223372036854775808", DIGITS, "-1"),
         "--seeds": ("1000000000", "0", "-1", DIGITS),
-        "--s-max": ("1000000000", "9223372036854775808", "7"),
+        "--max-lora-rank": ("1000000000", "9223372036854775808", "7"),
         "--max-num-seqs": ("1000000000000", "2147483647", "0"),
         "--max-num-batched-tokens": ("1000000000000", "2147483647"),
         "--max-model-len": ("1000000000000", "2147483647"),
@@ -29,7 +29,7 @@ _FLAGS: Final[Mapping[tuple[str, ...], Mapping[str, Sequence[str]]]] = {
         "--rules": ("x" * 100_000, "", "--help"),
         "--profile": ("/dev/zero", "./workload.yaml", "x" * 100_000, ""),
         "--requests-out": ("absent/out.parquet", "", "x" * 300, "/dev/full"),
-        "--report": ("absent/out.html", "/dev/full", "."),
+        "--html": ("absent/out.html", "/dev/full", "."),
     },
     ("plan", "workload.yaml", "--time-limit", "2", "--quiet"): {
         "--gpus": ("1000000000", "9223372036854775808", "10001"),
@@ -47,11 +47,11 @@ _FLAGS: Final[Mapping[tuple[str, ...], Mapping[str, Sequence[str]]]] = {
         *("dataset", "generate", "./profile.json", "-o", "out", "--workers", "1"),
         "--scenarios",
         "2",
-        "--duration-s",
+        "--duration",
         "20",
     ): {
         "--scenarios": ("1000000000000", DIGITS, "0"),
-        "--duration-s": ("1e308", "4.62e9", "1e-300", "nan"),
+        "--duration": ("1e308", "4.62e9", "1e-300", "nan"),
         "--seed": ("9223372036854775808", DIGITS),
         "--design": ("x" * 100_000, ""),
         "--workers": ("1000000000000", "0"),
@@ -93,9 +93,9 @@ _FLAGS: Final[Mapping[tuple[str, ...], Mapping[str, Sequence[str]]]] = {
         "--name": ("", "\x1b[31m", "../../x"),
     },
     ("bench", "workload.yaml", "--url", "http://127.0.0.1:9"): {
-        "--duration-s": ("1e308", "nan", "-1"),
+        "--duration": ("1e308", "nan", "-1"),
         "--rate-scale": ("1e308", "nan", "-1"),
-        "--timeout-s": ("nan", "-1"),
+        "--request-timeout": ("nan", "-1"),
         "--extra-body": ("[" * 100_000, "[]", DIGITS, "{"),
         "--adapters-map": ("=", "x"),
         "--url": ("ftp://x", "http://[", "\x1b", "http://127.0.0.1:99999999", ""),
@@ -104,7 +104,7 @@ _FLAGS: Final[Mapping[tuple[str, ...], Mapping[str, Sequence[str]]]] = {
         "--group": ("x" * 100_000, ""),
         "--workload": ("/dev/zero", "plan.json", "absent.yaml"),
     },
-    ("compare", "workload.yaml", "--time-limit", "2"): {
+    ("compare", "workload.yaml", "--solver-time-limit", "2"): {
         "--solvers": ("", ",", "x" * 100_000),
         "--gpus": ("1000000000", "-1"),
         "--seeds": ("0", DIGITS),

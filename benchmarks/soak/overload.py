@@ -281,7 +281,7 @@ def main() -> int:
     """Run the soak and print its report."""
     parser = command_line(__doc__)
     parser.add_argument("--kind", choices=KINDS, action="append", help="default: both")
-    parser.add_argument("--duration-s", type=float, default=60.0, help="of the overload")
+    parser.add_argument("--duration", dest="duration_s", type=float, default=60.0, help="of the overload")
     parser.add_argument("--settle-s", type=float, default=5.0, help="of other phases, and of a fault")
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="write the report there, too")
     args = parser.parse_args()

@@ -78,12 +78,12 @@ COMMANDS: Final = (
     Written(
         "dataset",
         (
-            *("dataset", "generate", "profile.json", "-o", "out", "--duration-s", "20", "--workers", "1"),
+            *("dataset", "generate", "profile.json", "-o", "out", "--duration", "20", "--workers", "1"),
             "--scenarios",
             "2",
         ),
         (
-            *("dataset", "generate", "profile.json", "-o", "out", "--duration-s", "20", "--workers", "1"),
+            *("dataset", "generate", "profile.json", "-o", "out", "--duration", "20", "--workers", "1"),
             "--scenarios",
             "4",
         ),
@@ -114,7 +114,7 @@ COMMANDS: Final = (
             *("calibrate", "--steps", "steps.csv", "--base", "./profile.json", "-o", "out.json", "--quiet"),
             "--name",
             "new",
-            "--report",
+            "--html",
             "out.html",
         ),
         ("out.json", "out.html"),

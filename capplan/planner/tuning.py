@@ -57,7 +57,7 @@ class TuneOptions:
         if self.trials < 1:
             raise InputError("must be a whole number >= 1", self.trials, "--trials")
         if self.timeout_s is not None and not 0.0 < self.timeout_s < float("inf"):
-            raise InputError("must be a number of seconds above 0", self.timeout_s, "--timeout")
+            raise InputError("must be a number of seconds above 0", self.timeout_s, "--time-limit")
 
 
 @dataclass(frozen=True)

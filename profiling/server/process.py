@@ -39,7 +39,7 @@ class ServerCommand:
         return [
             *(sys.executable, "-m", "capplan", "serve", "--model", self.model, "--port", "0", "--json"),
             *self.flags,
-            *flag_words({"--records": self.records}),
+            *flag_words({"--steps-out": self.records}),
             *(["--lora-modules", *modules] if modules else []),
         ]
 

@@ -131,7 +131,7 @@ class ClosedLoop:
             "--device": setting.device,
             "--rules": setting.rules,
             "--threads": setting.threads,
-            "--a-max": ",".join(map(str, setting.slots)),
+            "--max-loras": ",".join(map(str, setting.slots)),
             "--ranks": ",".join(map(str, setting.ranks)),
             "--max-num-seqs": setting.max_num_seqs,
             "--max-num-batched-tokens": setting.max_num_batched_tokens,
@@ -148,7 +148,7 @@ class ClosedLoop:
         """Make a profile of the tables, if it is missing."""
         if not self.profile.exists():
             report = self.folder / "profile.html"
-            flags = {"-o": self.profile, "--report": report, "--form": self.setting.form}
+            flags = {"-o": self.profile, "--html": report, "--form": self.setting.form}
             flags["--kernels"] = self._crossover_table()
             self._run("calibrate", str(self.engine), *flag_words(flags))
 
@@ -190,8 +190,8 @@ class ClosedLoop:
             "--device": self.setting.device,
             "--threads": self.setting.threads,
             "--rate-scale": load / planned,
-            "--duration-s": duration_s,
-            "--report": report,
+            "--duration": duration_s,
+            "--html": report,
             "-o": file,
             "--max-loras": a_max,
         }

@@ -18,7 +18,7 @@ from tests.cli.test_report import own
 from tests.profiling.load import servers
 from tests.profiling.load.test_run import fails, quick
 
-SHORT = ("--duration-s", "0.5", "--rate-scale", "40", "--drain-s", "5")
+SHORT = ("--duration", "0.5", "--rate-scale", "40", "--drain-s", "5")
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_a_load_test_leaves_table_result_requests_and_reports(
     paths = [tmp_path / name for name in ("r.json", "r.parquet", "r.html", "v.json")]
     flags = [
         word
-        for pair in zip(("-o", "--requests", "--report", "--vllm-json"), paths, strict=True)
+        for pair in zip(("-o", "--requests-out", "--html", "--vllm-json"), paths, strict=True)
         for word in pair
     ]
     with servers.null_server() as url:
@@ -109,7 +109,7 @@ def test_a_server_that_is_not_there_is_one_line(run: Run, workload_yaml: Path) -
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (("--duration-s", "0"), "duration_s: must be a finite number above 0"),
+        (("--duration", "0"), "duration_s: must be a finite number above 0"),
         (("--rate-scale", "-1"), "rate_scale: must be"),
         (("--adapters-map", "legal"), "--adapters-map: must be NAME=MODEL"),
         (("--adapters-map", "nobody=x"), "must name an adapter of the workload"),
@@ -145,9 +145,9 @@ def test_the_line_beside_the_bar_tells_the_rate_since_the_look_before() -> None:
 
 def test_ctrl_c_leaves_a_valid_partial_result(workload_yaml: Path, tmp_path: Path) -> None:
     seen: list[dict[str, object]] = []
-    outputs = ("-o", tmp_path / "r.json", "--requests", tmp_path / "r.parquet")
+    outputs = ("-o", tmp_path / "r.json", "--requests-out", tmp_path / "r.parquet")
     with servers.server(quick, seen) as url:
-        words = ("bench", workload_yaml, "--url", url, "--duration-s", "600", "--rate-scale", "40", *outputs)
+        words = ("bench", workload_yaml, "--url", url, "--duration", "600", "--rate-scale", "40", *outputs)
         started = subprocess.Popen(
             command(words), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )

@@ -36,14 +36,14 @@ def given(folder: Path, *more: object) -> tuple[object, ...]:
 def test_a_step_table_becomes_a_profile_and_an_offline_report(run: Run, folder: Path) -> None:
     report = folder / "report.html"
     steps = ("--steps", folder / "steps.csv", "--name", "mine/llama/vllm-0.8.5", "--source", "a test")
-    done = run(*given(folder, *steps, "--report", report))
+    done = run(*given(folder, *steps, "--html", report))
     assert done.exit_code == 0, done.stderr
     made = load_profile(folder / "out.json")
     assert made.name == "mine/llama/vllm-0.8.5"
     assert (made.provenance.kind, made.provenance.source) == ("measured", "a test")
     assert made.provenance.command == (
         "capplan calibrate --output out.json --steps steps.csv --base base.json --name mine/llama/vllm-0.8.5"
-        " --source 'a test' --report report.html"
+        " --source 'a test' --html report.html"
     )
     for name, truth in ADDITIVE_TRUTH.items():
         fitted = made.step_latency.coefficients[name]
@@ -112,7 +112,7 @@ def test_runs_alone_make_a_profile_that_predicts_them(run: Run, folder: Path) ->
         )
     pd.DataFrame(rows).to_csv(folder / "runs.csv", index=False)
     options = ("--runs", folder / "runs.csv", "--free", "base_ms", "--workers", "1", "--folds", "2")
-    done = run(*given(folder, *options, "--report", folder / "report.html"))
+    done = run(*given(folder, *options, "--html", folder / "report.html"))
     assert done.exit_code == 0, done.stderr
     made = load_profile(folder / "out.json")
     assert made.step_latency.value("base_ms") == pytest.approx(14.0, rel=0.05)
@@ -165,7 +165,7 @@ def test_a_broken_table_is_one_line_and_nothing_is_written(
     assert callable(change)
     change(frame).to_csv(folder / "steps.csv", index=False)
     before = sorted(folder.iterdir())
-    report = ("--report", folder / "report.html")
+    report = ("--html", folder / "report.html")
     assert rule in error_line(run(*given(folder, "--steps", folder / "steps.csv", *report)))
     assert sorted(folder.iterdir()) == before
 
@@ -176,8 +176,8 @@ def test_a_broken_table_is_one_line_and_nothing_is_written(
         (("--form", "cubic"), "--form: must be one of additive"),
         (("--kernel", "cuda"), "--kernel: must be one of bgmv, mbgmv, vllm"),
         (("--free", "base_ms"), "--free: needs a table of runs"),
-        (("--report", "out.json"), "--report: must be another file than --output"),
-        (("--report", "missing/report.html"), "report.html: cannot be written"),
+        (("--html", "out.json"), "--html: must be another file than --output"),
+        (("--html", "missing/report.html"), "report.html: cannot be written"),
     ],
 )
 def test_an_option_that_cannot_be_is_one_line(

@@ -89,7 +89,7 @@ def test_rebalancing_of_a_plan_is_simulated(run: Run, workload_yaml: Path, tmp_p
     workload_yaml.write_text(workload_yaml.read_text() + "rebalance: {}\n")
     plan(workload, gpus=2, solver="loraserve", seeds=1).to_json(tmp_path / "moving.json")
     words = ("simulate", workload_yaml, "--plan", tmp_path / "moving.json", "--duration", 70)
-    options = ("--rebalance", 20, "--forecast", "ewma", "--solver", "capplan")
+    options = ("--rebalance", 20, "--forecast", "ewma", "--rebalance-solver", "capplan")
     found = told(run, *words, *options)["rebalance"]
     assert found["settings"]["every_s"] == 20.0
     assert (found["settings"]["forecast"], found["settings"]["solver"]) == ("ewma", "capplan")
@@ -102,12 +102,12 @@ def test_rebalancing_of_a_plan_is_simulated(run: Run, workload_yaml: Path, tmp_p
 
 
 def test_capacity_is_reported_with_its_interval(run: Run, workload_yaml: Path) -> None:
-    words = ("capacity", workload_yaml, "--a-max", 4, *BOUND, *SHORT, "--seeds", 2, "--precision", 0.1)
+    words = ("capacity", workload_yaml, "--max-loras", 4, *BOUND, *SHORT, "--seeds", 2, "--precision", 0.1)
     found = told(run, *words)
     assert found["low"] <= found["mean"] <= found["high"]
     assert len(found["loads"]) == 2
     assert "just above: " in run(*words).stdout
-    fewest = told(run, "capacity", workload_yaml, "--a-max", 4, *BOUND, *SHORT, "--seeds", 1, "--fewest")
+    fewest = told(run, "capacity", workload_yaml, "--max-loras", 4, *BOUND, *SHORT, "--seeds", 1, "--fewest")
     assert fewest["instances"] >= 1
 
 
@@ -127,7 +127,7 @@ def replayed(workload_yaml: Path, rate_scale: float = 1.0) -> None:
 def test_a_simulation_of_a_trace_ends_with_it(run: Run, workload_yaml: Path, tmp_path: Path) -> None:
     """In the idle time after a trace its backlog would drain, and count as served."""
     replayed(workload_yaml, rate_scale=40.0)
-    alone = json.loads(run("simulate", workload_yaml, "--a-max", 4, "--json").stdout)
+    alone = json.loads(run("simulate", workload_yaml, "--max-loras", 4, "--json").stdout)
     (result,) = alone["results"]
     assert alone["settings"]["duration_s"] == pytest.approx(1.5)
     assert result["starved"]
@@ -142,7 +142,7 @@ def test_a_simulation_of_a_trace_ends_with_it(run: Run, workload_yaml: Path, tmp
 
 def test_capacity_for_a_trace_has_one_seed_and_no_interval(run: Run, workload_yaml: Path) -> None:
     replayed(workload_yaml)
-    words = ("capacity", workload_yaml, "--a-max", 4, "--precision", 0.2)
+    words = ("capacity", workload_yaml, "--max-loras", 4, "--precision", 0.2)
     found = told(run, *words)
     assert len(found["loads"]) == 1
     assert (found["low"], found["high"], found["above_limit"]) == (None, None, False)
@@ -156,7 +156,7 @@ def test_capacity_for_a_trace_has_one_seed_and_no_interval(run: Run, workload_ya
 def test_a_capacity_above_the_largest_load_is_called_so(run: Run, workload_yaml: Path) -> None:
     idle = workload_yaml.read_text().replace("rate_rps: 0.05", "rate_rps: 1e-5").replace("0.3", "1e-5")
     workload_yaml.write_text(idle)
-    words = ("capacity", workload_yaml, "--a-max", 4, *SHORT, "--seeds", 1, "--precision", 0.5)
+    words = ("capacity", workload_yaml, "--max-loras", 4, *SHORT, "--seeds", 1, "--precision", 0.5)
     assert told(run, *words)["above_limit"] is True
     assert "above 1,024" in run(*words).stdout
 
@@ -170,22 +170,22 @@ def test_a_capacity_above_the_largest_load_is_called_so(run: Run, workload_yaml:
         (("capacity", "--slo", "ttft_p95_s=2*idle"), "--slo ttft_p95_s: must be one of unloaded, no-lora"),
         (("capacity", "--instances", 0), "--instances: must be >= 1"),
         (("capacity", "--instances", 2, "--fewest"), "--instances: does not go with --fewest"),
-        (("capacity", "--a-max", 4, "--precision", 0), "--precision: must be above 0 and below 1"),
+        (("capacity", "--max-loras", 4, "--precision", 0), "--precision: must be above 0 and below 1"),
         (
-            ("capacity", "--a-max", 4, "--fewest", "--precision", 7),
+            ("capacity", "--max-loras", 4, "--fewest", "--precision", 7),
             "--precision: must be above 0 and below 1",
         ),
         (
-            ("capacity", "--a-max", 4, "--fewest", "--confidence", 7),
+            ("capacity", "--max-loras", 4, "--fewest", "--confidence", 7),
             "--confidence: must be above 0 and below",
         ),
         (("capacity", "--router", "fastest"), "--router: must be one of plan-shares"),
         (("simulate", "--router", "toppings"), "--router: goes with --plan"),
         (("simulate", "--state-period-s", 1), "--state-period-s: goes with --plan"),
-        (("simulate", "--plan", "PLAN", "--a-max", 4), "--a-max: does not go with --plan"),
+        (("simulate", "--plan", "PLAN", "--max-loras", 4), "--max-loras: does not go with --plan"),
         (("simulate", "--plan", "absent.json"), "absent.json: "),
         (("simulate", "--rebalance", 30), "--rebalance: goes with --plan"),
-        (("simulate", "--solver", "capplan"), "--solver: goes with --plan"),
+        (("simulate", "--rebalance-solver", "capplan"), "--rebalance-solver: goes with --plan"),
         (
             ("simulate", "--plan", "plan.json", "--gpus-per-link", 2),
             "--gpus-per-link: does not go with --plan",

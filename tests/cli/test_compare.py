@@ -105,7 +105,7 @@ def test_what_is_asked_reaches_the_library(
 ) -> None:
     run(
         "compare", workload_yaml, "--solvers", "greedy, milp", "--gpus", "3", "--seeds", "7", "--seed", "2",
-        "--time-limit", "9",
+        "--solver-time-limit", "9",
     )  # fmt: skip
     run("compare", workload_yaml)
     first, second = answers

@@ -28,7 +28,7 @@ def profile(tmp_path: Path) -> Path:
 
 def asked(profile: Path, folder: Path, *more: object) -> tuple[object, ...]:
     """Return a command for twenty scenarios of some seconds."""
-    short = ("--scenarios", 20, "--duration-s", 5, "--workers", 1)
+    short = ("--scenarios", 20, "--duration", 5, "--workers", 1)
     return ("dataset", "generate", profile, "-o", folder, *short, *more)
 
 
@@ -64,7 +64,7 @@ def test_equal_seeds_give_equal_bytes_and_nothing_tells_who_made_them(
 
 def test_a_training_table_can_be_read_from_it(run: Run, profile: Path, tmp_path: Path) -> None:
     folder = tmp_path / "data"
-    made = run("dataset", "generate", profile, "-o", folder, "--scenarios", 240, "--duration-s", 60, "--json")
+    made = run("dataset", "generate", profile, "-o", folder, "--scenarios", 240, "--duration", 60, "--json")
     table = read_tables([folder])
     assert len(table) == json.loads(made.stdout)["answered"]["rows"]
     assert 0 < table.starved.sum() < len(table)
@@ -74,11 +74,11 @@ def test_a_training_table_can_be_read_from_it(run: Run, profile: Path, tmp_path:
     ("arguments", "told"),
     [
         (("--seed", 1), "manifest.json: seed is 0 there; give the same, or a new folder (got 1)"),
-        (("--duration-s", 6), "manifest.json: duration_s is 5.0 there"),
+        (("--duration", 6), "manifest.json: duration_s is 5.0 there"),
         (("--scenarios", 19), "manifest.json: scenarios is 20 there, and cannot fall (got 19)"),
         (("--design", "paper-grid"), "manifest.json: design is 'space-filling' there"),
         (("--design", "grid"), "design: must be one of paper-grid, space-filling, near-starvation"),
-        (("--duration-s", 0), "duration_s: must be a finite number > 0"),
+        (("--duration", 0), "duration_s: must be a finite number > 0"),
         (("-o", "/nowhere/data"), "/nowhere/data: cannot be written: No such file"),
     ],
 )
@@ -97,7 +97,7 @@ def test_a_run_killed_at_random_moments_ends_in_the_same_bytes(profile: Path, tm
     """SIGKILL leaves a process no time to stop its workers."""
 
     def started(folder: Path) -> subprocess.Popen[bytes]:
-        more = ("--scenarios", 384, "--duration-s", 30, "--workers", 2)
+        more = ("--scenarios", 384, "--duration", 30, "--workers", 2)
         return subprocess.Popen(
             command(asked(profile, folder, *more)),
             env=environment(),

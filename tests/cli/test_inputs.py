@@ -61,7 +61,7 @@ def inputs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command", [("plan", "-o", "plan.json"), ("simulate", "--a-max", "4")])
+@pytest.mark.parametrize("command", [("plan", "-o", "plan.json"), ("simulate", "--max-loras", "4")])
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_workload_is_one_line(
     run: Run, inputs: Path, case: str, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -79,7 +79,7 @@ def test_the_missing_column_is_named(run: Run, inputs: Path) -> None:
     assert "rate_rps" in error_line(run("plan", inputs / "workload.yaml"))
 
 
-@pytest.mark.parametrize("command", [("plan",), ("simulate", "--a-max", "4")])
+@pytest.mark.parametrize("command", [("plan",), ("simulate", "--max-loras", "4")])
 @pytest.mark.parametrize("name", ["absent.yaml", ".", "binary.yaml", "a\0b"])
 def test_an_unreadable_workload_is_one_line(
     run: Run, inputs: Path, name: str, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -156,24 +156,24 @@ def test_an_existing_plan_survives_a_failed_one(run: Run, inputs: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ((), "--a-max: is required"),
-        (("--a-max", "four"), "--a-max: must be whole numbers"),
-        (("--a-max", "4,"), "--a-max: must be whole numbers"),
-        (("--a-max", ""), "--a-max: must be whole numbers"),
-        (("--a-max", "0"), "must be a whole number from 1 to 2147483647 (got 0)"),
-        (("--a-max", "4", "--s-max", "8"), "s_max: must be at least the largest adapter rank"),
-        (("--a-max", "4", "--duration", "0"), "duration_s"),
-        (("--a-max", "4", "--duration", "nan"), "duration_s"),
-        (("--a-max", "4", "--duration", "inf"), "duration_s"),
-        (("--a-max", "4", "--seed", "-1"), "seed"),
-        (("--a-max", "4", "--gpu-memory-utilization", "1.5"), "gpu_memory_utilization"),
-        (("--a-max", "4", "--max-cpu-loras", "1"), "max_cpu_loras"),
-        (("--a-max", "4", "--max-in-flight", "0"), "max_in_flight"),
-        (("--a-max", "4", "--max-num-seqs", "0"), "max_num_seqs"),
-        (("--a-max", "4", "--max-num-batched-tokens", "0"), "max_num_batched_tokens"),
-        (("--a-max", "4", "--max-model-len", "0"), "max_model_len"),
-        (("--a-max", "4", "--rules", "vllm-1"), "must be one of"),
-        (("--a-max", "4", "--workers", "0"), "workers: must be a whole number from 1 to 1024"),
+        ((), "--max-loras: is required"),
+        (("--max-loras", "four"), "--max-loras: must be whole numbers"),
+        (("--max-loras", "4,"), "--max-loras: must be whole numbers"),
+        (("--max-loras", ""), "--max-loras: must be whole numbers"),
+        (("--max-loras", "0"), "must be a whole number from 1 to 2147483647 (got 0)"),
+        (("--max-loras", "4", "--max-lora-rank", "8"), "s_max: must be at least the largest adapter rank"),
+        (("--max-loras", "4", "--duration", "0"), "duration_s"),
+        (("--max-loras", "4", "--duration", "nan"), "duration_s"),
+        (("--max-loras", "4", "--duration", "inf"), "duration_s"),
+        (("--max-loras", "4", "--seed", "-1"), "seed"),
+        (("--max-loras", "4", "--gpu-memory-utilization", "1.5"), "gpu_memory_utilization"),
+        (("--max-loras", "4", "--max-cpu-loras", "1"), "max_cpu_loras"),
+        (("--max-loras", "4", "--max-in-flight", "0"), "max_in_flight"),
+        (("--max-loras", "4", "--max-num-seqs", "0"), "max_num_seqs"),
+        (("--max-loras", "4", "--max-num-batched-tokens", "0"), "max_num_batched_tokens"),
+        (("--max-loras", "4", "--max-model-len", "0"), "max_model_len"),
+        (("--max-loras", "4", "--rules", "vllm-1"), "must be one of"),
+        (("--max-loras", "4", "--workers", "0"), "workers: must be a whole number from 1 to 1024"),
     ],
 )
 def test_a_wrong_simulate_flag_is_one_line(
@@ -186,5 +186,5 @@ def test_a_workload_with_pools_needs_a_profile_to_be_simulated(run: Run, inputs:
     pools = "pools: [{name: p, profile: ./profile.json, count: 2}]\n"
     text = WORKLOAD.replace("profile: ./profile.json\ngpus: {count: 2}\n", pools)
     (inputs / "workload.yaml").write_text(text)
-    line = error_line(run("simulate", inputs / "workload.yaml", "--a-max", "4"))
+    line = error_line(run("simulate", inputs / "workload.yaml", "--max-loras", "4"))
     assert "--profile: is required, because the workload names pools" in line

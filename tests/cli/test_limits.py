@@ -13,12 +13,12 @@ from tests.cli.examples import small_plan, write_inputs
     [
         (
             ("--max-adapters", "3"),
-            ("simulate", "workload.yaml", "--a-max", "2"),
+            ("simulate", "workload.yaml", "--max-loras", "2"),
             "at most 3 adapters; capplan --max-adapters",
         ),
         (
             ("--max-duration-s", "10"),
-            ("simulate", "workload.yaml", "--a-max", "2", "--duration", "20"),
+            ("simulate", "workload.yaml", "--max-loras", "2", "--duration", "20"),
             "at most 10 seconds; capplan --max-duration-s",
         ),
         (("--max-instances", "1"), ("explain", "plan.json"), "at most 1 instances; capplan --max-instances"),

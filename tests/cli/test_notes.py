@@ -43,8 +43,8 @@ def test_plan_explain_and_report_name_the_same_lines(run: Run, beyond: Path, tmp
 
 def test_simulate_names_them_in_table_json_and_report(run: Run, beyond: Path, tmp_path: Path) -> None:
     page = tmp_path / "run.html"
-    given = ("simulate", beyond, "--a-max", "8", "--duration", "30")
-    result = run(*given, "--strict", "--report", page)
+    given = ("simulate", beyond, "--max-loras", "8", "--duration", "30")
+    result = run(*given, "--strict", "--html", page)
     assert result.exit_code == 3
     assert f"{LINE}" in result.stdout
     assert LINE in page.read_text()
@@ -55,7 +55,7 @@ def test_simulate_names_them_in_table_json_and_report(run: Run, beyond: Path, tm
 def test_strict_accepts_what_was_measured(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "w.yaml"
     path.write_text(WORKLOAD.format(rank=16))
-    result = run("simulate", path, "--a-max", "8", "--duration", "30", "--strict")
+    result = run("simulate", path, "--max-loras", "8", "--duration", "30", "--strict")
     assert result.exit_code == 0, result.output
     assert "extrapolation" not in result.stdout
 
@@ -81,7 +81,7 @@ def test_a_trace_compressed_in_time_says_so(run: Run, tmp_path: Path, rate: str,
     assert planned.exit_code == 0, planned.output
     assert (line in planned.stdout) == shown
     assert (line in run("explain", tmp_path / "plan.json").stdout) == shown
-    simulated = run("simulate", path, "--a-max", "1")
+    simulated = run("simulate", path, "--max-loras", "1")
     assert (line in simulated.stdout) == shown
     assert "(" not in planned.stdout.split("gpu-0")[1].split("1 GPU")[0]  # one replay has no interval
 

@@ -74,13 +74,13 @@ def test_a_plan_and_all_that_is_made_of_it_say_so(run: Run, tmp_path: Path, prof
     assert LINE in run("explain", plan).stdout
     assert run("report", plan, "-o", tmp_path / "plan.html").exit_code == 0
     assert LINE in (tmp_path / "plan.html").read_text()
-    assert LINE in run("simulate", workload, "--a-max", "3", "--duration", "20").stdout
+    assert LINE in run("simulate", workload, "--max-loras", "3", "--duration", "20").stdout
 
 
 def test_a_measured_profile_is_not_called_analytic(run: Run, tmp_path: Path) -> None:
     workload = tmp_path / "w.yaml"
     workload.write_text(WORKLOAD.format(profile="h100-64g/llama-3.1-8b/vllm-0.8.5"))
-    assert "analytic" not in run("simulate", workload, "--a-max", "3", "--duration", "20").stdout
+    assert "analytic" not in run("simulate", workload, "--max-loras", "3", "--duration", "20").stdout
 
 
 @pytest.mark.parametrize(

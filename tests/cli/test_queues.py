@@ -176,12 +176,12 @@ def test_a_simulation_shows_and_names_what_its_policies_have(
     run: Run, tmp_path: Path, flags: list[str], shown: set[str]
 ) -> None:
     page = tmp_path / "page.html"
-    more = ["--duration", "20", "--seeds", "2", "--report", page]
+    more = ["--duration", "20", "--seeds", "2", "--html", page]
     result = run("simulate", write_inputs(tmp_path), *flags, *more)
     assert result.exit_code == 0, result.output
     rows = {"squashed requests", "refreshes of the queues", "evicted adapters", "late prefetches"}
     assert {row for row in rows if row in result.stdout} == shown
-    assert "a_max" not in result.stdout
+    assert "max_loras" not in result.stdout
     assert "A_max" not in page.read_text()
 
 

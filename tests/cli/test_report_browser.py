@@ -46,7 +46,7 @@ def drawn(page: Path, seen: "subprocess.CompletedProcess[str]") -> None:
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine to look at the report with")
 def test_a_browser_draws_the_whole_report_and_complains_about_nothing(run: Run, tmp_path: Path) -> None:
     page = tmp_path / "sim.html"
-    run("simulate", write_inputs(tmp_path), "--a-max", "2,4", "--duration", "60", "--report", page)
+    run("simulate", write_inputs(tmp_path), "--max-loras", "2,4", "--duration", "60", "--html", page)
     seen = browse(page, "--dump-dom")
     drawn(page, seen)
     picture = tmp_path / "picture.png"

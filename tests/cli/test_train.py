@@ -62,7 +62,7 @@ def test_a_profile_becomes_three_surrogates_and_a_report(
 ) -> None:
     data, out, page = make(120, 60.0), tmp_path / "made" / "here", tmp_path / "report.html"
     before = bytes_of(data)
-    places = ("--data", data, "--output-dir", out, "--report", page)
+    places = ("--data", data, "--output", out, "--html", page)
     done = run("train", profile, *places, *QUICK[:2], "--budget", 2, *QUICK[4:], "--json")
     assert done.exit_code == 0, done.stderr
     told = json.loads(done.stdout)
@@ -91,7 +91,7 @@ def test_a_profile_becomes_three_surrogates_and_a_report(
 @pytest.mark.slow
 def test_only_the_kinds_asked_for_are_trained(run: Run, make: Make, profile: Path, tmp_path: Path) -> None:
     data, out = make(120, 60.0), tmp_path / "out"
-    flags = ("--data", data, "--output-dir", out, "--kinds", "best", "--models", "xgboost", "--json")
+    flags = ("--data", data, "--output", out, "--kinds", "best", "--models", "xgboost", "--json")
     done = run("train", profile, *flags, "--budget", 1, "--workers", 1)
     assert done.exit_code == 0, done.stderr
     assert [path.name for path in out.iterdir()] == ["best.npz"]
@@ -102,7 +102,7 @@ def test_only_the_kinds_asked_for_are_trained(run: Run, make: Make, profile: Pat
 def test_data_is_made_where_there_is_none_and_then_stays(run: Run, profile: Path, tmp_path: Path) -> None:
     data, out = tmp_path / "data", tmp_path / "out"
     numbers = ("--scenarios", 3, "--grid-scenarios", 2, "--edge-scenarios", 4)
-    more = (*numbers, "--seed", 5, "--output-dir", out, *QUICK)
+    more = (*numbers, "--seed", 5, "--output", out, *QUICK)
     for _ in range(2):
         few = error_line(run("train", profile, "--data", data, *more))
         assert "at least 200 rows are needed to train" in few
@@ -175,7 +175,7 @@ def test_data_that_does_not_do_is_one_line_and_nothing_is_written(
     data = make(20, 5.0)
     change(data, profile)
     before = bytes_of(tmp_path)
-    places = ("--output-dir", tmp_path / "out", "--report", tmp_path / "report.html")
+    places = ("--output", tmp_path / "out", "--html", tmp_path / "report.html")
     assert told in error_line(run("train", profile, "--data", data, *places, *QUICK, *more))
     assert bytes_of(tmp_path) == before
 
@@ -187,10 +187,10 @@ def test_data_that_does_not_do_is_one_line_and_nothing_is_written(
         (("--models", "knn"), "--models: must be of forest, xgboost; compared by python -m benchmarks"),
         (("--paper-space",), "--paper-space: the paper's grids are searched by python -m benchmarks"),
         (("--kinds", "best,worst"), "--kinds: must be of best, forest, tree (got 'worst')"),
-        (("--kinds", "best", "--report", "x.html"), "--kinds: must be left out with --report"),
-        (("--report", "missing/x.html"), "x.html: cannot be written: No such file"),
-        (("--report", "best.npz"), "--report: must be another file than a surrogate's"),
-        (("--output-dir", "profile.json"), "best.npz: cannot be written"),
+        (("--kinds", "best", "--html", "x.html"), "--kinds: must be left out with --html"),
+        (("--html", "missing/x.html"), "x.html: cannot be written: No such file"),
+        (("--html", "best.npz"), "--html: must be another file than a surrogate's"),
+        (("--output", "profile.json"), "best.npz: cannot be written"),
         (("--data", "profile.json"), "profile.json"),
     ],
 )
@@ -204,7 +204,7 @@ def test_nothing_is_simulated_for_what_cannot_be_done(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     before = bytes_of(tmp_path)
-    refused = run("train", profile, "--data", "data", "--output-dir", ".", "--scenarios", 10**9, *options)
+    refused = run("train", profile, "--data", "data", "--output", ".", "--scenarios", 10**9, *options)
     assert told in error_line(refused)
     assert bytes_of(tmp_path) == before
 

@@ -50,8 +50,8 @@ def written(folder: Path, document: dict[str, Any]) -> tuple[Path, Path, Path]:
 
 def test_a_server_is_started_and_gets_the_requests_that_the_twin_gets(run: Run, tmp_path: Path) -> None:
     chosen, workload, profile = written(tmp_path, workload_document(["a0", "a1", "a2"], "tiny-llama"))
-    files = ("-o", tmp_path / "found.json", "--report", tmp_path / "found.html")
-    settings = ("--duration-s", "4", "--seed", "3", "--rate-scale", "2", "--max-loras", "2")
+    files = ("-o", tmp_path / "found.json", "--html", tmp_path / "found.html")
+    settings = ("--duration", "4", "--seed", "3", "--rate-scale", "2", "--max-loras", "2")
     done = run("validate", chosen, "--workload", workload, *settings, *files, *LOOSE)
     found = json.loads((tmp_path / "found.json").read_text())
     (group,), measured = found["groups"], next(iter(found["measured"].values()))
@@ -83,7 +83,7 @@ def test_a_server_is_started_and_gets_the_requests_that_the_twin_gets(run: Run, 
 def test_a_running_server_is_asked_where_one_is_named(run: Run, tmp_path: Path) -> None:
     chosen, workload, profile = written(tmp_path, workload_document(["a0", "a1"], "base"))
     with toy_server(load_ms=0.0, base_ms=4.0, ms_per_token=0.0) as (url, server):
-        flags = ("--workload", workload, "--profile", profile, "--duration-s", "3", "--url", url)
+        flags = ("--workload", workload, "--profile", profile, "--duration", "3", "--url", url)
         done = run("validate", chosen, *flags, "--json", "--itl-tolerance", "0")
     found = json.loads(done.stdout)
     assert done.exit_code == 1  # an ITL that is met to the last digit would be a wonder
@@ -102,7 +102,7 @@ def test_a_running_server_is_asked_where_one_is_named(run: Run, tmp_path: Path) 
         (("--url", "nowhere"), "must be the http"),
         (("--url", "g0=http://localhost:80x0"), "must be the http"),
         (("--url", "g0=http://me:hush@localhost"), "must hold no user and no password"),
-        (("--duration-s", "0"), "above 0"),
+        (("--duration", "0"), "above 0"),
         (("--throughput-tolerance", "-1"), ">= 0"),
     ],
 )
@@ -132,7 +132,7 @@ def test_a_plan_beyond_the_positions_of_the_model_is_refused(run: Run, tmp_path:
 def test_ctrl_c_leaves_what_was_found_and_exits_130(tmp_path: Path) -> None:
     chosen, workload, profile = written(tmp_path, workload_document(["a0", "a1"], "base"))
     with toy_server(load_ms=0.0, base_ms=4.0) as (url, server):
-        flags = ("--workload", workload, "--profile", profile, "--duration-s", "600", "--url", url)
+        flags = ("--workload", workload, "--profile", profile, "--duration", "600", "--url", url)
         words = ("validate", chosen, *flags, "-o", tmp_path / "found.json")
         started = subprocess.Popen(
             command(words), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -188,7 +188,7 @@ def test_a_plan_to_rebalance_has_equal_instances_and_operating_points_of_its_pro
     [
         ("none", ["--rebalance", 0], "--rebalance: must be a finite number > 0"),
         ("none", ["--rebalance", 60, "--forecast", "tarot"], "--forecast: must be 'holt', 'last'"),
-        ("none", ["--rebalance", 60, "--solver", "tarot"], "--solver: must be 'loraserve' or 'capplan'"),
+        ("none", ["--rebalance", 60, "--rebalance-solver", "x"], "--rebalance-solver: must be 'loraserve'"),
         ("rank", ["--rebalance", 60], "adapter b: rank: must be at most max_lora_rank, 16"),
         ("digest", ["--rebalance", 60], "adapter b: digest: is required"),
         ("missing", ["--rebalance", 60], "must have an adapter of the plan"),

@@ -162,7 +162,7 @@ def test_a_public_host_without_a_key_is_warned_about(run: Run, started: list[Ins
         ("--model tiny-llama --host 203.0.113.1 --api-key x", "cannot be listened on"),
         ("--model tiny-llama --api-key=", "--api-key: must not be empty"),
         ("--model tiny-llama --cpu-affinity 0-99999", "--cpu-affinity: must name CPUs"),
-        ("--model tiny-llama --records no-such-folder/x.parquet", "no-such-folder"),
+        ("--model tiny-llama --steps-out no-such-folder/x.parquet", "no-such-folder"),
     ],
 )
 def test_invalid_flags_are_one_line_errors(run: Run, flags: str, message: str) -> None:
@@ -204,7 +204,7 @@ class Process:
 @pytest.fixture
 def server_process(tmp_path: Path) -> Iterator[Process]:
     adapters = ("--lora-modules", "a=8", "b=16", "--max-loras", 1, "--rules", "vllm-0.8")
-    process = Process(*adapters, "--records", tmp_path / "steps.parquet")
+    process = Process(*adapters, "--steps-out", tmp_path / "steps.parquet")
     yield process
     process.process.kill()
     process.process.communicate()

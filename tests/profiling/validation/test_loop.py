@@ -23,7 +23,7 @@ def finding(*faults: str) -> Callable[..., str]:
     def run(words: Sequence[str], threads: int, fine: Sequence[int] = (0,)) -> str:
         found = {"agrees": False, "groups": [{"faults": list(faults)}]}
         Path(words[words.index("-o") + 1]).write_text(json.dumps(found))
-        Path(words[words.index("--report") + 1]).write_text("<p>")
+        Path(words[words.index("--html") + 1]).write_text("<p>")
         return ""
 
     return run

@@ -24,7 +24,7 @@ pytestmark = [
 
 def test_a_profile_of_a_server_predicts_vllm(tmp_path: Path) -> None:
     words = ["--oracle", PYTHON, "--out", str(tmp_path), "--budget-s", "40", "--point-s", "4"]
-    runs = Loop(parsed([*words, "--duration-s", "20", "--only", *POINTS])).run()
+    runs = Loop(parsed([*words, "--duration", "20", "--only", *POINTS])).run()
     assert [held.name for held, _ in runs] == list(POINTS)
     by_slots = {}
     for held, comparisons in runs:

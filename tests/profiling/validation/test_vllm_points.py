@@ -66,7 +66,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     def start(found: BenchResult | None, *words: str) -> Any:
         monkeypatch.setattr(closed_loop_vllm, "oracle_server", server)
         monkeypatch.setattr(closed_loop_vllm, "bench", lambda *_, **__: found)
-        known = ("--oracle", "python", "--out", str(tmp_path), "--only", NAME, "--duration-s", "20")
+        known = ("--oracle", "python", "--out", str(tmp_path), "--only", NAME, "--duration", "20")
         return Loop(parsed([*known, *words])).run()
 
     return start
