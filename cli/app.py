@@ -8,17 +8,19 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from importlib import import_module
 from typing import Annotated, Any, Final
 
 import typer
+from pydantic import ValidationError
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from capplan.errors import CapplanError, InputError
+from capplan.errors import NO_VALUE, CapplanError, InputError
 from capplan.spec.limits import InputLimits, limited
+from capplan.spec.validation import input_error
 
 _INTERRUPTED: Final = 130  # 128 + SIGINT, as shells report it
 _PIPE_CLOSED: Final = 141  # 128 + SIGPIPE
@@ -48,6 +50,11 @@ def reported(debug: bool) -> Iterator[None]:
             traceback.print_exc()
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(error.exit_code) from None
+    except typer.TyperException as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # the help page is printed already
+            raise
+        typer.echo(f"error: {_usage_error(error)}", err=True)
+        raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         raise typer.Exit(_INTERRUPTED) from None
@@ -59,6 +66,28 @@ def reported(debug: bool) -> Iterator[None]:
     except BrokenPipeError:
         _discard_stdout()
         raise typer.Exit(_PIPE_CLOSED) from None
+
+
+def _usage_error(error: typer.TyperException) -> InputError:
+    """Return an error of the parser in the form of all others: what it is about, the rule, the next step."""
+    ctx: Any = getattr(error, "ctx", None)
+    param: Any = getattr(error, "param", None)
+    command = "capplan" if ctx is None else ctx.command_path
+    option = getattr(error, "option_name", None)
+    rule, value = error.format_message().rstrip("."), NO_VALUE
+    if param is not None:
+        option = param.metavar if param.param_type_name == "argument" else max(param.opts, key=len)
+        rule = error.message.rstrip(".") or "is required"
+        if isinstance(error.__cause__, ValidationError):
+            found = input_error(error.__cause__, str)
+            rule = found.rule.partition(", unable to")[0].removeprefix("Value error, ").rstrip(".")
+            value = found.value
+    elif hasattr(error, "possibilities"):
+        near = " or ".join(sorted(error.possibilities or ()))
+        rule = f"is not an option of {command}" + (f"; did you mean {near}" if near else "")
+    else:
+        rule = (rule[:1].lower() + rule[1:]).removeprefix(f"option {option!r} ")
+    return InputError(f"{rule}; `{command} --help` shows what it takes", value, option or command)
 
 
 def _show_version(wanted: bool) -> None:
@@ -195,6 +224,11 @@ class CommandGroup(TyperGroup):
         lines = [TyperCommand(name, help=_COMMANDS[self._prefix + name]) for name in self.commands]
         page = TyperGroup(name=self.name, commands=lines, params=self.params, help=self.help)
         page.format_help(ctx, formatter)
+
+    def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
+        """Parse the options of the group; a usage error becomes an exit status."""
+        with reported(debug=False) if parent is None else nullcontext():
+            return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; exceptions become an exit status."""

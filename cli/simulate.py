@@ -191,7 +191,7 @@ def simulate(args: SimulateArgs) -> None:
 
 _OF_ONE_GPU: Final = (
     *("max_loras", "max_lora_rank", *_ENGINE, "max_in_flight", "rules", "scheduler", "cache"),
-    *("gpus_per_link", "prefix_caching", "html", "requests_out", "workers", "ray_address"),
+    *("gpus_per_link", "prefix_caching", "html", "workers", "ray_address"),
 )
 """Options that do not go with a plan."""
 
@@ -213,6 +213,7 @@ def _simulate_plan(args: SimulateArgs, plan: str) -> None:
         rebalance=RebalanceOptions(args.rebalance_s, args.forecast, args.rebalance_solver),
         duration_s=args.duration_s,
         seed=args.seed,
+        requests_out=args.requests_out,
     )
     simulate_plan(args.workload, plan, options, strict=args.strict, as_json=args.as_json)
 

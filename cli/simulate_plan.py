@@ -16,6 +16,8 @@ from capplan.cli.rebalancing import RebalanceOptions
 from capplan.errors import InputError
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from capplan.planner.served import RankMetrics, SimulatedFleet, StoredAdapters
     from capplan.twin.cluster import ClusterResult
 
@@ -50,6 +52,7 @@ class PlanSimulation:
     rebalance: RebalanceOptions
     duration_s: float | None
     seed: int
+    requests_out: str | None = None
 
 
 def require_plan(router: str | None, state_period_s: float | None, rebalance: RebalanceOptions) -> None:
@@ -78,6 +81,10 @@ def simulate_plan(
     if given.state_period_s is not None:
         fleet = replace(fleet, state_period_s=given.state_period_s)
     result = fleet.simulate(given.seed, simulated_s(workload, given.duration_s))
+    if given.requests_out is not None:
+        from capplan.twin.per_request import write_parquet
+
+        write_parquet(given.requests_out, requests_table(fleet, result))
     ranks, held = by_rank(fleet, result), stored_adapters(fleet)
     found = [each.document() for each in fleet.extrapolations(result)]
     beyond = tuple(map(extrapolation_line, found))
@@ -226,6 +233,24 @@ def ranks_table(ranks: Sequence[RankMetrics]) -> Table:
         for each in ranks
     ]
     return Table(head, rows)
+
+
+def requests_table(fleet: SimulatedFleet, result: ClusterResult) -> pa.Table:
+    """Return a row per request: adapter, instance and status by name, null for what had not happened."""
+    import pyarrow as pa
+
+    from capplan.twin.per_request import STATUSES
+
+    adapters = ("", *(adapter.name for adapter in fleet.workload.adapters))
+    names = {"adapter": adapters, "instance": fleet.names, "status": STATUSES}
+    columns = {}
+    for name, column in vars(result.requests).items():
+        if name in names:
+            codes = pa.array(column.astype("int32"), mask=column < 0)
+            columns[name] = pa.DictionaryArray.from_arrays(codes, pa.array(names[name], pa.string()))
+        else:
+            columns[name] = pa.array(column, from_pandas=True)  # NaN becomes null
+    return pa.table(columns)
 
 
 def storage_line(fleet: SimulatedFleet, held: Sequence[StoredAdapters]) -> str:

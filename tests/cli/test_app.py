@@ -56,14 +56,31 @@ def test_version_is_the_package_version(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [("simulte", "w.yaml"), ("plan", "w.yaml", "--gpu", "3"), ("plan",), ("plan", "w", "--gpus", "x")],
+    ("words", "message", "command"),
+    [
+        ("simulte w.yaml", "capplan: no such command 'simulte'. Did you mean 'simulate'?", "capplan"),
+        ("registry ad", "capplan registry: no such command 'ad'", "capplan registry"),
+        ("--bogus", "--bogus: is not an option of capplan", "capplan"),
+        ("--max-adapters x plan", "--max-adapters: must be integer", "capplan"),
+        (
+            "plan w.yaml --gpu 3",
+            "--gpu: is not an option of capplan plan; did you mean --gpus",
+            "capplan plan",
+        ),
+        ("plan", "WORKLOAD: is required", "capplan plan"),
+        ("plan w --gpus x", "--gpus: must be integer", "capplan plan"),
+        ("plan w --gpus", "--gpus: requires an argument", "capplan"),
+        ("plan w --quiet=3", "--quiet: does not take a value", "capplan"),
+        ("profiles a b", "capplan profiles: got unexpected extra argument", "capplan profiles"),
+        ("schema plans", "plan|workload|profile: 'plans' is not one of 'plan'", "capplan schema"),
+        ("simulate w --gpus-per-link 0", "--gpus-per-link: must be greater than", "capplan simulate"),
+        ("calibrate", "--output: is required", "capplan calibrate"),
+    ],
 )
-def test_wrong_usage_exits_2_without_a_traceback(run: Run, arguments: tuple[str, ...]) -> None:
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert "Traceback" not in result.output
-    assert result.stdout == ""
+def test_wrong_usage_is_one_line_with_the_next_step(run: Run, words: str, message: str, command: str) -> None:
+    line = error_line(run(*words.split()))
+    assert line.startswith(f"error: {message}")
+    assert f"; `{command} --help` shows what it takes" in line
 
 
 def test_an_input_error_is_one_line(run: Run, tmp_path: Path) -> None:

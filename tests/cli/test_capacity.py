@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from capplan import Plan, load_profile, load_workload, plan
@@ -82,6 +83,22 @@ def test_states_of_any_age_are_simulated(run: Run, workload_yaml: Path, plan_jso
     assert told(run, *words)["state_period_s"] == 0.25
     message = error_line(run(*words, "--state-period-s", 0))
     assert message.startswith("error: --state-period-s: must be from 0.01 to 60")
+
+
+def test_every_request_of_a_plan_is_written(
+    run: Run, workload_yaml: Path, plan_json: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "requests.parquet"
+    words = ("simulate", workload_yaml, "--plan", plan_json, *SHORT)
+    found = told(run, *words, "--requests-out", file)
+    table = pd.read_parquet(file)
+    assert len(table) == found["cluster"]["submitted"]
+    assert (table["status"] == "finished").sum() == found["cluster"]["completed"]
+    routed = {each["name"]: each["requests"] for each in found["instances"] if each["requests"]}
+    assert table["instance"].value_counts().pipe(lambda counts: counts[counts > 0]).to_dict() == routed
+    assert set(table["adapter"]) <= {"", *(each.name for each in load_workload(workload_yaml).adapters)}
+    assert table["ttft_s"].mean() == pytest.approx(found["cluster"]["ttft_s_mean"])
+    assert "cannot be written" in error_line(run(*words, "--requests-out", "absent/out.parquet"))
 
 
 def test_rebalancing_of_a_plan_is_simulated(run: Run, workload_yaml: Path, tmp_path: Path) -> None:
