@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import inspect
 import shlex
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, Field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, asdict, fields
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, TypeVar, get_args, get_type_hints
 
 import typer
-from typer.models import ArgumentInfo, ParameterInfo
+from typer.models import ArgumentInfo, OptionInfo, ParameterInfo
 
 from capplan.errors import InputError
 from capplan.spec import Cache, EngineArgs, Queues, Scheduler
 from capplan.spec.files import parse_yaml
-from capplan.spec.limits import require_duration
+from capplan.spec.limits import InputLimits, input_limits, require_duration
 from capplan.spec.routing import ROUTER_NAMES, STATE_PERIOD_S
 from capplan.spec.scheduling import cache_of, scheduler_of
 from capplan.spec.validation import format_key, validate_document
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 _HOUR_S: Final = 3600.0
 _MOST_RANK_DIGITS: Final = 9
-_PATHS: Final = ("FILE", "DIR", "[DIR]", "PLAN", "WORKLOAD")
-"""Metavars of files and folders."""
 
 T = TypeVar("T")
 Member = TypeVar("Member", bound=StrEnum)
@@ -249,7 +247,13 @@ def command(function: Callable[[Any], None]) -> Callable[..., None]:
     ]
 
     def invoke(**values: Any) -> None:
-        function(options_type(**values))
+        args = options_type(**values)
+        try:
+            function(args)
+        except InputError as error:
+            if (flag := _flag_given(error.location, args, hints)) is None:
+                raise
+            raise InputError(error.rule, error.value, flag) from error
 
     paragraphs = inspect.getdoc(function).split("\n\n")  # type: ignore[union-attr]
     invoke.__doc__ = "\n\n".join(" ".join(each.split()) for each in paragraphs)
@@ -258,27 +262,58 @@ def command(function: Callable[[Any], None]) -> Callable[..., None]:
     return invoke
 
 
-def command_line(name: str, args: Any, without: Sequence[str] = ()) -> str:
-    """Return a command with its options that differ from the defaults; files without folders, no API keys.
+_OPTIONS: Final = {
+    "a_max": ("max_loras",),
+    "s_max": ("max_lora_rank",),
+    "solver": ("solvers",),
+    "time_limit_s": ("time_limit", "solver_time_limit"),
+}
+"""Settings that are named otherwise on the command line, with the fields of their options."""
 
-    Fields named in `without` are left out.
+
+def _flag_given(location: str, args: Any, hints: Mapping[str, Any]) -> str | None:
+    """Return the flag that gave a setting another value than the default; None if none did."""
+    for field in fields(args):
+        name = field.name
+        if name in (location, *_OPTIONS.get(location, ())):
+            info, default, _ = _declaration(field, hints[name])
+            if isinstance(info, OptionInfo) and getattr(args, name) not in (None, default):
+                return _flag(field, hints[name])
+    return None
+
+
+def _flag(field: Field[Any], hint: Any) -> str:
+    """Return the spelling of an option on the command line; ``--on/--off`` for one with two."""
+    _, _, names = _declaration(field, hint)
+    return next((each for each in names if each.startswith("--")), f"--{field.name.replace('_', '-')}")
+
+
+def command_line(name: str, args: Any, without: Sequence[str] = ()) -> str:
+    """Return a command with its options that differ from the defaults; it repeats the result from its folder.
+
+    API keys and the fields named in `without` are left out.
     """
     hints = get_type_hints(type(args), include_extras=True)
     words: list[str] = []
     for field in fields(args):
-        info, default, names = _declaration(field, hints[field.name])
+        info, default, _ = _declaration(field, hints[field.name])
         value = getattr(args, field.name)
         if field.name in without or value in (None, default) or info.metavar == "KEY":
             continue
-        flags = next((each for each in names if each.startswith("--")), f"--{field.name.replace('_', '-')}")
-        on, _, off = flags.partition("/")
+        on, _, off = _flag(field, hints[field.name]).partition("/")
         if isinstance(value, bool):
             words.append(on if value else off)
             continue
         for each in map(str, value if isinstance(value, list) else [value]):
-            word = Path(each).name if info.metavar in _PATHS or each.endswith(".json") else each
-            words += [word] if isinstance(info, ArgumentInfo) else [on, word]
-    return " ".join([name, *map(shlex.quote, words)])
+            words += [each] if isinstance(info, ArgumentInfo) else [on, each]
+    program, _, command = name.partition(" ")
+    default = InputLimits()
+    raised = [
+        f"--{key.replace('_', '-')} {value}"
+        for key, value in asdict(input_limits()).items()
+        if value != getattr(default, key)
+    ]
+    return " ".join([program, *raised, command, *map(shlex.quote, words)])
 
 
 def _declaration(field: Field[Any], hint: Any) -> tuple[ParameterInfo, Any, list[str]]:

@@ -42,8 +42,8 @@ def test_a_step_table_becomes_a_profile_and_an_offline_report(run: Run, folder: 
     assert made.name == "mine/llama/vllm-0.8.5"
     assert (made.provenance.kind, made.provenance.source) == ("measured", "a test")
     assert made.provenance.command == (
-        "capplan calibrate --output out.json --steps steps.csv --base base.json --name mine/llama/vllm-0.8.5"
-        " --source 'a test' --html report.html"
+        f"capplan calibrate --output {folder}/out.json --steps {folder}/steps.csv --base {folder}/base.json"
+        f" --name mine/llama/vllm-0.8.5 --source 'a test' --html {report}"
     )
     for name, truth in ADDITIVE_TRUTH.items():
         fitted = made.step_latency.coefficients[name]

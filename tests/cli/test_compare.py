@@ -151,7 +151,7 @@ def test_the_exit_status_tells_whether_any_answer_holds(
 
 def test_an_unknown_solver_is_refused_with_the_names(run: Run, workload_yaml: Path) -> None:
     line = error_line(run("compare", workload_yaml, "--solvers", "capplan,magic"))
-    assert "solver: must be one of capplan, greedy" in line
+    assert "--solvers: must be one of capplan, greedy" in line
     assert "magic" in line
 
 

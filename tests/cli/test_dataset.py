@@ -77,8 +77,8 @@ def test_a_training_table_can_be_read_from_it(run: Run, profile: Path, tmp_path:
         (("--duration", 6), "manifest.json: duration_s is 5.0 there"),
         (("--scenarios", 19), "manifest.json: scenarios is 20 there, and cannot fall (got 19)"),
         (("--design", "paper-grid"), "manifest.json: design is 'space-filling' there"),
-        (("--design", "grid"), "design: must be one of paper-grid, space-filling, near-starvation"),
-        (("--duration", 0), "duration_s: must be a finite number > 0"),
+        (("--design", "grid"), "--design: must be one of paper-grid, space-filling, near-starvation"),
+        (("--duration", 0), "--duration: must be a finite number > 0"),
         (("-o", "/nowhere/data"), "/nowhere/data: cannot be written: No such file"),
     ],
 )

@@ -78,7 +78,7 @@ def test_a_port_out_of_range_leaves_nothing(run: Run, plan_json: Path) -> None:
     line = error_line(
         run("export", plan_json, "--target", "vllm", "-o", plan_json.parent / "d", "--port", "0")
     )
-    assert "port: must be from 1 to" in line
+    assert "--port: must be from 1 to" in line
     assert list(plan_json.parent.iterdir()) == [plan_json]
 
 

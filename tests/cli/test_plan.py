@@ -3,6 +3,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import signal
 import subprocess
 import time
@@ -46,8 +47,26 @@ def test_the_file_is_the_plan_of_the_library(run: Run, workload_yaml: Path, tabl
     profile = load_profile(workload_yaml.with_name("profile.json"))
     wanted = plan(load_workload(workload_yaml), profile=profile, seed=5)
     told = Plan.from_json(out)
-    recorded = {**wanted.provenance, "command": "capplan plan workload.yaml --seed 5"}
+    recorded = {**wanted.provenance, "command": f"capplan plan {workload_yaml} --seed 5"}
     assert told == wanted.replace(provenance=recorded)
+
+
+def test_the_command_of_a_plan_repeats_it(
+    run: Run, workload_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    profile = Path("profiles/my profile.json")
+    profile.parent.mkdir()
+    profile.write_text(Path("profile.json").read_text())
+    kept = workload_yaml.read_text().replace("profile: ./profile.json\n", "")
+    (profile.parent / "w.yaml").write_text(kept)
+    options = ("--profile", profile, "--seeds", "2", "--gpus-per-link", "2", "--scheduler", "{policy: sjf}")
+    first = run("--max-adapters", "50", "plan", "profiles/w.yaml", *options, "--json")
+    assert first.exit_code == 0, first.output
+    program, *words = shlex.split(json.loads(first.stdout)["provenance"]["command"])
+    assert program == "capplan"
+    assert run(*words, "--json").stdout == first.stdout
+    assert words[:2] == ["--max-adapters", "50"]
 
 
 def test_the_table_names_every_group_and_the_summary_says_what_was_verified(
@@ -81,7 +100,7 @@ def test_knobs_are_searched_unless_the_defaults_are_asked_for(run: Run, workload
 
 def test_unknown_knobs_are_refused_in_one_line(run: Run, workload_yaml: Path) -> None:
     line = error_line(run("plan", workload_yaml, "--knobs", "all"))
-    assert "knobs: must be one of default, fitted, any (got 'all')" in line
+    assert "--knobs: must be one of default, fitted, any (got 'all')" in line
 
 
 def test_json_is_the_only_thing_on_stdout_and_equals_the_file(run: Run, workload_yaml: Path) -> None:

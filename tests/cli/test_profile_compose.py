@@ -58,7 +58,7 @@ def test_the_id_of_a_config_is_that_of_its_file_or_folder(run: Run, tmp_path: Pa
             ("--gpu", "a100-80g", "--dtype", "fp8"),
             "--dtype: must be a dtype with measured products on this GPU",
         ),
-        (("--gpu", "h200", "--engine-version", "0.1"), "engine_version: must be a version of vLLM"),
+        (("--gpu", "h200", "--engine-version", "0.1"), "--engine-version: must be a version of vLLM"),
         (("--gpu", "rtx-4090", "--layers", "nowhere"), "nowhere/dense.csv: cannot be read"),
     ],
 )

@@ -39,12 +39,12 @@ def test_timings_fits_and_report_are_written_and_told(run: Run, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("arguments", "rule"),
     [
-        (("--grid", "papers"), "grid: must be one of paper"),
+        (("--grid", "papers"), "--grid: must be one of paper"),
         (("--phases", "idle"), "--phases: must be among decode, prefill and crossover"),
         (("--hidden", "4k"), "--hidden: must be whole numbers"),
-        (("--kernels", "bmm"), "kernels: must be one of"),
-        (("--dtype", "int4"), "dtype: must be one of"),
-        (("--device", "tpu"), "device: must be"),
+        (("--kernels", "bmm"), "--kernels: must be one of"),
+        (("--dtype", "int4"), "--dtype: must be one of"),
+        (("--device", "tpu"), "--device: must be"),
     ],
 )
 def test_mistakes_are_one_line(run: Run, tmp_path: Path, arguments: tuple[str, str], rule: str) -> None:

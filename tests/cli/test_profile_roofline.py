@@ -116,7 +116,7 @@ def test_the_version_of_the_engine_chooses_its_rules_and_the_record_repeats_the_
         256,
     )
     assert made.provenance.command == (
-        "capplan profile roofline --gpu h200 --output h200.json --model llama-3.1-8b --engine-version 0.11.0"
+        f"capplan profile roofline --gpu h200 --output {path} --model llama-3.1-8b --engine-version 0.11.0"
         " --step-overhead-ms 3.0"
     )
     refused = error_line(run(*H200, "-o", path, "--engine-version", "0.25.0"))
@@ -124,7 +124,7 @@ def test_the_version_of_the_engine_chooses_its_rules_and_the_record_repeats_the_
     assert "must be vllm-0.11 for vLLM 0.11.0" in error_line(
         run(*H200, "-o", path, "--engine-version", "0.11.0", "--rules", "vllm-0.8")
     )
-    assert "engine_version: is that of vLLM and does not go with rules slora" in error_line(
+    assert "--engine-version: is that of vLLM and does not go with rules slora" in error_line(
         run(*H200, "-o", path, "--engine-version", "0.11.0", "--rules", "slora")
     )
 
