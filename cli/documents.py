@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -12,12 +14,14 @@ import typer
 from capplan.cli.console import DASH, Table, number, percent, print_json, print_table
 from capplan.cli.options import AsJson, command
 from capplan.errors import InputError
+from capplan.spec import ProvenanceKind
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from capplan.spec import Fit, FittedModel, Profile
 
+_PER_GPU: Final = r" \(\S+ of the H100's\)"
 _PARTS = ("step_latency", "memory", "loading", "host")
 
 _PREFIX_CACHING: Final = MappingProxyType({True: "on", False: "off", None: "as in the rules"})
@@ -31,7 +35,7 @@ class ProfilesArgs:
         None, metavar="[NAME]", help="Shipped name or path: show this one in full."
     )
     gpu: str | None = typer.Option(
-        None, metavar="WORDS", help="List those of GPUs whose name contains this, such as h100."
+        None, metavar="WORDS", help="List those of GPUs with these whole words in their name, such as h100."
     )
     model: str | None = typer.Option(
         None, metavar="WORDS", help="List those of models whose name contains this, such as qwen."
@@ -72,23 +76,43 @@ def profiles(args: ProfilesArgs) -> None:
     print_table(Table(head, rows, numbers_from=None))
     for formula in dict.fromkeys(each.step_latency.fit.error_formula for each in shipped.values()):
         typer.echo(f"error: {formula}")
+    composed = [each for each in shipped.values() if each.provenance.kind == ProvenanceKind.COMPOSED]
+    told = (
+        note for each in composed for note in sentences(each) if not note.startswith("Beyond the measured")
+    )
+    for note in dict.fromkeys(re.sub(r" \(\S+ of the H100's\)", "", each) for each in told):
+        typer.echo(f"composed: {note}")
+
+
+def sentences(profile: Profile) -> list[str]:
+    """Return the notes of a profile: what was fitted, left out of the fit, carried over or extrapolated."""
+    return profile.provenance.notes.split(". ")
 
 
 def _matching(gpu: str | None, model: str | None) -> dict[str, Profile]:
-    """Return the shipped profiles whose GPU and model contain these words, in any case."""
+    """Return the shipped profiles of GPUs with these whole words and models with these, in any case."""
     from capplan.datasets import list_profiles, load_profile
+    from capplan.datasets.catalog import other_gpu, other_model
 
-    shipped = {each: load_profile(each) for each in list_profiles()}
-    found = {
-        name: profile
-        for name, profile in shipped.items()
-        if (gpu or "").lower() in f"{name.split('/')[0]} {profile.gpu.name}".lower()
-        and (model or "").lower() in " ".join([profile.model.name, *profile.model.hf_ids]).lower()
-    }
-    if not found:
-        option, words = ("--gpu", gpu) if gpu is not None else ("--model", model)
-        known = sorted({name.split("/")[option == "--model"] for name in shipped})
-        raise InputError(f"must match a shipped profile: {', '.join(known)}", words, option)
+    found = {each: load_profile(each) for each in list_profiles()}
+    if gpu is not None:
+        known = dict.fromkeys(name.split("/")[0] for name in found)
+        whole = re.compile(rf"(?<![a-z0-9]){re.escape(gpu.lower())}(?![a-z0-9])")
+        names = {each: f"{each.split('/')[0]} {profile.gpu.name}".lower() for each, profile in found.items()}
+        found = {each: profile for each, profile in found.items() if gpu and whole.search(names[each])}
+        if not found:
+            near = difflib.get_close_matches(gpu.lower(), known, n=2)
+            hint = f"did you mean {' or '.join(near)}? " if near else ""
+            rule = f"must be a GPU of a shipped profile: {', '.join(known)}; {hint}{other_gpu(gpu)}"
+            raise InputError(rule, gpu, "--gpu")
+    if model is not None:
+        known = dict.fromkeys(name.split("/")[1] for name in found)
+        names = {each: " ".join((p.model.name, *p.model.hf_ids)).lower() for each, p in found.items()}
+        found = {each: profile for each, profile in found.items() if model.lower() in names[each]}
+        if not found:
+            shipped = "a shipped profile" if gpu is None else f"a shipped profile of {gpu}"
+            rule = f"must be in the name of a model of {shipped}: {', '.join(known)}; {other_model(gpu)}"
+            raise InputError(rule, model, "--model")
     return found
 
 
@@ -106,6 +130,7 @@ def _summary(name: str, profile: Profile) -> dict[str, object]:
         "fit_error": fit.error if fit.samples else None,
         "left_out_error": fit.cross_validated_error if fit.samples else None,
         "fit_error_formula": fit.error_formula,
+        "notes": profile.provenance.notes,
     }
 
 
@@ -128,8 +153,8 @@ def _show(profile: Profile) -> None:
     typer.echo(f"  lengths     length_correlation {correlation}")
     typer.echo(f"  provenance  {origin.kind}: {origin.source}{licence}")
     typer.echo(f"  made by     {origin.command}")
-    if origin.notes:
-        typer.echo(f"  notes       {origin.notes}")
+    for note in filter(None, sentences(profile)):
+        typer.echo(f"  note        {note}")
     for part in _PARTS:
         _show_part(part, getattr(profile, part))
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from capplan.cli.console import print_json
+from capplan.cli.documents import sentences
 from capplan.cli.options import AsJson, EngineRules, EngineVersion, Quiet, command, command_line
 from capplan.cli.output import require_writable_files, write_json
 from capplan.errors import InputError
@@ -96,6 +97,6 @@ def _show(profile: Profile, output: str) -> None:
     )
     typer.echo(f"{profile.name}: {profile.gpu.name}, tp {profile.tp}")
     typer.echo(f"error on measured engines: {fit.error:.1f} %{left} ({fit.error_formula})")
-    for sentence in profile.provenance.notes.split(". "):
+    for sentence in sentences(profile):
         typer.echo(f"- {sentence}")
     typer.echo(f"written to {output}")

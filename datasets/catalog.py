@@ -5,6 +5,7 @@ Every entry of ``archs.json`` and ``gpus.json`` has a ``source`` and a ``licence
 
 from __future__ import annotations
 
+import difflib
 import functools
 import os
 from collections.abc import Iterable, Mapping
@@ -148,7 +149,7 @@ def arch_of(config: Mapping[str, Any], hf_id: str, location: str) -> ModelArch:
     InputError
         If a size is missing or not a whole number above 0, or the model is a mixture of experts.
     """
-    _require_dense(config, hf_id, location)
+    require_dense(config, hf_id, location)
     heads = whole_number(config, "num_attention_heads", location)
     hidden = whole_number(config, "hidden_size", location)
     architectures = architectures_of(config, location)
@@ -176,15 +177,31 @@ def _is_of(config: Mapping[str, Any], names: Iterable[str]) -> bool:
     return not set(names).isdisjoint(config.get("architectures") or ())
 
 
-def _require_dense(config: Mapping[str, Any], hf_id: str, location: str) -> None:
+def require_dense(config: Mapping[str, Any], hf_id: str, location: str) -> None:
+    """Check that a ``config.json`` is of a dense model, and not of one within another.
+
+    Raises
+    ------
+    InputError
+        If it is of a mixture of experts, or nests a language model.
+    """
     for key in _EXPERTS:
         experts = config.get(key)
         if isinstance(experts, int) and experts > 1:
             rule = (
                 f"must be a dense model: {hf_id} is a mixture of {experts} experts, whose adapter slots hold "
-                "A and B of every local expert"
+                "A and B of every local expert; `capplan profiles` lists the models that profiles ship of"
             )
             raise InputError(rule, location=f"{location}: {key}")
+    inner = config.get("text_config")
+    if isinstance(inner, Mapping) and "hidden_size" not in config:
+        where = f"{location}: text_config"
+        require_dense(inner, hf_id, where)
+        rule = (
+            "is read as a file of its own: write this mapping to one, with architectures of the language "
+            "model such as [MistralForCausalLM], and give that file as --model-config"
+        )
+        raise InputError(rule, location=where)
 
 
 def _sliding_window(config: Mapping[str, Any], location: str) -> int | None:
@@ -229,6 +246,26 @@ def gpu_sheet(key: str) -> GpuSheet:
         For an unknown type; the message lists the known ones.
     """
     for sheet in gpu_sheets():
-        if sheet.key == key:
+        if sheet.key == key.lower():
             return sheet
-    raise InputError(f"must be one of {', '.join(sheet.key for sheet in gpu_sheets())}", key, "--gpu")
+    rule = f"must be one of {', '.join(sheet.key for sheet in gpu_sheets())}; {other_gpu(key)}"
+    raise InputError(rule, key, "--gpu")
+
+
+def other_gpu(key: str) -> str:
+    """Return how to get a profile of a GPU that none ships of, and that no operators were measured on."""
+    keys = [sheet.key for sheet in gpu_sheets()]
+    if key.lower() in keys:
+        command = f"`capplan profile roofline --gpu {key.lower()} --model NAME -o profile.json`"
+        return f"{command} computes one from its data sheet"
+    near = [each for each in keys if key and each.startswith(key.lower())]
+    near = near or difflib.get_close_matches(key.lower(), keys, n=1)
+    hint = f"`capplan profile roofline` has data sheets of {', '.join(near)}; " if near else ""
+    measured = "`capplan profile server URL -o DIR` measures a running server, for `capplan calibrate DIR`"
+    return f"{hint}{measured}"
+
+
+def other_model(gpu: str | None = None) -> str:
+    """Return how to get a profile of a model that none ships of."""
+    given = f"--gpu {gpu or 'NAME'} --model-config FILE --base-model ID -o profile.json"
+    return f"`capplan profile compose {given}` makes one of a dense model from its config.json"

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from capplan.datasets.catalog import known_arch
+from capplan.datasets.catalog import known_arch, other_gpu, other_model
 from capplan.errors import InputError
 from capplan.spec import Profile, read_text
 from capplan.spec.files import parse_json
@@ -97,6 +97,15 @@ def _unknown(name: str, shipped: tuple[str, ...]) -> str:
     rule = "must be the path of a profile JSON or the name of a shipped profile"
     if not shipped:
         return rule
+    gpu, _, rest = name.lower().partition("/")
+    models = {each.split("/")[1] for each in shipped if each.startswith(f"{gpu}/")}
+    if rest and not models:
+        gpus = dict.fromkeys(each.split("/")[0] for each in shipped)
+        return f"{rule}, which are of {', '.join(gpus)}; {other_gpu(gpu)}"
+    if rest and (model := rest.split("/")[0]) not in models:
+        near = difflib.get_close_matches(model, models, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        return f"{rule}, those of {gpu} for {', '.join(sorted(models))}; {hint}{other_model(gpu)}"
     near = difflib.get_close_matches(name, shipped, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"{rule}; {hint}`capplan profiles` lists all {len(shipped)}"

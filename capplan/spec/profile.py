@@ -272,5 +272,8 @@ class Profile(SpecModel):
         """
         if base_model not in self.model.hf_ids:
             models = ", ".join(self.model.hf_ids)
-            rule = f"must be a model that profile {self.name} is for: {models}"
+            rule = (
+                f"must be a model that profile {self.name} is for: {models}; "
+                f"`capplan profiles --model {base_model.rpartition('/')[2]}` lists those of that one"
+            )
             raise InputError(rule, base_model, "base_model")

@@ -274,7 +274,9 @@ class WorkloadFile(PlanningRequirements):
     @model_validator(mode="after")
     def _one_source_of_each(self) -> Self:
         if not self.pools and self.profile is None:
-            raise rule_error("is required, unless pools are given", key=("profile",))
+            name = self.base_model.rpartition("/")[2]
+            rule = f"is required, unless pools are given; `capplan profiles --model {name}` lists those of it"
+            raise rule_error(rule, key=("profile",))
         if self.trace is None and self.adapters is None and self.base is None:
             raise rule_error("must give adapters or trace, one of the two, or base")
         if self.trace is not None:

@@ -12,6 +12,7 @@ from capplan.datasets.catalog import (
     hf_config,
     known_arch,
     model_arch,
+    require_dense,
     whole_number,
 )
 from capplan.errors import InputError
@@ -108,10 +109,14 @@ def decoder_of(
         For an architecture that is not known to be a dense decoder, by its name; for an unknown dtype or
         quantization.
     """
+    require_dense(config, base_model, location)
     names = architectures_of(config, location)
     name = next((each for each in names if each in DENSE), None)
     if name is None:
-        rule = f"must name one of {', '.join(DENSE)}: dense decoders whose operators are known"
+        rule = (
+            f"must name one of {', '.join(DENSE)}: dense decoders whose operators are known; "
+            "`capplan profile roofline` computes a profile from sizes alone"
+        )
         raise InputError(rule, ", ".join(names) or None, f"{location}: architectures")
     dtype = _dtype(config, location) if dtype is None else dtype
     if dtype not in DTYPES:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from capplan.datasets.catalog import GpuSheet, gpu_sheet
+from capplan.datasets.catalog import GpuSheet, gpu_sheet, other_gpu
 from capplan.errors import InputError
 
 if TYPE_CHECKING:
@@ -58,10 +58,10 @@ def system_of(gpu: str) -> System:
         For an unknown name; the message lists the known ones.
     """
     for system in SYSTEMS:
-        if gpu in (system.key, system.sheet_key):
+        if gpu.lower() in (system.key, system.sheet_key):
             return system
     known = ", ".join(f"{each.sheet_key} ({each.key})" for each in SYSTEMS)
-    raise InputError(f"must be a GPU with measured operators: {known}", gpu, "--gpu")
+    raise InputError(f"must be a GPU with measured operators: {known}; {other_gpu(gpu)}", gpu, "--gpu")
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,53 @@ def test_a_fitted_profile_shows_its_error_and_an_assumed_one_none(run: Run) -> N
     assert "not fitted" not in run("profiles").stdout
 
 
+@pytest.mark.parametrize(
+    ("gpu", "shown"),
+    [
+        ("h100", {"h100-64g", "h100-80g"}),
+        ("L40S", {"l40s"}),
+        ("NVIDIA H200", {"h200"}),
+        ("rtx-4090", {"rtx-4090"}),
+    ],
+)
+def test_a_gpu_is_matched_by_whole_words(run: Run, gpu: str, shown: set[str]) -> None:
+    listed = json.loads(run("profiles", "--gpu", gpu, "--json").stdout)
+    assert {each["name"].split("/")[0] for each in listed} == shown
+
+
+@pytest.mark.parametrize(
+    ("words", "step"),
+    [
+        ("--gpu l4", "did you mean l40s? `capplan profile roofline --gpu l4 --model NAME -o profile.json`"),
+        ("--gpu l4 --model qwen", "--gpu: must be a GPU of a shipped profile: a100-80g, b200"),
+        ("--gpu A100-40G", "`capplan profile roofline --gpu a100-40g"),
+        ("--gpu a100-40", "`capplan profile roofline` has data sheets of a100-40g; "),
+        ("--gpu mi300x", "`capplan profile server URL -o DIR` measures a running server"),
+        ("--model llama-3.3-70b", "`capplan profile compose --gpu NAME --model-config FILE --base-model ID"),
+        (
+            "--gpu b200 --model llama-2-7b",
+            "--model: must be in the name of a model of a shipped profile of b200",
+        ),
+    ],
+)
+def test_what_no_profile_ships_of_is_one_line_with_the_next_command(run: Run, words: str, step: str) -> None:
+    assert step in error_line(run("profiles", *words.split()))
+
+
+def test_profiles_states_the_errors_that_compose_states(run: Run) -> None:
+    """GPUs left out of the fit, and adapter terms of another GPU."""
+    name = "h200/llama-3.1-8b/vllm-0.15.1"
+    errors = (
+        "left out in turn: gpu h100-80g 6.5 %",
+        "Adapter terms are carried over from the H100-64G profiles",
+    )
+    texts = run("profiles").stdout, run("profiles", "--gpu", "h200").stdout, run("profiles", name).stdout
+    assert all(error in text for error in errors for text in texts)
+    listed = json.loads(run("profiles", "--gpu", "h200", "--json").stdout)
+    assert all(error in each["notes"] for error in errors for each in listed)
+    assert "composed: " not in run("profiles", "--gpu", "h100-64g").stdout
+
+
 def test_profiles_lists_what_the_package_ships(run: Run) -> None:
     assert [each["name"] for each in json.loads(run("profiles", "--json").stdout)] == list(list_profiles())
 

@@ -108,6 +108,35 @@ def test_a_workload_without_gpus_is_one_line_where_all_are_used(run: Run, inputs
     assert files(inputs) == before
 
 
+@pytest.mark.parametrize(
+    ("profile", "step"),
+    [
+        (
+            "",
+            "profile: is required, unless pools are given; `capplan profiles --model Llama-3.1-8B-Instruct`",
+        ),
+        (
+            "h100-64g/llama-3.1-8b/vllm-0.85",
+            "did you mean 'h100-64g/llama-3.1-8b/vllm-0.8.5'? `capplan profiles`",
+        ),
+        ("a100-40g/llama-3.1-8b/vllm-0.15.1", "`capplan profile roofline --gpu a100-40g --model NAME"),
+        ("l4/llama-3.1-8b/vllm-0.15.1", "`capplan profile roofline --gpu l4 --model NAME"),
+        ("mi300x/llama-3.1-8b/vllm-0.15.1", "`capplan profile server URL -o DIR` measures a running server"),
+        ("h200/llama-3.3-70b/vllm-0.15.1", "`capplan profile compose --gpu h200 --model-config FILE"),
+        (
+            "h200/qwen2.5-7b/vllm-0.15.1",
+            "`capplan profiles --model Llama-3.1-8B-Instruct` lists those of that",
+        ),
+    ],
+)
+def test_a_profile_that_does_not_ship_is_one_line_with_the_next_command(
+    run: Run, inputs: Path, profile: str, step: str
+) -> None:
+    named = f"profile: {profile}\n" if profile else ""
+    (inputs / "workload.yaml").write_text(WORKLOAD.replace("profile: ./profile.json\n", named))
+    assert step in error_line(run("plan", inputs / "workload.yaml"))
+
+
 def test_a_solver_without_its_surrogate_is_one_line(run: Run, inputs: Path) -> None:
     line = error_line(run("plan", inputs / "workload.yaml", "--solver", "greedy-fast"))
     assert "profile: has no surrogate of kind tree; make one with: capplan train" in line

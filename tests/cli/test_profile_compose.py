@@ -52,6 +52,8 @@ def test_the_id_of_a_config_is_that_of_its_file_or_folder(run: Run, tmp_path: Pa
     ("options", "message"),
     [
         (("--gpu", "v100"), "--gpu: must be a GPU with measured operators: a100-80g (a100_sxm)"),
+        (("--gpu", "mi300x"), "`capplan profile server URL -o DIR` measures a running server"),
+        (("--gpu", "l4"), "`capplan profile roofline --gpu l4 --model NAME -o profile.json`"),
         (("--gpu", "h200", "--tp", "3"), "--tp: must be one of 1, 2, 4, 8"),
         (("--gpu", "h200", "--dtype", "int4"), "--dtype: must be one of bfloat16, float16, fp8, fp8_block"),
         (
@@ -69,6 +71,14 @@ def test_what_does_not_exist_is_one_line(
     result = run("profile", "compose", "--model", "llama-3.1-8b", *options, "-o", output)
     assert message in error_line(result)
     assert not output.exists()
+
+
+def test_a_mixture_of_experts_is_refused_as_such(run: Run, tmp_path: Path) -> None:
+    path = config(tmp_path, architectures=["Qwen3MoeForCausalLM"], num_experts=128)
+    given = ("--model-config", path, "--base-model", "Qwen/Qwen3-30B-A3B")
+    line = error_line(run("profile", "compose", "--gpu", "h200", *given, "-o", tmp_path / "x.json"))
+    assert "num_experts: must be a dense model: Qwen/Qwen3-30B-A3B is a mixture of 128 experts" in line
+    assert "`capplan profiles` lists" in line
 
 
 def test_an_unknown_architecture_is_refused_by_name(run: Run, tmp_path: Path) -> None:

@@ -49,6 +49,15 @@ def test_mixtures_of_experts_are_refused_by_name_with_the_reason(key: str) -> No
     assert key in str(caught.value)
 
 
+def test_a_language_model_within_another_is_refused_with_the_next_step() -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    with pytest.raises(InputError, match="text_config: is read as a file of its own") as caught:
+        arch_of({"text_config": sizes}, "org/gemma-3", "config.json")
+    assert "--model-config" in str(caught.value)
+    with pytest.raises(InputError, match="text_config: num_experts: must be a dense model"):
+        arch_of({"text_config": {**sizes, "num_experts": 16}}, "org/moe", "config.json")
+
+
 def test_fields_that_a_family_leaves_out_have_its_defaults() -> None:
     sizes = {
         "num_hidden_layers": 4,
