@@ -31,7 +31,6 @@ from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
 from capplan.planner import SOLVERS
-from capplan.spec.plan import OUT_OF_TIME
 from capplan.spec.routing import PLAN_ROUTER
 from capplan.spec.scheduling import completed
 
@@ -63,6 +62,12 @@ class PlanArgs:
         None,
         metavar="SECONDS",
         help="Limit of search and verification together; default: 60 s for the search alone.",
+    )
+    duration: float | None = typer.Option(
+        None,
+        metavar="SECONDS",
+        help="Simulated seconds per seed; default: an hour, or as long as slow arrivals take to show. Not "
+        "for a trace, which is replayed.",
     )
     previous: str | None = typer.Option(
         None, metavar="PLAN", help="Plan in force, to keep adapters where they are."
@@ -128,6 +133,7 @@ def plan(args: PlanArgs) -> None:
             verify=args.verify,
             seeds=args.seeds,
             time_limit_s=args.time_limit,
+            duration_s=args.duration,
             knobs=args.knobs,
             robust=args.robust,
             gpus_per_link=args.gpus_per_link,
@@ -283,7 +289,9 @@ def _verdict_of_twin(plan: Plan) -> str:
     check = plan.verification
     quantile = plan.provenance.get("robust")
     slow = "" if quantile is None else f", headroom with step times at quantile {quantile}"
-    tried = f"in simulation, {len(check.seeds)} × {duration(check.duration_s)}{evidence(plan)}{slow}"
+    start_s = check.window_start_s
+    worst = "" if start_s is None else f" from {start_s:g} s of the trace, its worst window"
+    tried = f"in simulation, {len(check.seeds)} × {duration(check.duration_s)}{worst}{evidence(plan)}{slow}"
     served = f"at least {percent(check.min_served_fraction)} of the tokens served"
     if check.ok:
         return f"verified {tried}, {served}"
@@ -291,9 +299,8 @@ def _verdict_of_twin(plan: Plan) -> str:
         settings = " and ".join(check.not_simulated)
         missing = f"the verification did not simulate {settings}; plan again"
         return f"NOT VERIFIED: {missing}; without them verified {tried}, {served}"
-    notes = [group.note for group in check.groups if not group.ok]
-    if notes and all(note.startswith(OUT_OF_TIME) for note in notes):
-        return f"UNDECIDED: {notes[0]}; {served} {tried}"
+    if check.verdict == "undecided":
+        return f"UNDECIDED: {check.reason}; {served} {tried}"
     failed = ", ".join(group.id for group in check.groups if not group.ok)
     return f"VERIFICATION DISAGREES {tried}, {served}; failing: {failed or 'the plan as a whole'}"
 
@@ -323,7 +330,9 @@ def _summary(plan: Plan, output: str | None) -> str:
     moves = _moves(plan)
     written = "not written (-o FILE writes it)" if output is None else f"written to {output}"
     gpus = f"{counted(totals.gpus, 'GPU')} (lower bound {totals.lower_bound_gpus})"
-    return f"{gpus}{price}; {verdict(plan)}{moves}; {written}"
+    cut = "; the time limit ended the search, a longer --time-limit may find a better plan"
+    search = cut if plan.provenance.get("search") == "time_limit" else ""
+    return f"{gpus}{price}; {verdict(plan)}{search}{moves}; {written}"
 
 
 def _moves(plan: Plan) -> str:

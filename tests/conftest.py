@@ -6,6 +6,7 @@ from hypothesis import settings
 
 TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
 REFERENCE_DIR = Path(__file__).resolve().parents[2] / "shared" / "reference"
+CASES = Path(__file__).resolve().parents[2] / "shared" / "cases"
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores already
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -30,3 +31,11 @@ def traces_dir() -> Path:
     if not TRACES.is_dir():
         pytest.skip("no ../shared/traces beside the checkout: public traces are missing")
     return TRACES
+
+
+@pytest.fixture(scope="session")
+def cases_dir() -> Path:
+    """Inputs made after public bug reports, kept in a folder beside the checkout."""
+    if not CASES.is_dir():
+        pytest.skip("no ../shared/cases beside the checkout: inputs of public bug reports are missing")
+    return CASES

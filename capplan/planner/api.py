@@ -47,6 +47,7 @@ def plan(
     repair: bool = True,
     seeds: int = FRESH_SEEDS,
     time_limit_s: float | None = None,
+    duration_s: float | None = None,
     knobs: KnobSearch | str = KnobSearch.FITTED,
     robust: float | None = None,
     gpus_per_link: int = 1,
@@ -72,12 +73,16 @@ def plan(
         Simulate on fresh seeds, and repair GPUs that fail. A plan that is not verified is marked; without
         repair it records the failure.
     seeds
-        Number of fresh seeds; a trace is replayed once.
+        Number of fresh seeds. The first replays a trace as recorded, the others bootstrap samples of its
+        worst window.
     time_limit_s
         Time for search, verification and bottlenecks together, without compilation. At its end the best
         placement found is returned, with the verdict on the seeds simulated by then. None: slow solvers stop
         after 60 s, without an answer (``dlora-proactive``, ``milp``) or with the best so far (``capplan``),
-        and nothing else is limited.
+        and nothing else is limited. ``provenance["search"]`` is ``time_limit`` if the search was cut.
+    duration_s
+        Simulated time of each seed. None: an hour, or as long as slow arrivals take to show, up to a week; if
+        that does not decide, the verdict is ``undecided``. Not for a trace, which is replayed.
     knobs
         Values of max_num_batched_tokens and max_num_seqs that may be chosen if the workload leaves them open
         and bounds a latency: ``default`` (none but the defaults), ``fitted`` (inside the fitted range of the
@@ -98,7 +103,7 @@ def plan(
         If the GPUs do not suffice, or the time limit ends before a placement is found and simulated once; see
         `reason`. The message names the bound that breaks and the number of GPUs that would hold.
     """
-    made = make_problem(workload, gpus, profile)
+    made = make_problem(workload, gpus, profile, duration_s)
     require_one_kind(made)
     problem = replace(made, knobs=KnobSearch.named(knobs), robust=robust, gpus_per_link=gpus_per_link)
     _ = problem.pessimistic  # an invalid quantile is an error before anything is solved
@@ -163,7 +168,7 @@ def plan_problem(
     run = verified(answer)
     if previous is not None and run.has_grown:
         run = _cheaper(run, lambda: verified(place(None)), previous_instances(previous))
-    answer, verifier, outcome = run
+    answer, verifier, outcome, _ = run
     drawn = replace(verifier, deadline=budget.end).with_drawn_profiles(
         outcome.assignments,
         outcome.verifications,
@@ -179,6 +184,7 @@ def plan_problem(
             "estimator": answer.estimator,
             "seed": options.seed,
             "repairs": list(outcome.changes),
+            "search": "time_limit" if answer.is_cut or run.is_cut else "complete",
             **({} if problem.knobs is KnobSearch.FITTED else {"knobs": problem.knobs.value}),
             **({} if problem.robust is None else {"robust": problem.robust}),
         },
@@ -192,6 +198,8 @@ class VerifiedRun(NamedTuple):
     answer: SolverRun
     verifier: Verifier
     outcome: RepairResult
+    is_cut: bool = False
+    """Whether a time limit ended the repair."""
 
     @property
     def has_grown(self) -> bool:
@@ -212,7 +220,7 @@ def _verified_run(
     verifier = make_verifier(answer.problem, twin, options.seed, options.verify, options.seeds)
     verifier = replace(verifier, deadline=twin.deadline, further_seeds=further_seeds(verifier.seeds))
     try:
-        outcome = _verify(answer, verifier, twin, options.verify and options.repair, progress)
+        outcome, is_cut = _verify(answer, verifier, twin, options.verify and options.repair, progress)
         everywhere = answer.problem.workload.stores_everywhere
         if options.verify and options.repair and options.solver.confirms and everywhere:
             outcome = evened_out(
@@ -221,7 +229,7 @@ def _verified_run(
     except OutOfTimeError:
         words = f"the time limit ends the verification of {len(answer.assignments)} instance(s) before its"
         raise infeasible("time", f"{words} first seed; a longer one decides") from None
-    return VerifiedRun(answer, verifier, outcome)
+    return VerifiedRun(answer, verifier, outcome, is_cut)
 
 
 def _cheaper(
@@ -251,15 +259,16 @@ def _compile(problem: Problem) -> None:
     for pool in range(len(problem.pools)):
         instance = Assignment(problem.shares[:1], slots, pool=pool)
         if problem.fits_in_memory(instance):
-            evaluate(problem, instance, 0, 1.0)
+            evaluate(problem, instance, 0, duration_s=1.0)
             alone = replace(problem, workload=problem.workload.subset(instance.fractions))
-            evaluate_cluster(alone, [instance], 0, 1.0)
+            evaluate_cluster(alone, [instance], 0, duration_s=1.0)
             return
 
 
 def _verify(
     answer: SolverRun, verifier: Verifier, twin: TwinEstimator, repair_failing: bool, report: Progress
-) -> RepairResult:
+) -> tuple[RepairResult, bool]:
+    """Return the verified answer, repaired if asked, and whether a time limit ended the repair."""
     problem, assignments = answer.problem, answer.assignments
     changes: tuple[str, ...] = ()
     if repair_failing:
@@ -279,14 +288,14 @@ def _verify(
     verifications = verify(assignments)
     unrepaired = RepairResult(assignments, tuple(verifications), changes)
     if not repair_failing or all(each.ok for each in verifications):
-        return unrepaired
+        return unrepaired, False
     try:
         repaired = repair(verifier, assignments, verifications, twin, changes)
         if repaired.assignments == assignments:
-            return repaired
-        return replace(repaired, verifications=tuple(verify(repaired.assignments)))
+            return repaired, False
+        return replace(repaired, verifications=tuple(verify(repaired.assignments))), False
     except OutOfTimeError:
-        return unrepaired
+        return unrepaired, True
 
 
 def _with_sufficient_gpus(

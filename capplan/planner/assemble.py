@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 from statistics import fmean
 from typing import Final
 
@@ -12,9 +12,8 @@ from pydantic import JsonValue
 
 from capplan.planner.bound import lower_bound, lower_bound_gpus
 from capplan.planner.deadline import NEVER, Deadline
-from capplan.planner.evaluate import find_bottleneck, known_values
+from capplan.planner.evaluate import find_bottlenecks, known_values
 from capplan.planner.intervals import prediction_interval
-from capplan.planner.parallel import parallel_until
 from capplan.planner.previous import (
     PreviousInstance,
     moved_adapters,
@@ -24,7 +23,7 @@ from capplan.planner.previous import (
 )
 from capplan.planner.problem import Assignment, GpuPool, Problem
 from capplan.planner.repair import RepairResult
-from capplan.planner.verify import InstanceVerification, Verifier
+from capplan.planner.verify import InstanceVerification, PlanVerdict, Verifier
 from capplan.spec import (
     Binds,
     Group,
@@ -49,7 +48,6 @@ from capplan.spec.routing import MEAN_LENGTHS
 from capplan.twin import SimulationResult
 from capplan.twin.extrapolation import Extrapolation, extrapolations, merged, values_of
 from capplan.twin.metrics import bound_value
-from capplan.twin.policies import chosen_rules
 from capplan.version import installed_version
 
 _SHARE_DIGITS: Final = 12
@@ -75,7 +73,10 @@ def build_plan(
     old = () if previous is None else previous_instances(previous)
     names, moves = name_groups(problem, assignments, old)
     planned = verifier.as_served(assignments)
-    found = parallel_until(partial(find_bottleneck, problem), planned, deadline)
+    ok = all(each.ok for each in verifications)
+    worst = replace(verifier.problem_of(verifications[0]), deadline=deadline)
+    holds = 1.0 / (1.0 - workload.headroom) if verified and ok else 0.0
+    found = find_bottlenecks(worst, planned, verifier.with_headroom.seed, holds)
     bottlenecks = [(None, None) if each is None else each for each in found]
     columns = zip(names, planned, verifications, bottlenecks, strict=True)
     bound = lower_bound(problem)
@@ -84,6 +85,9 @@ def build_plan(
     used = _used_pools(problem, assignments)
     engine = _engine(used[0].profile)
     groups = tuple(_group(problem, engine, *row) for row in columns)
+    verdict = PlanVerdict("undecided", "planned without verification")
+    if verified:
+        verdict = verifier.verdict(verifications)
     plan = Plan(
         created_by=f"capplan {installed_version()}",
         base_model=workload.base_model,
@@ -109,14 +113,22 @@ def build_plan(
             **notes,
         },
         verification=Verification(
-            ok=verified and all(each.ok for each in verifications),
+            ok=verdict.verdict == "verified",
+            verdict=verdict.verdict,
+            reason=verdict.reason,
+            deciding_duration_s=verdict.deciding_s,
+            window_start_s=None if workload.trace is None else problem.windows[verifications[0].window][0],
             seeds=verifications[0].seeds if verified else (),
-            duration_s=verifier.duration_s if verified else 0.0,
+            duration_s=worst.duration_s if verified else 0.0,
             min_served_fraction=min(r.served_fraction for each in verifications for r in each.results),
             groups=tuple(checks),
             drawn_profiles=len(verifications[0].drawn),
         ),
     )
+    if plan.verification.ok and len(problem.pools) == 1 and plan.totals.gpus < plan.totals.lower_bound_gpus:
+        raise AssertionError(
+            f"{plan.totals.gpus} GPUs are verified below the lower bound of {plan.totals.lower_bound_gpus}"
+        )
     return plan.with_digest() if verified else plan
 
 
@@ -220,8 +232,7 @@ def _group(
     scheduler, cache = problem.workload.scheduling or (None, None)
     if scheduler is not None:
         scheduler = scheduler.with_absolute_paths()
-    # As simulated by the twin.
-    caching = scheduler is None and chosen_rules(profile, None, None).prefix_caching
+    caching = problem.caches_prefixes(assignment.pool)  # as simulated by the twin
     return Group(
         id=name,
         replicas=1,
@@ -344,5 +355,5 @@ def _verification(name: str, verification: InstanceVerification) -> GroupVerific
         served_fraction=min(r.served_fraction for r in results),
         throughput_tok_s=fmean(r.throughput_tok_s for r in results),
         ttft_p99_s=max(known_values(r.ttft_s_p99 for r in results), default=None),
-        note="; ".join(verification.violations),
+        note="; ".join((*verification.violations, *filter(None, [verification.undecided]))),
     )

@@ -161,7 +161,7 @@ def compare(
         adapters=len(workload.adapters),
         rate_rps=workload.total_rate_rps,
         seeds=verifier.seeds,
-        duration_s=verifier.duration_s,
+        duration_s=verifier.problem.duration_s,
         rows=tuple(rows),
     )
 

@@ -30,8 +30,6 @@ from capplan.spec import STARVED_BELOW, Workload
 from capplan.twin import SimulationResult
 from capplan.twin.metrics import bound_value
 
-SEARCH_DURATION_S = 3600.0
-"""As in verification: in a shorter run, requests in deep queues count as unserved."""
 ESTIMATORS: Final = ("auto", *KINDS, "twin")
 _DEFAULT_SURROGATE: Final = "best"
 _ALLOWED_BACKLOG: Final = 16
@@ -54,7 +52,6 @@ class TwinEstimator:
 
     problem: Problem
     seed: int
-    duration_s: float = SEARCH_DURATION_S
     margin: float = 0.0
     """Served fraction required beyond the bound."""
     deadline: Deadline = field(default=NEVER, compare=False)
@@ -68,7 +65,7 @@ class TwinEstimator:
         if evaluation is None:
             return Estimate(0.0, starved=True)
         result, broken = evaluation.result, bool(evaluation.violations)
-        overload = max(0.0, self._required_fraction - result.served_fraction)
+        overload = max(0.0, self._stable_fraction - result.served_fraction) if broken else 0.0
         return Estimate(
             result.throughput_tok_s,
             starved=broken,
@@ -77,9 +74,13 @@ class TwinEstimator:
             overload=overload,
         )
 
+    def on(self, problem: Problem) -> TwinEstimator:
+        """Return the estimator on another problem."""
+        return replace(self, problem=problem, _cache={})
+
     def _bound_use(self, result: SimulationResult) -> float:
         """Return the largest ratio of a latency to its bound."""
-        bounds = self.problem.workload.slo.latency_bounds()
+        bounds = self.problem.workload.slo.latency_limits()
         used = (bound_value(result, name) / bound for name, bound in bounds.items())
         return min(_MAX_BOUND_USE, max((each for each in used if each == each), default=0.0))
 
@@ -108,7 +109,7 @@ class TwinEstimator:
             try:
                 planned = with_queues(self.problem, assignment)
                 problem = self.problem.pessimistic
-                self._cache[key] = evaluate(problem, planned, seed, self.duration_s, scale, self.deadline)
+                self._cache[key] = evaluate(problem, planned, seed, scale, self.deadline)
             except InfeasibleError:
                 self._cache[key] = None
         run = self._cache[key]
@@ -121,6 +122,12 @@ class TwinEstimator:
     def _required_fraction(self) -> float:
         bound = self.problem.workload.slo.served_fraction
         return max(bound, min(SAFE_SERVED_FRACTION, bound + self.margin))
+
+    @property
+    def _stable_fraction(self) -> float:
+        """Served fraction below which the load exceeds what the instance sustains."""
+        stable = self.problem.workload.slo.stable
+        return max(self._required_fraction, SAFE_SERVED_FRACTION) if stable else self._required_fraction
 
 
 def _charged_e2e_s(result: SimulationResult) -> float:
@@ -336,7 +343,7 @@ def _requires_twin(problem: Problem) -> bool:
     slo = problem.workload.slo
     return bool(
         _is_unsupported(problem, problem.workload)
-        or slo.latency_bounds()
+        or slo.latency_limits()
         or slo.tpt_over_base is not None
         or slo.served_fraction != STARVED_BELOW
     )

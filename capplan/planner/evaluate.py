@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, NamedTuple, Self
+from typing import Any, Final, Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InfeasibleError
-from capplan.planner.deadline import NEVER, Deadline, interrupt_at
-from capplan.planner.problem import SIMULATED_S, Assignment, Problem, distinct_adapters
+from capplan.planner.deadline import NEVER, Deadline, OutOfTimeError, interrupt_at
+from capplan.planner.parallel import parallel_until
+from capplan.planner.problem import Assignment, Problem, distinct_adapters
 from capplan.planner.queues import with_queues
 from capplan.spec import Binds, Slo, Workload
 from capplan.spec.routing import PLAN_ROUTER, STATE_PERIOD_S
-from capplan.spec.slo import describe_latency
+from capplan.spec.slo import STABLE_TTFT_P99_S, describe_latency
 from capplan.twin import SimulationResult, simulate
 from capplan.twin.cluster import Instance, Rebalancing, served_router, simulate_cluster
 from capplan.twin.core import run
@@ -25,7 +26,10 @@ from capplan.twin.metrics import bound_value
 from capplan.twin.per_request import LOST, REJECTED, WAITING, request_status
 from capplan.twin.scenario import NS_PER_S, Scenario
 from capplan.twin.simulate import keywords_of, tpt_attainment
+from capplan.twin.trace import NEVER as NEVER_NS
 from capplan.twin.trace import TwinTrace
+
+Run = TypeVar("Run")
 
 SAFE_SERVED_FRACTION: Final = 0.99
 """Served fraction from which simulations of an instance differ little by seed."""
@@ -43,22 +47,32 @@ class Evaluation:
 
     @classmethod
     def of(
-        cls, slo: Slo, result: SimulationResult, starving: Sequence[str], relative: Sequence[str] = ()
+        cls,
+        workload: Workload,
+        result: SimulationResult,
+        requests: SimulatedRequests,
+        good: Attainment | None = None,
     ) -> Self:
-        """Return the evaluation of a result; `starving` adapters and broken `relative` bounds as text."""
+        """Return the evaluation of a result, its requests, and the attainment of ``tpt_over_base``."""
+        slo = workload.slo
+        starving = starving_adapters(workload, requests)
         starves = bool(starving) or result.served_fraction < slo.served_fraction
-        return cls(result, (*violated_bounds(slo, result), *relative, *starving), starves)
+        relative = () if good is None else _violated_attainment(slo, good)
+        growing = growing_queue(slo, requests)
+        return cls(result, (*violated_bounds(slo, result), *relative, *growing, *starving), starves)
 
 
 def evaluate(
     problem: Problem,
     assignment: Assignment,
     seed: int,
-    duration_s: float,
     scale: float = 1.0,
     deadline: Deadline = NEVER,
+    duration_s: float | None = None,
 ) -> Evaluation:
-    """Simulate one instance with every rate times `scale`; a trace is replayed as a whole.
+    """Simulate one instance with every rate times `scale`; of a trace, the busiest window.
+
+    `duration_s` replaces the simulated time of the problem.
 
     Raises
     ------
@@ -72,7 +86,7 @@ def evaluate(
     workload = problem.subworkload(assignment.shares, scale)
     profile = problem.pools[assignment.pool].profile
     settings = keywords_of(problem.engine_args(assignment))
-    length_s = workload.horizon_s(duration_s)
+    length_s = workload.horizon_s(problem.duration_s if duration_s is None else duration_s)
     runs: list[tuple[Scenario, TwinTrace]] = []
 
     def observed_run(scenario: Scenario) -> TwinTrace:
@@ -84,14 +98,13 @@ def evaluate(
     result = simulate(workload, profile, **options, **settings, **problem.scheduling(assignment))
     scenario, trace = runs[0]
     status = request_status(trace, scenario.horizon_ns)
-    relative: tuple[str, ...] = ()
+    good = None
     if slo.tpt_over_base is not None:
         overhead_s = profile.host.value("request_ms") / 1e3
         good = tpt_attainment(scenario, trace, status, overhead_s, slo.tpt_over_base, interrupt)
-        relative = _violated_attainment(slo, good)
-    columns = scenario.requests.adapter, scenario.requests.arrival_ns / NS_PER_S, status
-    starving = starving_adapters(workload, SimulatedRequests(*columns, length_s))
-    return Evaluation.of(slo, result, starving, relative)
+    first_s = np.where(trace.first_ns == NEVER_NS, np.inf, trace.first_ns / NS_PER_S)
+    columns = scenario.requests.adapter, scenario.requests.arrival_ns / NS_PER_S, first_s, status
+    return Evaluation.of(workload, result, SimulatedRequests(*columns, length_s), good)
 
 
 class SimulatedRequests(NamedTuple):
@@ -100,6 +113,8 @@ class SimulatedRequests(NamedTuple):
     adapter: NDArray[np.int32]
     """1 + position in ``workload.adapters``; 0: the base model."""
     arrival_s: NDArray[np.float64]
+    first_token_s: NDArray[np.float64]
+    """Infinite without a first token."""
     status: NDArray[np.int8]
     """Position in `capplan.twin.per_request.STATUSES`."""
     duration_s: float
@@ -114,11 +129,16 @@ def starving_adapters(workload: Workload, requests: SimulatedRequests) -> tuple[
 
     An adapter without a slot waits while others are served, and the mean over all hides it. Of the requests
     that arrive in the first `served_fraction` of the time, an instance that serves this fraction in order of
-    arrival leaves none. An adapter starves if it leaves more than 1 - `served_fraction` of its own. Adapters
+    arrival leaves none. An adapter starves if it leaves more than 1 - `served_fraction` of its own. If queues
+    are stable, no request waits longer than the longest bound at the end, but for one in a hundred. Adapters
     with too few requests for a verdict on each are judged together.
     """
-    fraction = workload.slo.served_fraction
-    early = requests.arrival_s < fraction * requests.duration_s
+    slo, fraction = workload.slo, workload.slo.served_fraction
+    until_s = fraction * requests.duration_s
+    if slo.stable:
+        until_s = max(until_s, requests.duration_s - slo.longest_wait_s)
+        fraction = max(fraction, SAFE_SERVED_FRACTION)
+    early = requests.arrival_s < until_s
     unserved = early & np.isin(requests.status, (WAITING, REJECTED, LOST))
     if np.count_nonzero(unserved) <= _FEW_REQUESTS:
         return ()
@@ -140,6 +160,29 @@ def starving_adapters(workload: Workload, requests: SimulatedRequests) -> tuple[
     return (f"adapters with few requests leave {lost} of {total} requests unserved",)
 
 
+_GROWTH_POINTS: Final = (0.5, 0.75, 1.0)
+"""Shares of the simulated time at which waiting requests are counted."""
+
+
+def growing_queue(slo: Slo, requests: SimulatedRequests) -> tuple[str, ...]:
+    """Return, as text, that the waiting requests grow throughout the second half of a simulation.
+
+    At the end they must be more than arrive in 30 s: smaller queues change at random.
+    """
+    arrived = requests.status != REJECTED
+    arrival_s, first_s = requests.arrival_s[arrived], requests.first_token_s[arrived]
+    if not slo.stable or not arrival_s.size:
+        return ()
+    times_s = requests.duration_s * np.array(_GROWTH_POINTS)
+    first_s = np.sort(first_s)
+    waiting = np.searchsorted(np.sort(arrival_s), times_s) - np.searchsorted(first_s, times_s)
+    few = STABLE_TTFT_P99_S * arrival_s.size / requests.duration_s
+    if waiting[-1] <= max(few, _FEW_REQUESTS) or not (np.diff(waiting) > 0).all():
+        return ()
+    counts = ", ".join(f"{each:,}" for each in waiting.tolist())
+    return (f"the queue grows: {counts} requests wait after 50, 75 and 100 % of the time",)
+
+
 def _violated_attainment(slo: Slo, good: Attainment) -> tuple[str, ...]:
     if slo.attainment is None or not good.share < slo.attainment:
         return ()
@@ -155,7 +198,7 @@ def violated_bounds(slo: Slo, result: SimulationResult) -> tuple[str, ...]:
     violations = []
     if result.served_fraction < slo.served_fraction:
         violations.append(f"served_fraction {result.served_fraction:.3f} < {slo.served_fraction:g}")
-    for name, bound in slo.latency_bounds().items():
+    for name, bound in slo.latency_limits().items():
         value = bound_value(result, name)
         if value > bound:
             violations.append(f"{name} {value:.3g} > {bound:g}")
@@ -187,7 +230,7 @@ def describe_violation(problem: Problem, evaluation: Evaluation) -> str:
         limit = 100.0 * slo.served_fraction
         served = told_from(100.0 * result.served_fraction, limit)
         return f"{served} % of the tokens are served (limit {limit:g} %)"
-    limits = slo.latency_bounds()
+    limits = slo.latency_limits()
     values = {name: bound_value(result, name) for name in limits}
     broken = [name for name, limit in limits.items() if values[name] > limit]
     if not broken:
@@ -218,7 +261,7 @@ def describe_failure(problem: Problem, assignment: Assignment) -> str:
         assignment = with_queues(problem, assignment)
     except InfeasibleError as error:
         return error.message
-    evaluation = evaluate(problem.pessimistic, assignment, 0, SIMULATED_S, scale)
+    evaluation = evaluate(problem.pessimistic, assignment, 0, scale)
     return describe_violation(problem, evaluation) or "no bound breaks on one seed of the twin"
 
 
@@ -238,13 +281,15 @@ def evaluate_cluster(
     problem: Problem,
     assignments: Sequence[Assignment],
     seed: int,
-    duration_s: float,
+    scale: float = 1.0,
     deadline: Deadline = NEVER,
     rebalance: Rebalancing | None = None,
+    duration_s: float | None = None,
 ) -> list[Evaluation]:
     """Simulate all instances under one clock, with requests routed as `capplan serve PLAN` does.
 
-    Instances to re-balance have equal settings, as `capplan serve PLAN` starts them.
+    Every rate is multiplied by `scale`. Instances to re-balance have equal settings, as `capplan serve PLAN`
+    starts them. `duration_s` replaces the simulated time of the problem.
 
     Raises
     ------
@@ -253,7 +298,7 @@ def evaluate_cluster(
     OutOfTimeError
         If the deadline passes, or that of the problem.
     """
-    workload = problem.busiest_workload
+    workload = problem.busiest_workload.at_load(scale)
     instances = [
         Instance.of(
             problem.pools[each.pool].profile,
@@ -264,7 +309,7 @@ def evaluate_cluster(
         )
         for each in equal_instances(problem, assignments)
     ]
-    length_s = workload.horizon_s(duration_s)
+    length_s = workload.horizon_s(problem.duration_s if duration_s is None else duration_s)
     interrupt = interrupt_at(problem.deadline, deadline)
     options: dict[str, Any] = {"seed": seed, "duration_s": length_s, "interrupt": interrupt}
     router = served_router(problem.workload.router or PLAN_ROUTER, problem.workload.router_options)
@@ -273,11 +318,10 @@ def evaluate_cluster(
     evaluations = []
     for number, result in enumerate(cluster.instances):
         routed, own = cluster.requests, cluster.requests.instance == number
-        columns = routed.adapter[own], routed.arrival_s[own], routed.status[own]
-        starving = starving_adapters(workload, SimulatedRequests(*columns, length_s))
-        good = cluster.tpt_over_base[number:][:1]
-        relative = _violated_attainment(workload.slo, good[0]) if good else ()
-        evaluations.append(Evaluation.of(workload.slo, result, starving, relative))
+        first_s = np.nan_to_num(routed.arrival_s[own] + routed.ttft_s[own], nan=np.inf)
+        columns = routed.adapter[own], routed.arrival_s[own], first_s, routed.status[own]
+        good = next(iter(cluster.tpt_over_base[number:]), None)
+        evaluations.append(Evaluation.of(workload, result, SimulatedRequests(*columns, length_s), good))
     return evaluations
 
 
@@ -285,7 +329,6 @@ def simulate_instances(
     problem: Problem,
     assignments: Sequence[Assignment],
     seed: int,
-    duration_s: float,
     deadline: Deadline = NEVER,
     rebalance: Rebalancing | None = None,
 ) -> list[SimulationResult]:
@@ -298,8 +341,8 @@ def simulate_instances(
     """
     unbounded = replace(problem, workload=problem.workload.model_copy(update={"slo": Slo()}))
     if len(assignments) == 1:
-        return [evaluate(unbounded, assignments[0], seed, duration_s, deadline=deadline).result]
-    evaluations = evaluate_cluster(unbounded, assignments, seed, duration_s, deadline, rebalance)
+        return [evaluate(unbounded, assignments[0], seed, deadline=deadline).result]
+    evaluations = evaluate_cluster(unbounded, assignments, seed, deadline=deadline, rebalance=rebalance)
     return [each.result for each in evaluations]
 
 
@@ -313,49 +356,110 @@ def known_values(values: Iterable[float]) -> list[float]:
     return [value for value in values if not math.isnan(value)]
 
 
-BOTTLENECK_SEED = 7
-BOTTLENECK_DURATION_S = 600.0
 _LARGEST_SCALE = 16.0
 _BISECTIONS = 6
 _EXHAUSTED = 0.95
 """Share of a resource in use, averaged over time, from which it counts as exhausted."""
 
 
-def find_bottleneck(problem: Problem, assignment: Assignment) -> tuple[Binds | None, float | None]:
-    """Return the bottleneck of an instance, and its load over the largest load that it sustains.
+def find_bottlenecks(
+    problem: Problem, assignments: Sequence[Assignment], seed: int, holds: float = 0.0
+) -> list[tuple[Binds | None, float | None] | None]:
+    """Return the bottleneck of each instance, and its load over the largest load that it sustains.
 
-    All rates are scaled up together until a bound breaks. The bottleneck is the exhausted resource there. It
-    is None if the largest scale breaks no bound or there is no load.
+    All rates are scaled up together until a bound breaks, with the simulated time and the criteria of the
+    verification, and the seed of its estimate with headroom. The bottleneck is the exhausted resource there.
+    It is None if the largest scale breaks no bound or there is no load. Instances that store all adapters
+    are simulated together behind their router, and have one load.
 
-    Raises
-    ------
-    OutOfTimeError
-        If the deadline of the problem passes.
+    Parameters
+    ----------
+    problem, assignments
+        Placement with its queues.
+    seed
+        Seed of the simulations.
+    holds
+        Multiple of the load that is known to hold.
+
+    Returns
+    -------
+    list
+        None for an instance on which the deadline of the problem ends the search.
     """
-    if sum(share.rate_rps for share in assignment.shares) == 0.0:
-        return None, None
+    if problem.workload.stores_everywhere and len(assignments) > 1:
+        return _bottlenecks_together(problem, assignments, seed, holds)
 
-    def run_at(scale: float) -> Evaluation:
-        return evaluate(problem, assignment, BOTTLENECK_SEED, BOTTLENECK_DURATION_S, scale)
+    def find(assignment: Assignment) -> tuple[Binds | None, float | None]:
+        if sum(share.rate_rps for share in assignment.shares) == 0.0:
+            return None, None
+        sustained, fails, failing = _largest_load(
+            lambda scale: evaluate(problem, assignment, seed, scale), lambda each: each.violations, holds
+        )
+        return _bottleneck_at(problem, assignment, sustained, fails, failing)
 
-    holds, fails = 0.0, 1.0
+    return parallel_until(find, assignments, problem.deadline)
+
+
+def _bottlenecks_together(
+    problem: Problem, assignments: Sequence[Assignment], seed: int, holds: float
+) -> list[tuple[Binds | None, float | None] | None]:
+    try:
+        sustained, fails, failing = _largest_load(
+            lambda scale: evaluate_cluster(problem, assignments, seed, scale),
+            lambda evaluations: any(each.violations for each in evaluations),
+            holds,
+        )
+    except OutOfTimeError:
+        return [None] * len(assignments)
+    evaluations = [None] * len(assignments) if failing is None else failing
+    worst = next((each for each in evaluations if each is not None and each.violations), None)
+    return [
+        _bottleneck_at(problem, assignment, sustained, fails, own if own and own.violations else worst)
+        for assignment, own in zip(assignments, evaluations, strict=True)
+    ]
+
+
+def _largest_load(
+    run_at: Callable[[float], Run], breaks: Callable[[Run], object], holds: float
+) -> tuple[float, float, Run | None]:
+    """Return the largest multiple of the load that holds, the next one that fails, and the run there.
+
+    The run is None if the largest multiple holds.
+    """
+    fails = max(1.0, 2.0 * holds)
     failing = run_at(fails)
-    while not failing.violations:
+    while not breaks(failing):
         holds, fails = fails, fails * 2.0
         if fails > _LARGEST_SCALE:
-            return None, 1.0 / holds
+            return holds, fails, None
         failing = run_at(fails)
     for _ in range(_BISECTIONS):
         middle = (holds + fails) / 2.0
-        evaluation = run_at(middle)
-        if evaluation.violations:
-            fails, failing = middle, evaluation
+        run = run_at(middle)
+        if breaks(run):
+            fails, failing = middle, run
         else:
             holds = middle
+    return holds, fails, failing
+
+
+def _bottleneck_at(
+    problem: Problem, assignment: Assignment, holds: float, fails: float, failing: Evaluation | None
+) -> tuple[Binds | None, float]:
     load = 1.0 / max(holds, 1e-3)
+    if failing is None:
+        return None, load
     resource, value, words = _bottleneck(problem, assignment, failing)
-    binds = Binds(resource=resource, value=load if value is None else value, note=f"at {fails:.2f}x {words}")
-    return binds, load
+    return Binds(
+        resource=resource, value=load if value is None else value, note=f"at {fails:.2f}x {words}"
+    ), load
+
+
+def kv_share(problem: Problem, assignment: Assignment, result: SimulationResult) -> float:
+    """Return the mean share of the KV tokens in use; a cached prefix counts once for each adapter."""
+    prefix = problem.cached_prefix_tokens(assignment.pool)
+    shared = max(0.0, result.running_mean - result.adapters_mean) * prefix
+    return max(0.0, result.kv_tokens_mean - shared) / result.kv_tokens
 
 
 def _bottleneck(
@@ -363,10 +467,11 @@ def _bottleneck(
 ) -> tuple[Literal["kv", "slots", "compute", "slo"], float | None, str]:
     """Return the resource that runs out on a failing instance, its use (None: a latency), and words."""
     violation = describe_violation(problem, evaluation)
-    if evaluation.result.served_fraction >= problem.workload.slo.served_fraction:
+    result, slo = evaluation.result, problem.workload.slo
+    late = any(bound_value(result, name) > bound for name, bound in slo.latency_bounds().items())
+    if result.served_fraction >= slo.served_fraction and (late or slo.tpt_over_base is not None):
         return "slo", None, violation
-    result = evaluation.result
-    kv_use = result.kv_tokens_mean / result.kv_tokens
+    kv_use = kv_share(problem, assignment, result)
     slot_use = result.adapters_mean / max(1, assignment.a_max)
     scarce_slots = problem.has_slots and assignment.a_max < distinct_adapters(assignment.shares)
     if kv_use >= _EXHAUSTED or result.preemptions > 0.01 * result.completed:

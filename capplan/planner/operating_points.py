@@ -12,7 +12,14 @@ from capplan.errors import InputError
 from capplan.planner.deadline import NEVER, Deadline
 from capplan.planner.estimate import TwinEstimator
 from capplan.planner.parallel import parallel_map
-from capplan.planner.problem import AdapterShare, Assignment, Problem, infeasible, whole_adapters
+from capplan.planner.problem import (
+    SIMULATED_S,
+    AdapterShare,
+    Assignment,
+    Problem,
+    infeasible,
+    whole_adapters,
+)
 from capplan.planner.slots import most_slots
 from capplan.spec import Adapter, Arrivals, BaseTraffic, LengthPairs, RebalanceSettings, Renewal, Workload
 from capplan.twin.cluster import Rebalancing
@@ -73,7 +80,7 @@ class OperatingPoints:
             while rate_rps < _MAX_RPS and self._holds(rank, 2.0 * rate_rps):
                 rate_rps *= 2.0
             return rate_rps, 2.0 * rate_rps
-        while rate_rps > _MIN_REQUESTS / TwinEstimator.duration_s:
+        while rate_rps > _MIN_REQUESTS / SIMULATED_S:
             rate_rps /= 2.0
             if self._holds(rank, rate_rps):
                 return rate_rps, 2.0 * rate_rps

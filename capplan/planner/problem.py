@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,13 +33,23 @@ from capplan.spec import (
     allowed_lora_rank,
 )
 from capplan.spec.limits import beyond, input_limits
-from capplan.workload.peak import busiest_window
+from capplan.twin.policies import chosen_rules
+from capplan.workload.peak import (
+    DecidingTime,
+    busiest_window,
+    deciding_time,
+    is_modulated,
+    trace_windows,
+)
 
 GRID = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384)
 """Values of A_max and of adapter counts to try; from 8, those of the adapter-caching paper (section 7)."""
 
 SIMULATED_S: Final = 3600.0
-"""Simulated time of an estimate and of a verification, unless a trace is replayed."""
+"""Least simulated time of an estimate and of a verification, and default of `slo_window`."""
+_MAX_SIMULATED_S: Final = 7.0 * 86_400.0
+_MAX_REQUESTS: Final = 2_000_000
+"""Time and requests up to which simulations are longer for the sake of slow arrivals."""
 
 OPEN_FACTOR: Final = 8
 """GPUs of a pool whose number is open, over the lower bound."""
@@ -158,12 +169,17 @@ class Problem:
     """Quantile of the step times at which the bounds must hold; None: the fitted step times."""
     gpus_per_link: int = 1
     """GPUs, in the order of the instances, that share a link to host memory."""
+    simulated_s: float | None = None
+    """Simulated time of estimates and verification; None: as the arrivals require. A trace is replayed."""
     deadline: Deadline = field(default=NEVER, compare=False)
     """Time at which every simulation of the problem ends with `OutOfTimeError`."""
 
     def __post_init__(self) -> None:
         if self.gpus_per_link < 1:
             raise InputError("must be a whole number >= 1", self.gpus_per_link, "gpus_per_link")
+        if self.simulated_s is not None and self.workload.trace is not None:
+            rule = "does not go with a trace, which is replayed; slo_window is the time in which bounds hold"
+            raise InputError(rule, self.simulated_s, "duration_s")
 
     @property
     def parts(self) -> tuple[AdapterShare, ...]:
@@ -219,6 +235,14 @@ class Problem:
             return placed
         pool = self.pools[assignment.pool].name
         return {a.name: 0.0 for a in self.workload.adapters if a.pool in (None, pool)} | placed
+
+    def caches_prefixes(self, pool: int) -> bool:
+        """Tell whether instances of a pool keep the prefixes of prompts in the KV cache."""
+        return self.has_slots and chosen_rules(self.pools[pool].profile, None, None).prefix_caching
+
+    def cached_prefix_tokens(self, pool: int) -> int:
+        """Return the tokens of a prompt that the prefix cache of an instance may hold."""
+        return self.workload.shared_prefix_tokens if self.caches_prefixes(pool) else 0
 
     def slots(self, assignment: Assignment) -> tuple[int, int]:
         """Return number and rank of the slots of an instance; 0 and 0 if it serves the base model alone.
@@ -299,14 +323,70 @@ class Problem:
         return share.rate_rps * self._tokens_per_request[share.name]
 
     @cached_property
+    def duration_s(self) -> float:
+        """Simulated time of estimates and verification; for a trace that of its busiest window.
+
+        Arrivals with slow bursts or changes, and rare ones, take longer than an hour to show.
+        """
+        workload = self.busiest_workload
+        if workload.trace is not None:
+            return workload.trace.duration_s
+        return self._simulated_s
+
+    @property
+    def _window_s(self) -> float:
+        return self.workload.slo_window or SIMULATED_S
+
+    @property
+    def _simulated_s(self) -> float:
+        if self.simulated_s is not None:
+            return self.simulated_s
+        if is_modulated(self.workload):
+            return self._window_s
+        rate_rps = self.workload.total_rate_rps
+        longest_s = min(_MAX_SIMULATED_S, _MAX_REQUESTS / rate_rps) if rate_rps else SIMULATED_S
+        return max(SIMULATED_S, min(math.ceil(self.deciding_time.duration_s), longest_s))
+
+    @cached_property
+    def deciding_time(self) -> DecidingTime:
+        """Simulated time that would decide on the workload."""
+        return deciding_time(self.workload)
+
+    @cached_property
+    def windows(self) -> tuple[tuple[float, Problem], ...]:
+        """Start and problem of each window of the trace in which the bounds hold; without a trace itself."""
+        trace = self.workload.trace
+        if trace is None:
+            return ((0.0, self),)
+        found = trace_windows(self.workload, trace, self._window_s)
+        return tuple((start_s, replace(self, workload=part)) for start_s, part in found)
+
+    def resampled(self, seed: int) -> Problem:
+        """Return the problem with a bootstrap sample of its trace; itself without a trace."""
+        trace = self.workload.trace
+        if trace is None:
+            return self
+        workload = self.workload.model_copy(update={"trace": trace.resampled(seed)})
+        return replace(self, workload=workload)
+
+    @cached_property
     def busiest_workload(self) -> Workload:
-        """Workload in the busiest hour of its arrivals, which estimates and verification simulate."""
-        return busiest_window(self.workload, SIMULATED_S)
+        """Workload in the busiest window of its arrivals, which estimates simulate."""
+        trace = self.workload.trace
+        if trace is None:
+            return busiest_window(self.workload, self._simulated_s)
+
+        def tokens(part: Workload) -> int:
+            own = part.trace
+            return 0 if own is None else int(own.prompt_tokens.sum() + own.output_tokens.sum())
+
+        parts = (part for _, part in trace_windows(self.workload, trace, self._window_s))
+        return max(parts, key=tokens, default=self.workload)
 
     @cached_property
     def traffic(self) -> tuple[Adapter, ...]:
-        """Adapters, and the base model as one of rank 0 if it has traffic."""
-        return traffic_of(self.workload)
+        """Adapters, and the base model as one of rank 0 if it has traffic, at the simulated rates."""
+        return traffic_of(self.workload if self.workload.trace is None else self.busiest_workload)
 
     @cached_property
     def has_common_lengths(self) -> bool:
@@ -397,7 +477,12 @@ def merge_shares(shares: Iterable[AdapterShare]) -> tuple[AdapterShare, ...]:
     return tuple(merged.values())
 
 
-def make_problem(workload: Workload, gpus: int | None, profile: Profile | str | None) -> Problem:
+def make_problem(
+    workload: Workload,
+    gpus: int | None,
+    profile: Profile | str | None,
+    duration_s: float | None = None,
+) -> Problem:
     """Return the problem of a workload; `gpus` and `profile` override those of the workload.
 
     A pool of an open number of GPUs gets `OPEN_FACTOR` times the lower bound of the load on this pool alone.
@@ -418,7 +503,7 @@ def make_problem(workload: Workload, gpus: int | None, profile: Profile | str | 
     for model in models:
         model.require_positions(engine.max_model_len, "engine.max_model_len")
     _require_fitting_prompts(workload, engine.max_model_len)
-    problem = Problem(workload, pools, engine, ())
+    problem = Problem(workload, pools, engine, (), simulated_s=duration_s)
     problem.constraints, problem.busiest_workload  # noqa: B018 - errors before anything is solved
     problem = replace(problem, shares=whole_adapters(problem))
     return replace(problem, pools=tuple(_with_instances(problem, pool) for pool in pools))

@@ -40,6 +40,8 @@ class SolverRun:
     """Name of the estimator."""
     solve_s: float
     """Wall time of splitting and placing."""
+    is_cut: bool = False
+    """Whether a time limit ended the search, so that a longer one may find a better answer."""
 
 
 def solve(
@@ -91,20 +93,28 @@ def solve(
             insufficient_gpus=insufficient_gpus,
             deadline=twin.deadline,
             on_answer=answers.add,
+            on_cut=answers.cut,
         )
         if required is RequiredEstimator.TWIN:
             context = _add_twins(context, problem, twin, name)
         assignments = tuple(solver.place(problem, context))
+        if answers.is_cut:
+            assignments = answers.better(assignments)
     except (OutOfTimeError, InfeasibleError) as error:
         if not answers.best:
             if isinstance(error, InfeasibleError):
                 raise
             words = f"no placement found by solver {solver.name} in {time_limit_s:g} s"
-            raise infeasible("time", "; ".join(filter(None, (words, broken_when_spread(problem))))) from None
+            hint = "a longer --time-limit may find one"
+            words = "; ".join(filter(None, (words, broken_when_spread(problem), hint)))
+            raise infeasible("time", words) from None
         assignments = answers.best
+        if isinstance(error, OutOfTimeError) or error.reason == "time":
+            answers.cut()
     solve_s = time.perf_counter() - started
     require_valid(problem, assignments, solver.name)
-    return SolverRun(problem, assignments, "none" if none else estimator_name(selected), solve_s)
+    used = "none" if none else estimator_name(selected)
+    return SolverRun(problem, assignments, used, solve_s, answers.is_cut)
 
 
 @dataclass
@@ -113,6 +123,14 @@ class _Answers:
 
     problem: Problem
     best: tuple[Assignment, ...] = ()
+    is_cut: bool = False
+
+    def cut(self) -> None:
+        self.is_cut = True
+
+    def better(self, answer: tuple[Assignment, ...]) -> tuple[Assignment, ...]:
+        """Return the answer, or the best one reported if that is cheaper."""
+        return self.best if self.best and self._cost(self.best) < self._cost(answer) else answer
 
     def add(self, answer: Sequence[Assignment]) -> None:
         if not self.best or self._cost(answer) <= self._cost(self.best):

@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from typing import NamedTuple
 
 from capplan.errors import InputError
 from capplan.models.uncertainty import DRAWS, drawn_profiles
 from capplan.planner.deadline import NEVER, Deadline, OutOfTimeError
+from capplan.planner.estimate import TwinEstimator
 from capplan.planner.evaluate import (
     SAFE_SERVED_FRACTION,
     Evaluation,
     equal_instances,
     evaluate,
     evaluate_cluster,
+    known_values,
     simulate_instances,
 )
 from capplan.planner.operating_points import rebalancing_of
 from capplan.planner.parallel import no_progress, parallel_map, parallel_until
 from capplan.planner.problem import (
-    SIMULATED_S,
     Assignment,
     Estimate,
-    Estimator,
     Problem,
 )
 from capplan.planner.queues import with_queues
 from capplan.spec import Profile
 from capplan.spec.limits import require_seed_count
-from capplan.spec.plan import OUT_OF_TIME
+from capplan.spec.plan import OUT_OF_TIME, Verdict
 from capplan.twin import SimulationResult
 from capplan.twin.cluster import Rebalancing
+from capplan.twin.metrics import bound_value
 
 FRESH_SEEDS = 5
 _TIMES_IF_DOUBTFUL = 4
@@ -57,26 +60,47 @@ class InstanceVerification:
     """Simulations of the first seed with drawn profiles."""
     seeds: tuple[int, ...] = ()
     """Seed of each result."""
+    window: int = 0
+    """Window of a trace that the results are of: the worst one of the fleet."""
+    undecided: str = ""
+    """Reason for which simulations that break no bound do not decide, as text; empty if they do."""
 
     @property
     def ok(self) -> bool:
         """Whether every bound holds on every seed and at the load over (1 - headroom)."""
-        return not self.violations
+        return not self.violations and not self.undecided
+
+
+class PlanVerdict(NamedTuple):
+    """Verdict on a plan."""
+
+    verdict: Verdict
+    reason: str = ""
+    """Why it is not verified, as text."""
+    deciding_s: float | None = None
+    """Simulated time that would decide, if too short a time is the reason."""
 
 
 @dataclass(frozen=True)
 class Verifier:
-    """Verification at the planned load on fresh seeds, and once at the load over (1 - headroom)."""
+    """Verification at the planned load on fresh seeds, and once at the load over (1 - headroom).
+
+    The bounds must hold in every window of a trace, which the first seed replays as recorded. Other seeds
+    replay bootstrap samples of the worst window.
+    """
 
     problem: Problem
     seeds: tuple[int, ...]
-    with_headroom: Estimator
-    duration_s: float = SIMULATED_S
+    with_headroom: TwinEstimator
     deadline: Deadline = NEVER
     """Time at which simulations end."""
     further_seeds: tuple[int, ...] = ()
     """Seeds on which a plan must hold, too, that holds on `seeds` with a queue at the end of one; those that
     the deadline ends do not count."""
+
+    def problem_of(self, verification: InstanceVerification) -> Problem:
+        """Return the problem in the window of a verification."""
+        return self.problem.windows[verification.window][1]
 
     def as_served(self, assignments: Sequence[Assignment]) -> list[Assignment]:
         """Return the instances as they are served: with equal settings to re-balance, and initial queues.
@@ -100,32 +124,26 @@ class Verifier:
         OutOfTimeError
             If the deadline passes.
         """
-        assignments = self.as_served(assignments)
 
-        def simulate(job: tuple[Assignment, int]) -> Evaluation:
-            self.deadline.check()
-            return evaluate(self.problem, *job, self.duration_s, deadline=self.deadline)
+        def verify(assignment: Assignment) -> InstanceVerification:
+            def simulate(problem: Problem, seed: int) -> list[Evaluation]:
+                self.deadline.check()
+                return [evaluate(problem, assignment, seed, deadline=self.deadline)]
 
-        def on(seeds: Sequence[int], each: Sequence[Assignment]) -> list[list[Evaluation]]:
-            jobs = [(assignment, seed) for assignment in each for seed in seeds]
-            evaluations = parallel_map(simulate, jobs, lambda done: progress(done, len(jobs)))
-            count = len(seeds)
-            return [evaluations[i * count : (i + 1) * count] for i in range(len(each))]
+            run = partial(parallel_map, lambda job: simulate(*job))
+            (found,) = self._verify_fleet([assignment], run)
+            return found
 
-        by_instance = on(self.seeds, assignments)
-        doubtful = [i for i, found in enumerate(by_instance) if self.further_seeds and is_doubtful(found)]
-        further = on(self.further_seeds, [assignments[i] for i in doubtful])
-        for i, found in zip(doubtful, further, strict=True):
-            by_instance[i] += found
-        return self._collect(self.seeds + self.further_seeds, by_instance, self._at_headroom(assignments))
+        served = self.as_served(assignments)
+        return parallel_map(verify, served, lambda done: progress(done, len(served)))
 
     def whole(
         self, assignments: Sequence[Assignment], progress: Callable[[int, int], None] = no_progress
     ) -> list[InstanceVerification]:
         """Verify a complete plan: all instances under one clock, with its router and re-balancing.
 
-        A single instance is simulated alone. Seeds that the deadline ends are left out, which the violations
-        say of `seeds`.
+        A single instance is simulated alone. Seeds that the deadline ends are left out, which makes the
+        verdict undecided.
 
         Raises
         ------
@@ -135,27 +153,73 @@ class Verifier:
         assignments = self.as_served(assignments)
         rebalance = self._rebalancing(assignments)
 
-        def simulate(seed: int) -> list[Evaluation]:
-            duration_s, deadline = self.duration_s, self.deadline
+        def simulate(job: tuple[Problem, int]) -> list[Evaluation]:
+            problem, seed = job
             if len(assignments) == 1:
-                return [evaluate(self.problem, assignments[0], seed, duration_s, deadline=deadline)]
-            return evaluate_cluster(self.problem, assignments, seed, duration_s, deadline, rebalance)
+                return [evaluate(problem, assignments[0], seed, deadline=self.deadline)]
+            return evaluate_cluster(problem, assignments, seed, deadline=self.deadline, rebalance=rebalance)
 
-        def on(seeds: Sequence[int]) -> list[list[Evaluation] | None]:
-            return parallel_until(simulate, seeds, self.deadline, lambda done: progress(done, len(seeds)))
+        def run(jobs: Sequence[tuple[Problem, int]]) -> list[list[Evaluation] | None]:
+            return parallel_until(simulate, jobs, self.deadline, lambda done: progress(done, len(jobs)))
 
-        by_seed = dict(zip(self.seeds, on(self.seeds), strict=True))
-        known = {seed: each for seed, each in by_seed.items() if each is not None}
-        missing = len(by_seed) - len(known)
+        return self._verify_fleet(assignments, run)
+
+    def _verify_fleet(
+        self,
+        assignments: Sequence[Assignment],
+        run: Callable[[Sequence[tuple[Problem, int]]], Sequence[list[Evaluation] | None]],
+    ) -> list[InstanceVerification]:
+        """Verify instances; `run` simulates them for pairs of a problem and a seed, None if out of time."""
+        first, others = self.seeds[0], self.seeds[1:]
+        windows = self.problem.windows
+        replayed = run([(problem, first) for _, problem in windows])
+        known = [each for each in replayed if each is not None]
         if not known:
             raise OutOfTimeError
-        together = self.problem.workload.stores_everywhere and len(assignments) > 1
-        at_headroom = (self._together_at_headroom if together else self._at_headroom)(assignments)
-        if self.further_seeds and not missing and is_doubtful(chain.from_iterable(known.values())):
-            further = zip(self.further_seeds, on(self.further_seeds), strict=True)
-            known |= {seed: each for seed, each in further if each is not None}
-        by_instance = list(zip(*known.values(), strict=True))
-        return self._collect(tuple(known), by_instance, at_headroom, missing)
+        worst = max(range(len(windows)), key=lambda number: _severity(self.problem, replayed[number]))
+        problem = windows[worst][1]
+
+        def on(seeds: Sequence[int]) -> list[tuple[int, list[Evaluation] | None]]:
+            return list(zip(seeds, run([(problem.resampled(seed), seed) for seed in seeds]), strict=True))
+
+        found = [(first, replayed[worst]), *on(others)]
+        missing = len(windows) - len(known) + sum(each is None for _, each in found[1:])
+        at_headroom = self._at_headroom(assignments, problem)
+        if self.further_seeds and not missing and is_doubtful(chain.from_iterable(e for _, e in found if e)):
+            found += [pair for pair in on(self.further_seeds) if pair[1] is not None]
+        by_seed = [(seed, each) for seed, each in found if each is not None]
+        elsewhere = [
+            (start_s, each)
+            for number, ((start_s, _), each) in enumerate(zip(windows, replayed, strict=True))
+            if number != worst and each is not None
+        ]
+        return [
+            self._verdict(
+                [(seed, each[i]) for seed, each in by_seed],
+                [(start_s, each[i]) for start_s, each in elsewhere],
+                at_headroom[i],
+                missing,
+                worst,
+            )
+            for i in range(len(assignments))
+        ]
+
+    def verdict(self, verifications: Sequence[InstanceVerification]) -> PlanVerdict:
+        """Return the verdict on a plan whose instances were verified."""
+        failing = next((each for each in verifications if each.violations), None)
+        if failing is not None:
+            return PlanVerdict("failed", failing.violations[0])
+        cut = next((each.undecided for each in verifications if each.undecided), "")
+        if cut:
+            return PlanVerdict("undecided", f"{cut}; a longer --time-limit decides")
+        simulated_s, deciding = self.problem.duration_s, self.problem.deciding_time
+        if simulated_s < deciding.duration_s:
+            count = sum(result.submitted for each in verifications for result in each.results)
+            seen = f"{count:,} in" if count else "no request was simulated in"
+            seen = f"{seen} {len(self.seeds)} simulations of {simulated_s:g} s"
+            words = f"{deciding.reason}; {seen}; --duration {math.ceil(deciding.duration_s)} decides"
+            return PlanVerdict("undecided", words, float(math.ceil(deciding.duration_s)))
+        return PlanVerdict("verified")
 
     def with_drawn_profiles(
         self,
@@ -176,9 +240,8 @@ class Verifier:
         rebalance = self._rebalancing(assignments)
 
         def simulate(profiles: Sequence[Profile]) -> list[SimulationResult]:
-            problem = self.problem.with_profiles(profiles)
-            duration_s, deadline = self.duration_s, self.deadline
-            return simulate_instances(problem, assignments, seed, duration_s, deadline, rebalance)
+            problem = self.problem_of(verifications[0]).with_profiles(profiles)
+            return simulate_instances(problem, assignments, seed, self.deadline, rebalance)
 
         draws = list(zip(*by_pool, strict=True))
         answers = parallel_until(simulate, draws, self.deadline, lambda done: progress(done, DRAWS))
@@ -193,46 +256,49 @@ class Verifier:
         settings = self.problem.workload.rebalance
         return None if settings is None or len(assignments) == 1 else rebalancing_of(self.problem, settings)
 
-    def _at_headroom(self, assignments: Sequence[Assignment]) -> list[Estimate | None]:
-        """Return the estimates at the load over (1 - headroom); None for those that the deadline prevents."""
-        return parallel_until(self.with_headroom, assignments, self.deadline)
+    def _at_headroom(self, assignments: Sequence[Assignment], problem: Problem) -> list[Estimate | None]:
+        """Return the estimates at the load over (1 - headroom); None for those that the deadline prevents.
 
-    def _together_at_headroom(self, assignments: Sequence[Assignment]) -> list[Estimate | None]:
-        """Return the same for instances among which a router chooses, on the first seed."""
-        slow = self.problem.pessimistic
-        scaled = slow.workload.at_load(1.0 / (1.0 - slow.workload.headroom))
-        problem, deadline = replace(slow, workload=scaled), self.deadline
-        duration_s = scaled.horizon_s(self.duration_s)
+        Instances among which a router chooses are simulated together, on the first seed.
+        """
+        if not (self.problem.workload.stores_everywhere and len(assignments) > 1):
+            estimator = self.with_headroom
+            if problem.workload.trace is not None and problem.workload != estimator.problem.busiest_workload:
+                estimator = estimator.on(problem)
+            return parallel_until(estimator, assignments, self.deadline)
+        scale = 1.0 / (1.0 - problem.workload.headroom)
         try:
-            deadline.check()
-            found = evaluate_cluster(problem, assignments, self.seeds[0], duration_s, deadline)
+            self.deadline.check()
+            found = evaluate_cluster(problem.pessimistic, assignments, self.seeds[0], scale, self.deadline)
         except OutOfTimeError:
             return [None] * len(assignments)
         return [Estimate(each.result.throughput_tok_s, bool(each.violations)) for each in found]
 
-    def _collect(
+    def _verdict(
         self,
-        seeds: tuple[int, ...],
-        evaluations: Sequence[Sequence[Evaluation]],
-        at_headroom: Sequence[Estimate | None],
-        missing: int = 0,
-    ) -> list[InstanceVerification]:
-        """Return the verdicts on instances; the deadline prevented `missing` seeds after these."""
-        return [
-            self._verify(seeds[: len(each)], each, estimate, missing)
-            for each, estimate in zip(evaluations, at_headroom, strict=True)
-        ]
-
-    def _verify(
-        self,
-        seeds: tuple[int, ...],
-        evaluations: Sequence[Evaluation],
+        by_seed: Sequence[tuple[int, Evaluation]],
+        elsewhere: Sequence[tuple[float, Evaluation]],
         at_headroom: Estimate | None,
         missing: int,
+        window: int,
     ) -> InstanceVerification:
-        violations = [
-            f"seed {seed}: {words}"
-            for seed, each in zip(seeds, evaluations, strict=True)
+        """Return the verdict on an instance.
+
+        Parameters
+        ----------
+        by_seed, elsewhere
+            Evaluations in the worst window by seed, and on the first seed by the start of other windows.
+        at_headroom
+            Estimate at the load over (1 - headroom); None if the deadline prevented it.
+        missing
+            Simulations that the deadline prevented.
+        window
+            Number of the worst window.
+        """
+        violations = [f"seed {seed}: {words}" for seed, each in by_seed for words in each.violations]
+        violations += [
+            f"from {start_s:g} s of the trace: {words}"
+            for start_s, each in elsewhere
             for words in each.violations
         ]
         load = f"the load over (1 - headroom {self.problem.workload.headroom:g})"
@@ -241,26 +307,41 @@ class Verifier:
             robust = self.problem.robust
             slow = "" if robust is None else f" and step times at their quantile {robust:g}"
             violations = [f"a bound breaks at {load}{slow}"]
+        undecided = ""
         if missing:
-            violations.append(f"{OUT_OF_TIME} after {len(seeds)} of {len(seeds) + missing} seeds")
+            total = len(by_seed) + missing
+            undecided = f"{OUT_OF_TIME} after {len(by_seed)} of {total} simulations"
         elif at_headroom is None:
-            violations.append(f"{OUT_OF_TIME} before {load}")
+            undecided = f"{OUT_OF_TIME} before {load}"
         return InstanceVerification(
-            tuple(each.result for each in evaluations),
+            tuple(each.result for _, each in by_seed),
             tuple(violations),
-            starves=any(each.starves for each in evaluations),
+            starves=any(each.starves for _, each in (*by_seed, *elsewhere)),
             lacks_headroom=lacks_headroom,
-            seeds=seeds,
+            seeds=tuple(seed for seed, _ in by_seed),
+            window=window,
+            undecided=undecided,
         )
 
 
+def _severity(problem: Problem, evaluations: Sequence[Evaluation] | None) -> tuple[int, float]:
+    """Return a key by which windows are compared: broken bounds, then the largest use of a bound."""
+    slo, known = problem.workload.slo, evaluations or ()
+    used = [
+        bound_value(each.result, name) / bound
+        for each in known
+        for name, bound in slo.latency_limits().items()
+    ]
+    unserved = [1.0 - each.result.served_fraction for each in known]
+    broken = sum(len(each.violations) for each in known)
+    return broken, max(known_values(used), default=max(unserved, default=-1.0))
+
+
 def make_verifier(
-    problem: Problem, twin: Estimator, seed: int, verify: bool = True, count: int = FRESH_SEEDS
+    problem: Problem, twin: TwinEstimator, seed: int, verify: bool = True, count: int = FRESH_SEEDS
 ) -> Verifier:
-    """Return the verifier of a plan: `count` fresh seeds; one for a trace, or without verification."""
-    once = not verify or problem.workload.trace is not None
-    duration_s = problem.workload.horizon_s(Verifier.duration_s)
-    return Verifier(problem, fresh_seeds(seed, 1 if once else count), twin, duration_s)
+    """Return the verifier of a plan: `count` fresh seeds; one without verification."""
+    return Verifier(problem, fresh_seeds(seed, count if verify else 1), twin)
 
 
 def is_doubtful(evaluations: Iterable[Evaluation]) -> bool:

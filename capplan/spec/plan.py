@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 
 from pydantic import (
     Field,
@@ -231,10 +231,26 @@ class GroupVerification(SpecModel):
     note: str = Field(default="", description="What failed, in words.")
 
 
+Verdict: TypeAlias = Literal["verified", "undecided", "failed"]
+
+
 class Verification(SpecModel):
     """Verdict of the twin on the plan, on seeds not used in the search."""
 
-    ok: Flag = Field(description="Whether every group passed.")
+    ok: Flag = Field(description="Whether the verdict is verified.")
+    verdict: Verdict = Field(
+        description="verified: every bound held wherever it was simulated, and that decides; undecided: no "
+        "bound broke in simulations that do not decide; failed: a bound broke. Absent: by ok.",
+    )
+    reason: str = Field(default="", description="Why the plan is not verified, in words.")
+    deciding_duration_s: NonNegative | None = Field(
+        default=None, description="Simulated seconds per seed that would decide; null: another limit."
+    )
+    window_start_s: NonNegative | None = Field(
+        default=None,
+        description="Beginning of the simulated seconds in the trace, whose worst window they are; null: no "
+        "trace.",
+    )
     seeds: Many[SeedNumber] = Field(description="Seeds used.")
     duration_s: NonNegative = Field(description="Simulated seconds per seed.")
     min_served_fraction: Fraction = Field(description="Least over groups and seeds.")
@@ -249,16 +265,25 @@ class Verification(SpecModel):
     )
     digest: Sha256 | None = Field(
         default=None,
-        description="Digest of the verified plan, by which later changes are found; null: not verified, or "
-        "by an earlier version or another program, and changes are not found.",
+        description="Digest of the verified plan, by which later changes are found; null: not verified.",
     )
 
     @model_serializer(mode="wrap")
     def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return without_unset(handler(self), ("digest",))
+        return without_unset(handler(self), ("digest", "reason", "deciding_duration_s", "window_start_s"))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _verdict_by_ok(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and "verdict" not in value and isinstance(value.get("ok"), bool):
+            return {**value, "verdict": "verified" if value["ok"] else "failed"}
+        return value
 
     @model_validator(mode="after")
     def _ok_if_simulated(self) -> Self:
+        if self.ok != (self.verdict == "verified"):
+            words = "true" if self.verdict == "verified" else "false"
+            raise rule_error(f"must be {words} if the verdict is {self.verdict}", key=("ok",), value=self.ok)
         if self.ok and self.not_simulated:
             settings = ", ".join(self.not_simulated)
             raise rule_error(f"must be false, because {settings} were not simulated", key=("ok",), value=True)
@@ -396,10 +421,11 @@ class Plan(Displayed, SpecModel):
         return not self._broken_rule()
 
     def changed_after_verification(self) -> str:
-        """Return that the verdict is on another plan, as text; empty if it is not, or it is unknown."""
+        """Return that the verdict is not on this plan, as text; empty if it is."""
         verified = self.verification.digest
-        is_changed = verified is not None and verified != self.digest()
-        return "the plan was changed after its verification" if is_changed else ""
+        if verified is None:
+            return "the plan has no digest of its verification" if self.verification.ok else ""
+        return "the plan was changed after its verification" if verified != self.digest() else ""
 
     def require_verified(self) -> None:
         """Check that the verification passed with every setting of the plan as it is.
@@ -420,11 +446,12 @@ class Plan(Displayed, SpecModel):
         reasons = [f"{' and '.join(missing)} not simulated"] if missing else []
         reasons += [f"group {', '.join(failed)} failed"] if failed else []
         if not check.ok or reasons:
-            why = "; ".join(reasons) or ("failed" if check.seeds else "planned without verification")
+            why = "; ".join(reasons) or check.reason
+            why = why or ("failed" if check.seeds else "planned without verification")
             return f"must be true to use the plan ({why})", False, "verification.ok"
         if changed := self.changed_after_verification():
             rule = f"must be that of the plan to use it ({changed})"
-            return rule, f"{(check.digest or '')[:12]}...", "verification.digest"
+            return rule, check.digest and f"{check.digest[:12]}...", "verification.digest"
         return None
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:

@@ -9,6 +9,7 @@ from pydantic import Field, Strict, model_validator
 
 from capplan.spec.validation import (
     Count,
+    Flag,
     Name,
     NonNegative,
     Positive,
@@ -38,6 +39,9 @@ def _bound(metric: str, statistic: str, unit: str) -> Any:
 
 STARVED_BELOW: Final = 0.9
 """Served fraction under which a GPU counts as starved (adapter-caching paper, sections 2.3 and 6)."""
+
+STABLE_TTFT_P99_S: Final = 30.0
+"""Bound on TTFT p99 of stable queues, unless others are longer: 1 % of overload breaks it in an hour."""
 
 
 class Slo(SpecModel):
@@ -78,6 +82,11 @@ class Slo(SpecModel):
         default=STARVED_BELOW,
         description="Least tokens of completed requests / tokens submitted; below it a GPU starves.",
     )
+    stable: Flag = Field(
+        default=True,
+        description="Whether queues must not grow: TTFT p99 within 30 s, or within the longest bound on TTFT "
+        "or E2E, and no requests of an adapter left behind; false: served_fraction alone, as in the papers.",
+    )
 
     @model_validator(mode="after")
     def _pairs(self) -> Self:
@@ -91,6 +100,17 @@ class Slo(SpecModel):
             name: getattr(self, name) for name in type(self).model_fields if name.endswith(("_s", "_ms"))
         }
         return {name: value for name, value in bounds.items() if value is not None}
+
+    @property
+    def longest_wait_s(self) -> float:
+        """Longest wait for a first token that stable queues allow."""
+        waits = (bound for name, bound in self.latency_bounds().items() if name.startswith(("ttft", "e2e")))
+        return max((STABLE_TTFT_P99_S, *waits))
+
+    def latency_limits(self) -> dict[str, float]:
+        """Return the latency bounds that are set, and the bound on TTFT p99 that stable queues imply."""
+        bounds = self.latency_bounds()
+        return {"ttft_p99_s": self.longest_wait_s, **bounds} if self.stable else bounds
 
 
 def describe_latency(bound: str) -> tuple[str, str]:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler
 
 NS_PER_S: Final = 1_000_000_000
+_BLOCK_S: Final = 60.0
+_BLOCK_REQUESTS: Final = 50
+"""Length of a block that is resampled: the longer of this time and that of so many requests."""
 
 
 class Recording(ABC):
@@ -146,6 +149,60 @@ class Trace(Recording):
         columns = (self.arrival_ns, renumber[self.adapter], self.prompt_tokens, self.output_tokens)
         kept = (column[keep] for column in columns)
         return self._frozen(names, *kept, duration_s=self.duration_s, speed=self.speed)
+
+    def window(self, start_s: float, end_s: float) -> Trace:
+        """Return the requests that arrive in [``start_s``, ``end_s``), as a recording of that length."""
+        import numpy as np
+
+        first, last = np.searchsorted(self.arrival_ns, np.rint(np.array([start_s, end_s]) * NS_PER_S))
+        if end_s >= self.duration_s:  # the last arrival may be at the very end
+            last = len(self)
+        rows = slice(int(first), int(last))
+        arrival_ns = self.arrival_ns[rows] - round(start_s * NS_PER_S)
+        columns = (self.adapter[rows], self.prompt_tokens[rows], self.output_tokens[rows])
+        return self._frozen(self.names, arrival_ns, *columns, duration_s=end_s - start_s, speed=self.speed)
+
+    def resampled(self, seed: int) -> Trace:
+        """Return a bootstrap sample of the recording, block by block.
+
+        Within a block of a minute, or of 50 requests on average if that is longer, requests (adapter and
+        lengths) and the gaps between them are drawn with replacement. The rate over time stays as recorded,
+        and so do bursts that are shorter than a block.
+        """
+        import numpy as np
+
+        count = len(self)
+        if count == 0:
+            return self
+        block_s = min(self.duration_s, max(_BLOCK_S, _BLOCK_REQUESTS * self.duration_s / count))
+        arrival_s = self.arrival_ns / NS_PER_S
+        blocks = max(1, round(self.duration_s / block_s))
+        edges_s = np.linspace(0.0, self.duration_s, blocks + 1)
+        cuts = np.searchsorted(arrival_s, edges_s[1:-1])
+        start, size = np.append(0, cuts), np.diff(np.concatenate(([0], cuts, [count])))
+        rng = np.random.default_rng(seed)
+
+        def drawn(first: NDArray[np.int64], of: NDArray[np.int64], times: NDArray[np.int64]) -> Any:
+            low, width = np.repeat(first, times), np.repeat(of, times)
+            return low + np.floor(rng.random(len(low)) * width).astype(np.int64)
+
+        row = drawn(start, size, size)
+        # Gaps of a block: from its beginning to the first request, between requests, and to its end.
+        block = np.repeat(np.arange(blocks), size)
+        ends_s = np.insert(arrival_s, np.append(cuts, count), edges_s[1:])
+        begins_s = np.insert(arrival_s, np.append(0, cuts), edges_s[:-1])
+        gap_s = np.maximum(ends_s - begins_s, 0.0)[drawn(start + np.arange(blocks), size + 1, size + 1)]
+        passed_s = np.cumsum(gap_s)
+        last = np.cumsum(size + 1) - 1
+        before_s = np.append(0.0, passed_s[last[:-1]])
+        total_s = np.maximum(passed_s[last] - before_s, np.finfo(float).tiny)
+        within = (np.delete(passed_s, last) - before_s[block]) / total_s[block]
+        length_s = np.diff(edges_s)
+        arrival_ns = np.rint((edges_s[block] + within * length_s[block]) * NS_PER_S).astype(np.int64)
+        columns = (self.adapter[row], self.prompt_tokens[row], self.output_tokens[row])
+        order = np.argsort(arrival_ns, kind="stable")
+        kept = (column[order] for column in (arrival_ns, *columns))
+        return self._frozen(self.names, *kept, duration_s=self.duration_s, speed=self.speed)
 
     def at_rate(self, rate_rps: float) -> Trace:
         """Return the same requests at another mean rate: all times are scaled in proportion."""

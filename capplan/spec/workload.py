@@ -124,6 +124,11 @@ Headroom = Annotated[
 ]
 
 
+SloWindow = Annotated[
+    float, Strict(), Field(ge=300, le=86_400), rule("must be a number of seconds from 300 to 86400")
+]
+
+
 class PlanningRequirements(SpecModel):
     """Fields of a workload and of a workload file."""
 
@@ -138,6 +143,11 @@ class PlanningRequirements(SpecModel):
     pools: Many[Pool] = Field(default=(), description="GPUs of several kinds, instead of profile and gpus.")
     engine: EngineConfig = Field(default=EngineConfig(), description="Engine flags that are fixed.")
     slo: Slo = Field(default=Slo(), description="Service-level objectives.")
+    slo_window: SloWindow | None = Field(
+        default=None,
+        description="Seconds of a trace, or of rates that move over time, in each of which the objectives "
+        "hold; absent: 3600.",
+    )
     objective: Objective = Field(default=Objective.MIN_GPUS, description="What the plan should optimise.")
     headroom: Headroom = Field(default=0.1, description="Share of each GPU's capacity that stays free.")
     scheduler: SchedulerSource | None = Field(default=None, description=SCHEDULER)

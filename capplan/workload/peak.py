@@ -1,11 +1,104 @@
-"""The busiest part of arrivals whose rate moves more slowly than a simulation lasts."""
+"""Time scales of arrivals: the windows and the simulated time in which bounds are decided."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from capplan.errors import InputError
-from capplan.spec import ArrivalProcess, Burst, Diurnal, Renewal, ShiftingSkew, Steps, Workload
+from capplan.spec import (
+    ArrivalProcess,
+    Burst,
+    Diurnal,
+    Renewal,
+    ShiftingSkew,
+    Steps,
+    Trace,
+    Unpredictable,
+    Workload,
+)
+
+_LEAST_REQUESTS: Final = 20
+_LEAST_BURSTS: Final = 20
+_LEAST_REDRAWS: Final = 8
+"""Requests, bursts, and changes of rates that a simulation must contain to decide."""
+
+
+class DecidingTime(NamedTuple):
+    """Simulated time that decides on a workload, by the slowest part of its arrivals."""
+
+    duration_s: float
+    reason: str
+    """The slowest part, as text."""
+
+
+def deciding_time(workload: Workload) -> DecidingTime:
+    """Return the simulated time in which the slowest random part of the arrivals shows.
+
+    A trace decides by itself, and so does a rate that moves by a rule: its busiest window is simulated.
+    Renewals whose gaps have a coefficient of variation c come in bursts of about c^2 requests. Unpredictable
+    rates walk at random between their limits.
+    """
+    rate_rps = workload.total_rate_rps
+    if workload.trace is not None or rate_rps == 0.0:
+        return DecidingTime(0.0, "")
+    found = [DecidingTime(_LEAST_REQUESTS / rate_rps, f"{3600.0 * rate_rps:.3g} requests arrive per hour")]
+    adapters_rps = rate_rps - workload.base_rate_rps
+    base = None if workload.base is None else workload.base.arrivals
+    for arrivals, own_rps in ((workload.arrivals, adapters_rps), (base, workload.base_rate_rps)):
+        if isinstance(arrivals, Unpredictable) and own_rps > 0.0:
+            steps = _LEAST_REDRAWS
+            if arrivals.factor > 1.0:
+                steps = max(steps, math.ceil((math.log(arrivals.clip) / math.log(arrivals.factor)) ** 2))
+            words = f"rates change every {arrivals.every_s:g} s"
+            found.append(DecidingTime(steps * arrivals.every_s, words))
+        elif isinstance(arrivals, Renewal) and arrivals.cv is not None and own_rps > 0.0:
+            words = f"requests come in bursts (cv {arrivals.cv:g})"
+            found.append(DecidingTime(_LEAST_BURSTS * arrivals.cv**2 / own_rps, words))
+    return max(found)
+
+
+def is_modulated(workload: Workload) -> bool:
+    """Tell whether the rate of any traffic moves over time by a rule."""
+    base = None if workload.base is None else workload.base.arrivals
+    return any(
+        isinstance(each, Renewal) and each.modulation is not None for each in (workload.arrivals, base)
+    )
+
+
+class TraceWindow(NamedTuple):
+    """Part of a trace in which bounds hold."""
+
+    start_s: float
+    workload: Workload
+    """Workload whose trace is this part, with its rates."""
+
+
+def trace_windows(workload: Workload, trace: Trace, window_s: float) -> Iterator[TraceWindow]:
+    """Yield the windows of a trace that hold requests; the last one is half to one and a half as long."""
+    count = max(1, math.ceil(trace.duration_s / window_s - 0.5))
+    for number in range(count):
+        start_s = number * window_s
+        end_s = trace.duration_s if number == count - 1 else start_s + window_s
+        part = trace if count == 1 else trace.window(start_s, end_s)
+        if len(part):
+            yield TraceWindow(start_s, _with_trace(workload, part))
+
+
+def _with_trace(workload: Workload, trace: Trace) -> Workload:
+    """Return the workload with another trace of the same adapters, and its rates."""
+    counts = np.bincount(trace.adapter, minlength=len(trace.names)) / trace.duration_s
+    rate_rps = dict(zip(trace.names, counts.tolist(), strict=True))
+    adapters = tuple(
+        each.model_copy(update={"rate_rps": rate_rps.get(each.name, 0.0)}) for each in workload.adapters
+    )
+    base = workload.base
+    if base is not None:
+        base = base.model_copy(update={"rate_rps": rate_rps.get(workload.base_model, 0.0)})
+    return workload.model_copy(update={"adapters": adapters, "base": base, "trace": trace})
 
 
 def busiest_window(workload: Workload, window_s: float) -> Workload:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from capplan.models.memory import kv_tokens
-from capplan.planner.estimate import SEARCH_DURATION_S
 from capplan.planner.evaluate import Evaluation, evaluate, known_value
 from capplan.planner.knobs import KNOBS, knob_variants
 from capplan.planner.parallel import parallel_map
@@ -108,7 +107,6 @@ class CurveRuns:
     problem: Problem
     assignment: Assignment
     seed: int = 0
-    duration_s: float = SEARCH_DURATION_S
 
     @property
     def scale(self) -> float:
@@ -137,7 +135,7 @@ class CurveRuns:
     def evaluate(self, setting: str, value: int, step: int = 0) -> Evaluation:
         """Simulate a value of a setting; `step` is added to the seed."""
         changed = self._with(setting, value)
-        return evaluate(self.problem.pessimistic, changed, self.seed + step, self.duration_s, self.scale)
+        return evaluate(self.problem.pessimistic, changed, self.seed + step, self.scale)
 
     def _with(self, setting: str, value: int) -> Assignment:
         change: dict[str, Any] = {setting: value}

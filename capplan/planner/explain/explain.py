@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from capplan.planner.estimate import SEARCH_DURATION_S
 from capplan.planner.explain.curve import CurveRuns, SettingCurve, SlotCurve, knob_curves, slot_curve
 from capplan.planner.explain.headroom import Headroom, find_headroom
 from capplan.planner.explain.rebuild import RebuiltGroup, rebuild, search_seed
@@ -106,11 +105,10 @@ def _explain_groups(
     firsts = [same[0] for same in alike.values()]
     seed = search_seed(plan)
     fresh = plan.verification.seeds[0] if plan.verification.seeds else fresh_seeds(seed, 1)[0]
-    duration_s = plan.verification.duration_s or SEARCH_DURATION_S
 
     def headroom(each: RebuiltGroup) -> Headroom:
         load = each.group.predicted.load_over_capacity
-        return find_headroom(each.problem, each.assignment, each.group.binds, load, fresh, duration_s)
+        return find_headroom(each.problem, each.assignment, each.group.binds, load, fresh, seed)
 
     rooms = parallel_map(headroom, firsts, lambda done: report("what is in use", done, len(firsts)))
     runs = [CurveRuns(each.problem, each.assignment, seed) for each in firsts]

@@ -8,12 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from capplan.planner.bound import busy_gpus
-from capplan.planner.evaluate import (
-    BOTTLENECK_DURATION_S,
-    BOTTLENECK_SEED,
-    evaluate,
-    known_value,
-)
+from capplan.planner.evaluate import evaluate, known_value, kv_share
 from capplan.planner.knobs import KnobSearch
 from capplan.planner.problem import Assignment, Problem, distinct_adapters
 from capplan.spec import Binds
@@ -65,18 +60,16 @@ def find_headroom(
     binds: Binds | None,
     load_over_capacity: float | None,
     seed: int,
-    duration_s: float,
+    bottleneck_seed: int,
 ) -> Headroom:
-    """Return the headroom of an instance, from its bottleneck in the plan.
-
-    Seed and duration are those of the simulation at the planned load.
+    """Return the headroom of an instance, from its bottleneck in the plan, which was found on another seed.
 
     Raises
     ------
     InfeasibleError
         If the instance does not start.
     """
-    now = evaluate(problem, assignment, seed, duration_s).result
+    now = evaluate(problem, assignment, seed).result
     holds_until = 1.0 / load_over_capacity if load_over_capacity else None
     if holds_until is None or binds is None:
         words = "no load at all, so nothing binds"
@@ -84,7 +77,7 @@ def find_headroom(
             words = f"holds {holds_until:.0f} x the planned load, and more was not tried"
         return Headroom(holds_until, None, (), _uses(problem, assignment, now, None, None), words)
     fails_at = holds_until + _OVERLOAD_STEP * max(1.0, holds_until)
-    beyond = evaluate(problem, assignment, BOTTLENECK_SEED, BOTTLENECK_DURATION_S, fails_at)
+    beyond = evaluate(problem, assignment, bottleneck_seed, fails_at)
     uses = _uses(problem, assignment, now, beyond.result, fails_at)
     fault = f"it breaks {beyond.violations[0]}" if beyond.violations else f"what is full: {binds.note}"
     words = f"holds {holds_until:.2f} x the planned load; at {fails_at:.2f} x {fault}"
@@ -115,8 +108,8 @@ def _uses(
         share, there = (*map(known_value, shares), None)[:2]
         uses.append(ResourceUse(resource, name, share, there, detail, limits))
 
-    detail = f"{now.kv_tokens_mean:,.0f} of {now.kv_tokens:,} tokens"
-    add("kv", "KV-cache memory", [r.kv_tokens_mean / r.kv_tokens for r in runs], detail)
+    detail = f"{kv_share(problem, assignment, now) * now.kv_tokens:,.0f} of {now.kv_tokens:,} tokens"
+    add("kv", "KV-cache memory", [kv_share(problem, assignment, r) for r in runs], detail)
     if a_max and problem.has_slots:
         scarce = a_max < distinct_adapters(assignment.shares)
         detail = f"{now.adapters_mean:.1f} of {a_max}{'' if scarce else ', one for each adapter'}"
@@ -135,7 +128,7 @@ def _uses(
         detail = f"{100.0 * now.served_fraction:.1f} % served, {100.0 * slo.served_fraction:g} % asked for"
         shares = [(1.0 - r.served_fraction) / allowed for r in runs]
         add("served_fraction", "unserved tokens", shares, detail)
-    for name, bound in slo.latency_bounds().items():
+    for name, bound in slo.latency_limits().items():
         values = [bound_value(r, name) for r in runs]
         detail = "no request" if math.isnan(values[0]) else f"{values[0]:.3g} of {bound:g}"
         add(name, name, [value / bound for value in values], detail)

@@ -20,7 +20,7 @@ class RebuiltGroup:
     group: Group
     """Group of the plan."""
     problem: Problem
-    """Placement problem with the engine settings of the group."""
+    """Placement problem with the engine settings of the group, in the worst window of a trace."""
     assignment: Assignment
     """Shares and settings of one instance."""
 
@@ -77,8 +77,9 @@ def rebuild(plan: Plan, workload: Workload, profile: Profile | None, source: str
     links = _number(plan, "gpus_per_link", 1)
     problem = replace(problem, knobs=knobs, robust=_quantile(plan), gpus_per_link=links)
     numbers: Counter[str] = Counter()
+    window = dict(problem.windows).get(plan.verification.window_start_s or 0.0, problem)
     return RebuiltPlan(
-        problem, tuple(_rebuild_group(problem, plan, group, numbers, source) for group in plan.groups)
+        problem, tuple(_rebuild_group(window, plan, group, numbers, source) for group in plan.groups)
     )
 
 
@@ -124,12 +125,13 @@ def planned_workload(plan: Plan, workload: Workload, source: str) -> Workload:
 
 
 def _rebuild_problem(plan: Plan, workload: Workload, profile: Profile | None) -> Problem:
+    duration_s = None if workload.trace is not None else plan.verification.duration_s or None
     if workload.pools:
-        problem = make_problem(workload, None, profile)
+        problem = make_problem(workload, None, profile, duration_s)
     else:
         planned = plan.groups[0].profile
         selected = profile or (planned if planned in list_profiles() else workload.profile)
-        problem = make_problem(workload, plan.totals.gpus, selected)
+        problem = make_problem(workload, plan.totals.gpus, selected, duration_s)
     pools = {pool.name: pool for pool in problem.pools}
     for group in plan.groups:
         if group.pool not in pools:

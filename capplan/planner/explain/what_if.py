@@ -10,7 +10,7 @@ from typing import Final
 
 from capplan.errors import InfeasibleError
 from capplan.planner.api import PlanOptions, plan_problem
-from capplan.planner.estimate import SEARCH_DURATION_S, TwinEstimator
+from capplan.planner.estimate import TwinEstimator
 from capplan.planner.evaluate import evaluate
 from capplan.planner.explain.rebuild import RebuiltPlan
 from capplan.planner.parallel import Progress, parallel_map
@@ -210,7 +210,7 @@ def _even_spread(rebuilt: RebuiltPlan, fleet: FleetChange, seed: int) -> str:
             assignments.append(Assignment(shares, next(iter(ranked)), pool=pool))
     if not assignments:
         return ""
-    evaluations = parallel_map(lambda each: evaluate(problem, each, seed, SEARCH_DURATION_S), assignments)
+    evaluations = parallel_map(lambda each: evaluate(problem, each, seed), assignments)
     failing = [each for each in evaluations if each.violations]
     if not failing:
         return "spread evenly, the planned load holds on one seed, but not over (1 - headroom)"

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from capplan.models.surrogates.features import FEATURES, feature_vector
 from capplan.planner.problem import AdapterShare, Assignment, Problem, merge_shares, whole_adapters
 from capplan.planner.splitting import split_evenly
-from capplan.spec import Adapter, Kernel, allowed_lora_rank
+from capplan.spec import Adapter, Kernel, Lengths, allowed_lora_rank
 
 _SAMPLE_ADAPTERS: Final = 32
 """Adapters of one kind whose capacity is taken as that of the kind."""
@@ -140,7 +140,14 @@ def _load_per_rps(problem: Problem, pool: int, s_max: int, adapter: Adapter) -> 
     if adapter.rank == 0:
         s_max, numbers = max(1, s_max), (1,)
         copies = (adapter.model_copy(update={"rank": 1, "rate_rps": float(_SAMPLE_ADAPTERS)}),)
-    workload = problem.workload.model_copy(update={"adapters": copies, "base": None, "trace": None})
+    changes: dict[str, object] = {"adapters": copies, "base": None, "trace": None}
+    if cached := problem.cached_prefix_tokens(pool):
+        # The prefix is computed and stored once; the rest of a prompt varies as before.
+        prompt = problem.workload.lengths_of(adapter)[0]
+        rest = max(1.0, prompt.mean_tokens - cached)
+        short = Lengths(mean=rest, std=min(prompt.std_tokens, rest))
+        changes["adapters"] = tuple(each.model_copy(update={"prompt_tokens": short}) for each in copies)
+    workload = problem.workload.model_copy(update=changes)
     shares = (AdapterShare(adapter.name, s_max, 1.0),)
     fitting = (n for n in numbers if problem.fits_in_memory(Assignment(shares, n, pool=pool)))
     args = problem.engine.replace(max_loras=next(fitting, 1), max_lora_rank=allowed_lora_rank(s_max))

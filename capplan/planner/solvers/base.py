@@ -59,6 +59,8 @@ class SolverContext:
     """Time at which estimates raise `OutOfTimeError`."""
     on_answer: Callable[[Sequence[Assignment]], None] = no_progress
     """Called with each answer that is found during the search, which is used if the deadline ends it."""
+    on_cut: Callable[[], None] = no_progress
+    """Called if the time limit ends the search, so that the answer is the best by then."""
     renew: Callable[[Problem], SolverContext] | None = None
     """Returns the context for another load on the same instances; None: this one."""
 

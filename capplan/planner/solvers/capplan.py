@@ -56,12 +56,21 @@ Placement = tuple[Assignment, ...]
 
 def _place(problem: Problem, context: SolverContext) -> Placement:
     deadline_s = time.monotonic() + context.time_limit_s
-    if problem.workload.objective is Objective.MAX_THROUGHPUT:
+    try:
+        return _place_until(problem, context, deadline_s)
+    finally:
+        if time.monotonic() > deadline_s:
+            context.on_cut()
+
+
+def _place_until(problem: Problem, context: SolverContext, deadline_s: float) -> Placement:
+    objective = problem.workload.objective
+    if objective is Objective.MAX_THROUGHPUT:
         if context.deadline.is_limited:
             _report_unchanged(problem, context, deadline_s)
         return _maximize_load(problem, context, deadline_s)
-    if context.deadline.is_limited and context.insufficient_gpus == 0:
-        _report_larger_fleets(problem, context, deadline_s)
+    if context.insufficient_gpus == 0 and objective is not Objective.MIN_LATENCY:
+        _report_first(problem, context, deadline_s)
     place = _place_from_scratch if context.previous is None else _place_near
     for twin in _margins(context):
         answer = place(problem, context, deadline_s, twin)
@@ -70,17 +79,27 @@ def _place(problem: Problem, context: SolverContext) -> Placement:
     raise _too_few_gpus(problem, context, deadline_s)
 
 
-def _report_larger_fleets(problem: Problem, context: SolverContext, deadline_s: float) -> None:
-    """Report placements on all GPUs, on half of them, and so on, as the answer of a search that is ended.
+def _report_first(problem: Problem, context: SolverContext, deadline_s: float) -> None:
+    """Report a placement on few GPUs, as the answer of a search that is ended.
 
-    Large fleets are placed at once; the search for the fewest GPUs may end before its first answer.
+    Fleets of as many GPUs as the lower bound, twice as many, and so on are placed at once, without
+    improvements, until the twin confirms one; the largest fleet is searched if it refuses all.
     """
     data = build_search_data(problem)
     search = _local_search(data, context, deadline_s, context.twin, opens_knobs=False)
-    fleets = fleet_sizes(problem, len(data.groups), problem.workload.objective)
-    while fleets and search.search_fleet(fleets[-1]) is not None:
-        half = fleet_gpus(problem, fleets[-1]) // 2
-        fleets = [fleet for fleet in fleets if fleet_gpus(problem, fleet) <= half]
+    fleets, least = (
+        fleet_sizes(problem, len(data.groups), problem.workload.objective),
+        lower_bound_gpus(problem),
+    )
+    for number, fleet in enumerate(fleets):
+        last = number == len(fleets) - 1
+        if fleet_gpus(problem, fleet) < least and not last:
+            continue
+        least = 2 * fleet_gpus(problem, fleet)
+        if search.timed_out or search.search_unchanged(fleet).confirmed is not None:
+            return
+        if last:
+            search.search_fleet(fleet)
 
 
 def _report_unchanged(problem: Problem, context: SolverContext, deadline_s: float) -> None:
