@@ -37,6 +37,9 @@ _RUNS_NEAR_THE_BOUND: Final = 3
 _BOUND_WEIGHT: Final = 0.1
 """Utilization of an instance that just keeps a latency bound."""
 _MAX_BOUND_USE: Final = 10.0
+_STABLE_THROUGHPUT: Final = 0.97
+"""Throughput over offered load from which a surrogate's queues count as stable; the rest is the surrogate's
+error, and requests in execution at the end."""
 _SEED_STEP: Final = 500_009
 _NAME: Final = attrgetter("name")
 _RATE: Final = attrgetter("rate_rps")
@@ -199,6 +202,11 @@ class SurrogateEstimator:
         predict = compiled.predict_alone if alone else compiled.predict
         predictions = predict(rates_rps, ranks, engines)
         starved = predictions.starvation_probability >= STARVED_PROBABILITY
+        if self.problem.workload.slo.stable:
+            offered = np.fromiter(map(self.problem.offered_tok_s, shares), np.float64, len(shares))
+            offered /= 1.0 - self.problem.workload.headroom
+            enough = _STABLE_THROUGHPUT * (offered if alone else offered.sum())
+            starved = starved | (predictions.throughput_tok_s < enough)
         usable = predictions.in_range | (predictions.is_lighter & ~starved) | self.extrapolates
         columns = (
             predictions.throughput_tok_s,
@@ -343,7 +351,7 @@ def _requires_twin(problem: Problem) -> bool:
     slo = problem.workload.slo
     return bool(
         _is_unsupported(problem, problem.workload)
-        or slo.latency_limits()
+        or slo.latency_bounds()
         or slo.tpt_over_base is not None
         or slo.served_fraction != STARVED_BELOW
     )

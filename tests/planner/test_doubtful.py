@@ -14,14 +14,14 @@ from tests.planner.test_plan import CARELESS, LONG, crowd
 from tests.planner.test_time_limit import Countdown
 
 Make = Callable[..., Workload]
-HALF = Slo(served_fraction=0.5)
+HALF = Slo(served_fraction=0.5, stable=False)
 """Bound that an instance with a growing queue keeps."""
 
 
 def verifier_of(spec: Workload, duration_s: float = 600.0) -> tuple[Verifier, Assignment]:
-    problem = make_problem(spec, 1, None)
+    problem = make_problem(spec, 1, None, duration_s)
     made = make_verifier(problem, TwinEstimator(problem, 0), 0)
-    made = replace(made, duration_s=duration_s, further_seeds=further_seeds(made.seeds))
+    made = replace(made, further_seeds=further_seeds(made.seeds))
     return made, Assignment(problem.shares, 8)
 
 

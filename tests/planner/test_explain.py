@@ -80,7 +80,7 @@ def test_a_rebuilt_plan_performs_as_predicted(made: Plan, crowded: Workload) -> 
     assert len(rebuilt.pools) == made.totals.gpus
     seed = made.verification.seeds[0]
     for each, group in zip(rebuilt.groups, made.groups, strict=True):
-        result = evaluate(each.problem, each.assignment, seed, made.verification.duration_s).result
+        result = evaluate(each.problem, each.assignment, seed).result
         # simulated alone, an instance gets other requests than in the cluster
         assert result.throughput_tok_s == pytest.approx(group.predicted.throughput_tok_s, rel=0.01)
         assert result.ttft_s_p99 == pytest.approx(group.predicted.ttft_s.p99, rel=0.1)
@@ -132,7 +132,7 @@ def test_most_slots_is_the_limit_of_memory(made: Plan, crowded: Workload) -> Non
     problem = replace(each.problem, engine=each.problem.engine.replace(gpu_memory_utilization=0.37))
     shares = tuple(replace(share, rate_rps=0.01) for share in each.assignment.shares)
     assignment = replace(each.assignment, shares=shares, a_max=1)
-    curve = slot_curve(CurveRuns(problem, assignment, duration_s=60.0))
+    curve = slot_curve(CurveRuns(replace(problem, simulated_s=60.0), assignment))
     assert curve.most_slots is not None
     assert problem.fits_in_memory(replace(each.assignment, a_max=curve.most_slots))
     assert not problem.fits_in_memory(replace(each.assignment, a_max=curve.most_slots + 1))

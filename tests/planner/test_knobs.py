@@ -181,7 +181,7 @@ def test_adapters_that_hold_with_other_knobs_only_are_not_refused() -> None:
 def test_the_twin_tells_settings_apart() -> None:
     """A smaller token budget shortens the steps that carry prefills."""
     problem = example_problem(3, adapters=30, gpus=1)
-    twin = TwinEstimator(problem, 0, duration_s=120.0)
+    twin = TwinEstimator(replace(problem, simulated_s=120.0), 0)
     instance = Assignment(problem.shares, 16)
     small = replace(instance, max_num_batched_tokens=256)
     assert twin(small).e2e_s_mean != twin(instance).e2e_s_mean
@@ -225,7 +225,7 @@ def test_given_values_stay_in_the_plan(busy: Workload) -> None:
 def test_curves_show_every_open_value_and_the_chosen_one(busy: Workload) -> None:
     problem = make_problem(busy, 1, None)
     chosen = Assignment(problem.shares, 60, max_num_batched_tokens=256)
-    curves = knob_curves(CurveRuns(problem, chosen, duration_s=300.0))
+    curves = knob_curves(CurveRuns(replace(problem, simulated_s=300.0), chosen))
     assert [curve.setting for curve in curves] == list(KNOBS)
     for curve in curves:
         values = [point.value for point in curve.points]

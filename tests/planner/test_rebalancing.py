@@ -96,7 +96,7 @@ def test_verification_has_the_settings_that_run(planned) -> None:
     assert [(each.a_max, each.max_num_seqs) for each in fleet.instances] == [(8, 32)] * 2
     wanted = list(fleet.simulate(1, 300.0).instances)
     assignments = [each.assignment for each in rebuilt.groups]
-    options = (rebuilt.problem, assignments, 1, 300.0)
+    options = (replace(rebuilt.problem, simulated_s=300.0), assignments, 1)
     verified = evaluate_cluster(*options, rebalance=fleet.rebalance)
     assert [each.result for each in verified] == wanted
     assert simulate_instances(*options, rebalance=fleet.rebalance) == wanted

@@ -1,6 +1,7 @@
 """Plans with a scheduler and an adapter cache: simulated as planned, without slots to choose."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -103,7 +104,7 @@ def test_no_number_of_slots_is_searched(spec: Workload, profile: Profile, planne
     assert problem.fits_in_memory(many)
     assert problem.engine_args(many).max_loras == len(MIXED)
     assert planned.groups[0].engine_args.max_loras == len(MIXED)
-    curve = slot_curve(CurveRuns(problem, Assignment(problem.shares, len(MIXED)), duration_s=30.0))
+    curve = slot_curve(CurveRuns(replace(problem, simulated_s=30.0), Assignment(problem.shares, len(MIXED))))
     assert [point.value for point in curve.points] == [len(MIXED)]
 
 
@@ -140,7 +141,7 @@ def test_an_instance_whose_quotas_do_not_fit_does_not_hold(workload: Make, profi
     half = Assignment(problem.shares[::2], len(busy))
     with pytest.raises(InfeasibleError, match="queues: quotas need at least"):
         group_queues(problem, whole)
-    twin = TwinEstimator(problem, 0, duration_s=300.0)
+    twin = TwinEstimator(replace(problem, simulated_s=300.0), 0)
     assert twin(whole).starved
     assert not twin(half).starved
     assert describe_failure(problem, whole).startswith("queues: quotas need at least")

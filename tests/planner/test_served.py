@@ -85,7 +85,9 @@ def test_instances_of_a_plan_share_its_links_as_in_the_verification() -> None:
     assert (len(fleet.instances), fleet.gpus_per_link) == (2, 2)
     shared = fleet.simulate(3, 120.0)
     rebuilt = rebuild(made, workload, None, "workload")
-    verified = evaluate_cluster(rebuilt.problem, [each.assignment for each in rebuilt.groups], 3, 120.0)
+    verified = evaluate_cluster(
+        rebuilt.problem, [each.assignment for each in rebuilt.groups], 3, duration_s=120.0
+    )
     assert [each.result for each in verified] == list(shared.instances)
     assert shared.load_s > replace(fleet, gpus_per_link=1).simulate(3, 120.0).load_s
 

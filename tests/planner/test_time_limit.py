@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from capplan import InfeasibleError, InputError, Lengths, Plan, Profile, Workload, plan
-from capplan.planner.deadline import Deadline, OutOfTimeError, TimeBudget
+from capplan.planner.deadline import NEVER, Deadline, OutOfTimeError, TimeBudget
 from capplan.planner.estimate import TwinEstimator
 from capplan.planner.evaluate import Evaluation, evaluate, evaluate_cluster
 from capplan.planner.parallel import parallel_until
@@ -110,9 +110,10 @@ def test_a_cluster_simulation_ends_at_its_deadline(workload: Make) -> None:
     problem = make_problem(workload(*FEW), 2, None)
     halves = [Assignment(problem.shares[:2], 2), Assignment(problem.shares[2:], 2)]
     with pytest.raises(OutOfTimeError):
-        evaluate_cluster(problem, halves, 0, 3600.0, Countdown(checks=[5]))
+        evaluate_cluster(problem, halves, 0, deadline=Countdown(checks=[5]))
     whole, limited = (
-        evaluate_cluster(problem, halves, 0, 600.0, *deadline) for deadline in ((), (Deadline.after(600.0),))
+        evaluate_cluster(problem, halves, 0, deadline=deadline, duration_s=600.0)
+        for deadline in (NEVER, Deadline.after(600.0))
     )
     assert limited == whole
 
@@ -123,14 +124,14 @@ def test_a_simulation_of_one_instance_ends_at_a_deadline(workload: Make) -> None
     whole = Assignment(problem.shares, 4)
 
     def evaluated(problem: Problem, deadline: Deadline) -> Evaluation:
-        found = evaluate(problem, whole, 0, 1200.0, deadline=deadline)
+        found = evaluate(problem, whole, 0, duration_s=1200.0, deadline=deadline)
         return replace(found, result=replace(found.result, wall_s=0.0))
 
     expected = evaluated(problem, Deadline())
     with pytest.raises(OutOfTimeError):
-        evaluate(problem, whole, 0, 1200.0, deadline=Countdown(checks=[5]))
+        evaluate(problem, whole, 0, duration_s=1200.0, deadline=Countdown(checks=[5]))
     with pytest.raises(OutOfTimeError):
-        evaluate(replace(problem, deadline=Countdown(checks=[5])), whole, 0, 1200.0)
+        evaluate(replace(problem, deadline=Countdown(checks=[5])), whole, 0, duration_s=1200.0)
     assert evaluated(problem, Countdown(checks=[1000])) == expected
     assert evaluated(replace(problem, deadline=Deadline.after(600.0)), Deadline()) == expected
 
@@ -139,11 +140,11 @@ def test_the_simulation_without_adapters_ends_at_a_deadline(workload: Make) -> N
     spec = workload(*FEW, slo={"tpt_over_base": 4.0, "attainment": 0.9})
     problem, bare = make_problem(spec, 1, None), make_problem(workload(*FEW), 1, None)
     instance, countdown = Assignment(problem.shares, 4), Countdown(checks=[1000])
-    evaluate(bare, instance, 0, 1200.0, deadline=countdown)
+    evaluate(bare, instance, 0, duration_s=1200.0, deadline=countdown)
     with_adapters = 1000 - countdown.checks[0]
     assert with_adapters >= 20
     with pytest.raises(OutOfTimeError):
-        evaluate(problem, instance, 0, 1200.0, deadline=Countdown(checks=[with_adapters + 10]))
+        evaluate(problem, instance, 0, duration_s=1200.0, deadline=Countdown(checks=[with_adapters + 10]))
 
 
 def test_the_sample_that_queues_are_designed_from_ends_at_the_deadline(workload: Make) -> None:
@@ -176,7 +177,7 @@ def test_the_best_reported_answer_is_returned_at_the_deadline(workload: Make) ->
 
 def test_seeds_that_a_deadline_ends_leave_the_verdict_open(workload: Make) -> None:
     problem = make_problem(workload(*FEW), 1, None)
-    verifier = replace(make_verifier(problem, TwinEstimator(problem, 0), 0), duration_s=0.5)
+    verifier = make_verifier(replace(problem, simulated_s=0.5), TwinEstimator(problem, 0), 0)
     (only,) = replace(verifier, deadline=Countdown(checks=[3])).whole([Assignment(problem.shares, 4)])
     assert len(only.seeds) == len(only.results) == 3
     assert set(only.seeds) < set(verifier.seeds)
@@ -247,9 +248,9 @@ def test_a_simulation_that_is_longer_than_the_limit_ends_with_it(workload: Make,
     fast = profile.replace(step_latency=step.replace(coefficients=coefficients))
     spec = workload(("a", 8, 100.0), output_tokens=Lengths(mean=4000), slo={"ttft_p99_s": 1.0})
     problem = make_problem(spec, 1, fast)
-    evaluate(problem, Assignment(problem.shares, 1), 0, 1.0)  # compiled before time is measured
+    evaluate(problem, Assignment(problem.shares, 1), 0, duration_s=1.0)  # compiled before time is measured
     with pytest.raises(OutOfTimeError):
-        evaluate(problem, Assignment(problem.shares, 1), 0, 3600.0, deadline=Deadline.after(2.0))
+        evaluate(problem, Assignment(problem.shares, 1), 0, deadline=Deadline.after(2.0))
     started = time.monotonic()
     with pytest.raises(InfeasibleError) as error:
         plan(spec, gpus=1, profile=fast, time_limit_s=1.0)
