@@ -13,7 +13,7 @@ from pydantic import JsonValue
 from capplan.planner.bound import lower_bound, lower_bound_gpus
 from capplan.planner.deadline import NEVER, Deadline
 from capplan.planner.evaluate import find_bottlenecks, known_values
-from capplan.planner.intervals import prediction_interval
+from capplan.planner.intervals import least_share_of_seeds, prediction_interval
 from capplan.planner.previous import (
     PreviousInstance,
     moved_adapters,
@@ -119,6 +119,9 @@ def build_plan(
             deciding_duration_s=verdict.deciding_s,
             window_start_s=None if workload.trace is None else problem.windows[verifications[0].window][0],
             seeds=verifications[0].seeds if verified else (),
+            least_share_of_seeds=least_share_of_seeds(len(verifications[0].seeds))
+            if verdict.verdict == "verified"
+            else None,
             duration_s=worst.duration_s if verified else 0.0,
             min_served_fraction=min(r.served_fraction for each in verifications for r in each.results),
             groups=tuple(checks),

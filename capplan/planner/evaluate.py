@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, NamedTuple, Self, TypeVar
+from typing import Any, Final, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +28,6 @@ from capplan.twin.scenario import NS_PER_S, Scenario
 from capplan.twin.simulate import keywords_of, tpt_attainment
 from capplan.twin.trace import NEVER as NEVER_NS
 from capplan.twin.trace import TwinTrace
-
-Run = TypeVar("Run")
 
 SAFE_SERVED_FRACTION: Final = 0.99
 """Served fraction from which simulations of an instance differ little by seed."""
@@ -392,10 +390,8 @@ def find_bottlenecks(
     def find(assignment: Assignment) -> tuple[Binds | None, float | None]:
         if sum(share.rate_rps for share in assignment.shares) == 0.0:
             return None, None
-        sustained, fails, failing = _largest_load(
-            lambda scale: evaluate(problem, assignment, seed, scale), lambda each: each.violations, holds
-        )
-        return _bottleneck_at(problem, assignment, sustained, fails, failing)
+        load = _largest_load(lambda scale: [evaluate(problem, assignment, seed, scale)], holds)
+        return _bottleneck_at(problem, assignment, load, 0)
 
     return parallel_until(find, assignments, problem.deadline)
 
@@ -404,55 +400,58 @@ def _bottlenecks_together(
     problem: Problem, assignments: Sequence[Assignment], seed: int, holds: float
 ) -> list[tuple[Binds | None, float | None] | None]:
     try:
-        sustained, fails, failing = _largest_load(
-            lambda scale: evaluate_cluster(problem, assignments, seed, scale),
-            lambda evaluations: any(each.violations for each in evaluations),
-            holds,
-        )
+        load = _largest_load(lambda scale: evaluate_cluster(problem, assignments, seed, scale), holds)
     except OutOfTimeError:
         return [None] * len(assignments)
-    evaluations = [None] * len(assignments) if failing is None else failing
-    worst = next((each for each in evaluations if each is not None and each.violations), None)
-    return [
-        _bottleneck_at(problem, assignment, sustained, fails, own if own and own.violations else worst)
-        for assignment, own in zip(assignments, evaluations, strict=True)
-    ]
+    return [_bottleneck_at(problem, each, load, number) for number, each in enumerate(assignments)]
 
 
-def _largest_load(
-    run_at: Callable[[float], Run], breaks: Callable[[Run], object], holds: float
-) -> tuple[float, float, Run | None]:
-    """Return the largest multiple of the load that holds, the next one that fails, and the run there.
+class _LargestLoad(NamedTuple):
+    """Result of scaling the load of one or several instances."""
 
-    The run is None if the largest multiple holds.
-    """
+    holds: float
+    """Largest multiple that holds."""
+    fails: float
+    """Next one that fails, if there are evaluations."""
+    failing: Sequence[Evaluation]
+    """Evaluations of the instances there; empty if the largest multiple tried holds."""
+
+
+def _largest_load(run_at: Callable[[float], Sequence[Evaluation]], holds: float) -> _LargestLoad:
+    """Return the largest multiple of the load that holds, by doubling and bisection from one that holds."""
+
+    def breaks(evaluations: Sequence[Evaluation]) -> bool:
+        return any(each.violations for each in evaluations)
+
     fails = max(1.0, 2.0 * holds)
     failing = run_at(fails)
     while not breaks(failing):
         holds, fails = fails, fails * 2.0
         if fails > _LARGEST_SCALE:
-            return holds, fails, None
+            return _LargestLoad(holds, fails, ())
         failing = run_at(fails)
     for _ in range(_BISECTIONS):
         middle = (holds + fails) / 2.0
-        run = run_at(middle)
-        if breaks(run):
-            fails, failing = middle, run
+        evaluations = run_at(middle)
+        if breaks(evaluations):
+            fails, failing = middle, evaluations
         else:
             holds = middle
-    return holds, fails, failing
+    return _LargestLoad(holds, fails, failing)
 
 
 def _bottleneck_at(
-    problem: Problem, assignment: Assignment, holds: float, fails: float, failing: Evaluation | None
+    problem: Problem, assignment: Assignment, largest: _LargestLoad, number: int
 ) -> tuple[Binds | None, float]:
-    load = 1.0 / max(holds, 1e-3)
-    if failing is None:
+    """Return the bottleneck of an instance: its own if it fails, else that of the first one that does."""
+    load = 1.0 / max(largest.holds, 1e-3)
+    if not largest.failing:
         return None, load
+    own = largest.failing[number]
+    failing = own if own.violations else next(each for each in largest.failing if each.violations)
     resource, value, words = _bottleneck(problem, assignment, failing)
-    return Binds(
-        resource=resource, value=load if value is None else value, note=f"at {fails:.2f}x {words}"
-    ), load
+    note = f"at {largest.fails:.2f}x {words}"
+    return Binds(resource=resource, value=load if value is None else value, note=note), load
 
 
 def kv_share(problem: Problem, assignment: Assignment, result: SimulationResult) -> float:

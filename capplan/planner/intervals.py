@@ -13,6 +13,11 @@ LEVEL: Final = 0.9
 """Probability that one further hour lies within the interval."""
 
 
+def least_share_of_seeds(count: int) -> float:
+    """Return the least share of seeds that hold, with probability `LEVEL`, after `count` that all held."""
+    return float((1.0 - LEVEL) ** (1.0 / count))
+
+
 def prediction_interval(values: Sequence[float], drawn: Sequence[float] = ()) -> tuple[float, float] | None:
     """Return the interval of a metric of one further run; None for one seed, which shows no spread.
 

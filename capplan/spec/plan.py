@@ -214,6 +214,9 @@ class Move(SpecModel):
     share: Share = Field(default=1.0, description="Share of the adapter's requests that moves.")
 
 
+_UNSET_IN_VERIFICATION: Final = (
+    *("digest", "reason", "deciding_duration_s", "window_start_s", "least_share_of_seeds"),
+)
 OUT_OF_TIME: Final = "the time limit ended the verification"
 """Beginning of the note on a group whose verification is incomplete."""
 
@@ -252,6 +255,11 @@ class Verification(SpecModel):
         "trace.",
     )
     seeds: Many[SeedNumber] = Field(description="Seeds used.")
+    least_share_of_seeds: Fraction | None = Field(
+        default=None,
+        description="Least share of further seeds on which every bound holds, with a probability of 90 %: "
+        "0.1^(1 / n) after n seeds without a broken bound; null: not verified.",
+    )
     duration_s: NonNegative = Field(description="Simulated seconds per seed.")
     min_served_fraction: Fraction = Field(description="Least over groups and seeds.")
     groups: Many[GroupVerification] = Field(default=(), description="Verdict per group.")
@@ -270,7 +278,7 @@ class Verification(SpecModel):
 
     @model_serializer(mode="wrap")
     def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return without_unset(handler(self), ("digest", "reason", "deciding_duration_s", "window_start_s"))
+        return without_unset(handler(self), _UNSET_IN_VERIFICATION)
 
     @model_validator(mode="before")
     @classmethod

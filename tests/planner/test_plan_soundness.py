@@ -56,6 +56,6 @@ def test_an_hour_that_ends_with_a_queue_is_found() -> None:
 
 
 def test_starving_plans_are_counted() -> None:
-    broken = Outcome(0, "capplan", "ok", broken=["g0 served_fraction: 2.0 +- 0.1 of the bound"])
-    text = summary([broken, Outcome(1, "capplan", "ok"), Outcome(2, "greedy", "refused")])
-    assert "| ok plans that starve | 1 |" in text
+    broken = Outcome(0, "capplan", "verified", broken=["g0 served_fraction: 2.0 +- 0.1 of the bound"])
+    text = summary([broken, Outcome(1, "capplan", "verified"), Outcome(2, "greedy", "refused")])
+    assert "| verified plans that starve | 1 |" in text

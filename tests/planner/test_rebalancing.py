@@ -1,5 +1,7 @@
 """Plans that name their re-balancing: slots, verification, and simulation by other settings."""
 
+from dataclasses import replace
+
 import pytest
 
 from capplan import Adapter, InputError, Plan, Workload, plan
