@@ -179,7 +179,9 @@ class Scene:
         engine = self.workload.engine.model_copy(update={"max_num_batched_tokens": MAX_BATCH_TOKENS})
         slower = at_rate(self.workload, rps)
         base_model = self.profile.model.hf_ids[0]
-        changes = {"base_model": base_model, "engine": engine, "headroom": 0.0, "gpus": None, **fields}
+        slo = slower.slo.replace(stable=False)  # the paper's bounds alone
+        changes = {"base_model": base_model, "engine": engine, "headroom": 0.0, "gpus": None, "slo": slo}
+        changes |= fields
         return make_problem(slower.model_copy(update=changes), self.servers * self.profile.tp, self.profile)
 
     def _by_capplan(self) -> Shares:
