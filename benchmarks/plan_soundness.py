@@ -5,7 +5,7 @@ all instances under one clock behind the router that serves, with the whole traf
 search nor verification used. Each statement of the document is compared with that.
 
 A bound breaks if the mean over 20 seeds is beyond it by more than its standard error; that of an adapter, if
-the mean over the seeds on which the adapter starves is. A plan states on which share of seeds its bounds hold:
+the mean over the seeds on which the adapter starves is. A plan states on which share of seeds bounds hold:
 it is unsound if they break on more. The bounds of a trace are those of its worst window, of which further
 seeds are bootstrap samples. DIR has a folder per workload; an interrupted run is resumed.
 """
