@@ -16,7 +16,14 @@ from capplan.planner.evened import evened_out
 from capplan.planner.knobs import KnobSearch
 from capplan.planner.parallel import Progress, no_progress
 from capplan.planner.previous import PreviousInstance, previous_instances, read_previous
-from capplan.planner.problem import OPEN_FACTOR, Assignment, Problem, infeasible, make_problem
+from capplan.planner.problem import (
+    OPEN_FACTOR,
+    Assignment,
+    Problem,
+    infeasible,
+    make_problem,
+    require_folders,
+)
 from capplan.planner.repair import RepairResult, fit_slots_in_memory, repair
 from capplan.planner.search.local_search import fleet_size_of
 from capplan.planner.search.moves import placement_cost
@@ -104,6 +111,7 @@ def plan(
         `reason`. The message names the bound that breaks and the number of GPUs that would hold.
     """
     made = make_problem(workload, gpus, profile, duration_s)
+    require_folders(made)
     require_one_kind(made)
     problem = replace(made, knobs=KnobSearch.named(knobs), robust=robust, gpus_per_link=gpus_per_link)
     _ = problem.pessimistic  # an invalid quantile is an error before anything is solved

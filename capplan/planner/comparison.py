@@ -15,7 +15,7 @@ from capplan.planner.estimate import TwinEstimator
 from capplan.planner.evaluate import known_values
 from capplan.planner.parallel import Progress, no_progress
 from capplan.planner.previous import read_previous
-from capplan.planner.problem import Assignment, Problem, distinct_adapters, make_problem
+from capplan.planner.problem import Assignment, Problem, distinct_adapters, make_problem, require_folders
 from capplan.planner.solve import SolverRun, solve
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers.base import DEFAULT_TIME_LIMIT_S, Solver
@@ -143,6 +143,7 @@ def compare(
         raise InputError(f"must name at least one of {', '.join(SOLVERS)}", location="solvers")
     require_seeds(seed, seeds)
     problem = make_problem(workload, gpus, profile)
+    require_folders(problem)
     read_previous(workload)  # an unreadable plan in force is an error of the whole comparison
     report = progress or no_progress
     twin = TwinEstimator(problem, seed)

@@ -33,6 +33,7 @@ from capplan.spec import (
     allowed_lora_rank,
 )
 from capplan.spec.limits import beyond, input_limits
+from capplan.spec.peft_folder import require_adapter
 from capplan.twin.policies import chosen_rules
 from capplan.workload.peak import (
     DecidingTime,
@@ -507,6 +508,21 @@ def make_problem(
     problem.constraints, problem.busiest_workload  # noqa: B018 - errors before anything is solved
     problem = replace(problem, shares=whole_adapters(problem))
     return replace(problem, pools=tuple(_with_instances(problem, pool) for pool in pools))
+
+
+def require_folders(problem: Problem) -> None:
+    """Check the adapters whose folders are on this machine against the workload and the models of its pools.
+
+    Raises
+    ------
+    InputError
+        As `capplan.spec.peft_folder.require_adapter`.
+    """
+    base_model = problem.workload.base_model
+    for model in dict.fromkeys(pool.profile.model for pool in problem.pools):
+        for adapter in problem.workload.adapters:
+            facts = (adapter.path, adapter.rank, adapter.target_modules)
+            require_adapter(*facts, base_model, f"adapter {adapter.name}", model)
 
 
 def _with_instances(problem: Problem, pool: GpuPool) -> GpuPool:

@@ -6,7 +6,7 @@ import csv
 import io
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -16,7 +16,7 @@ from capplan.spec.files import parse_scalar, read_text, read_yaml
 from capplan.spec.lengths import Lengths
 from capplan.spec.limits import beyond, input_limits
 from capplan.spec.lora_modules import ADAPTER_CONFIG, ALL_LINEAR
-from capplan.spec.peft_config import read_target_modules
+from capplan.spec.peft_folder import FolderAdapter, PeftFiles, local_folder, placed_path, require_described
 from capplan.spec.scheduling import Scheduler
 from capplan.spec.table_files import read_columns
 from capplan.spec.trace import Trace
@@ -53,12 +53,12 @@ def load_workload(path: str | os.PathLike[str]) -> Workload:
     """
     source = read_yaml(os.fspath(path))
     file = validate_document(WorkloadFile, source.data, source.locate)
-    reader = _Reader(Path(path).parent, source.locate)
+    reader = _Reader(Path(path).parent, source.locate, file.base_model)
     requirements = reader.requirements(file)
     if file.trace is not None:
         adapters, requests = reader.traced(file)
     else:
-        adapters = reader.adapters(file.adapters, file.base_model)
+        adapters = reader.adapters(file.adapters)
         requests = reader.base(file.base) | reader.requests(file.requests, file.base)
     document = {
         **requirements,
@@ -92,6 +92,8 @@ class _AdapterRecord:
 class _Reader:
     folder: Path
     locate: Callable[[Key], str]
+    base_model: str
+    described: dict[Path, FolderAdapter] = field(default_factory=dict)
 
     def requirements(self, file: WorkloadFile) -> dict[str, Any]:
         """Return the planning requirements, paths resolved."""
@@ -109,23 +111,22 @@ class _Reader:
         path = str(self.folder / scheduler.predictor.file)
         return scheduler.replace(predictor=scheduler.predictor.replace(file=path))
 
-    def adapters(
-        self, source: Sequence[AdapterEntry] | RegistryEntry | str | None, base_model: str
-    ) -> list[_AdapterRecord]:
+    def adapters(self, source: Sequence[AdapterEntry] | RegistryEntry | str | None) -> list[_AdapterRecord]:
         """Return the adapters of the list, of the CSV file, or of the registry."""
         if isinstance(source, RegistryEntry):
-            return self.registered(source, base_model)
+            return self.registered(source)
         return self.table(source) if isinstance(source, str) else self.listed(source or ())
 
-    def registered(self, entry: RegistryEntry, base_model: str) -> list[_AdapterRecord]:
+    def registered(self, entry: RegistryEntry) -> list[_AdapterRecord]:
         """Return the adapters of a base model in a registry, with the rates of the entry."""
         from capplan.spec.registry import AdapterRegistry
 
         where = entry.registry if "://" in entry.registry else str(self.folder / entry.registry)
         with AdapterRegistry(where) as registry:
-            found = {adapter.name: adapter for adapter in registry.adapters(base_model)}
+            found = {adapter.name: adapter for adapter in registry.adapters(self.base_model)}
+            location = registry.location
         if not found:
-            rule = f"must hold adapters of base_model {base_model}"
+            rule = f"must hold adapters of base_model {self.base_model}"
             raise InputError(rule, location=self.locate(("adapters", "registry")))
         _require_few(len(found), partial(self.locate, ("adapters", "registry")))
         for name in entry.rates_rps or ():
@@ -133,7 +134,15 @@ class _Reader:
                 rule = "must be the name of an adapter of base_model in the registry"
                 raise InputError(rule, name, self.locate(("adapters", "rates_rps")))
         rates_rps = zip(found.values(), entry.rates_of(list(found)), strict=True)
-        return [_AdapterRecord(_registered(each, rate_rps), ("adapters",)) for each, rate_rps in rates_rps]
+        return [
+            _AdapterRecord(
+                self.described_fields(
+                    _registered(each, rate_rps), _keys_at(f"{location}: adapter {each.name}")
+                ),
+                ("adapters",),
+            )
+            for each, rate_rps in rates_rps
+        ]
 
     def listed(self, entries: Sequence[AdapterEntry]) -> list[_AdapterRecord]:
         """Return the adapters that the entries of the list stand for."""
@@ -148,22 +157,40 @@ class _Reader:
             fields |= {name: self.lengths(getattr(entry, name)) for name in _LENGTHS}
             for i, rate_rps in enumerate(entry.rates_rps()):
                 numbered = fields if entry.count is None else _numbered(fields, i)
-                if entry.target_modules == ADAPTER_CONFIG:
-                    numbered = numbered | {"target_modules": self._modules(numbered["path"], key)}
-                placed.append(_AdapterRecord(numbered | {"rate_rps": rate_rps}, key))
+                described = self.described_fields(numbered, lambda name, at=key: self.locate((*at, name)))
+                placed.append(_AdapterRecord(described | {"rate_rps": rate_rps}, key))
         return placed
 
-    def _modules(self, path: str | None, key: Key) -> tuple[str, ...]:
-        """Return the targeted modules of an adapter from its folder."""
-        if path is None:
-            raise InputError("is required to read adapter_config.json", location=self.locate((*key, "path")))
-        return read_target_modules(self.folder / path)
+    def described_fields(self, fields: dict[str, Any], locate: Callable[[str], str]) -> dict[str, Any]:
+        """Return the fields of an adapter, checked and completed by its folder if that is on this machine."""
+        path, rank, modules = fields["path"], fields["rank"], fields["target_modules"]
+        path = path and placed_path(path, self.folder, locate("path"))
+        folder = local_folder(path)
+        if folder is None:
+            if modules == ADAPTER_CONFIG:
+                raise InputError(
+                    f"must be a folder on this machine, with {ADAPTER_CONFIG}", path, locate("path")
+                )
+            if rank is None:
+                raise InputError(
+                    "is required, unless path is a folder on this machine", location=locate("rank")
+                )
+            return fields | {"path": path}
+        if folder not in self.described:
+            self.described[folder] = PeftFiles.of(folder).describe()
+        found = self.described[folder]
+        stated = None if modules == ADAPTER_CONFIG else modules
+        require_described(found, rank or found.rank, stated, self.base_model, locate)
+        return fields | {"path": path, "rank": found.rank, "target_modules": found.target_modules}
 
     def table(self, name: str) -> list[_AdapterRecord]:
         """Return the adapters of a CSV file."""
+        return self._rows(name, ("name", "rank", "rate_rps"), ("adapters",))
+
+    def _rows(self, name: str, columns: Sequence[str], key: Key) -> list[_AdapterRecord]:
         path = self.folder / name
-        adapters = read_adapters(path, ("name", "rank", "rate_rps"), _OPTIONAL_COLUMNS)
-        return [_AdapterRecord(_fields(adapter, AdapterFields), ("adapters",)) for adapter in adapters]
+        rows = read_adapters(path, columns, _OPTIONAL_COLUMNS, self.described_fields)
+        return [_AdapterRecord(_fields(adapter, AdapterFields), key) for adapter in rows]
 
     def base(self, entry: BaseEntry | None) -> dict[str, Any]:
         """Return the field of the base model's traffic."""
@@ -179,11 +206,11 @@ class _Reader:
         options = (entry.duration_s, entry.format, entry.rate_rps)
         if entry.ranks is not None:
             trace = read_trace(path, *options, base_model=base_model)
-            ranked = self._ranked(entry.ranks)
+            ranked = self._rows(entry.ranks, ("name", "rank"), ("trace", "ranks"))
             rule = "must give a rank for every adapter of the trace"
             where = f"{self.folder / entry.ranks}: name"
         else:
-            ranked = self.adapters(file.adapters, base_model)
+            ranked = self.adapters(file.adapters)
             rates = {each.fields["name"]: each.fields["rate_rps"] for each in ranked}
             if file.base is not None:
                 rates[base_model] = file.base.rate_rps
@@ -200,10 +227,6 @@ class _Reader:
         common = {name: Lengths.of(getattr(trace, name)) for name in _LENGTHS}
         base = None if base_model in names else seen.get(base_model, file.base and idle)
         return placed, {**common, "trace": trace, "base": base}
-
-    def _ranked(self, name: str) -> list[_AdapterRecord]:
-        adapters = read_adapters(self.folder / name, ("name", "rank"), _OPTIONAL_COLUMNS)
-        return [_AdapterRecord(_fields(adapter, AdapterFields), ("trace", "ranks")) for adapter in adapters]
 
     def requests(self, entry: RequestsEntry, base: BaseEntry | None = None) -> dict[str, Any]:
         """Return the common lengths, each on its own or in pairs; absent ones are those of the base model."""
@@ -235,6 +258,10 @@ class _Reader:
 def _fields(model: SpecModel, like: type[SpecModel]) -> dict[str, Any]:
     """Return the values of the fields that ``model`` shares with the class ``like``."""
     return {name: getattr(model, name) for name in like.model_fields}
+
+
+def _keys_at(where: str) -> Callable[[str], str]:
+    return lambda key: f"{where}: {key}"
 
 
 def _registered(adapter: RegisteredAdapter, rate_rps: float) -> dict[str, Any]:
@@ -283,8 +310,19 @@ def _observed_traffic(trace: Trace) -> dict[str, dict[str, Any]]:
     }
 
 
-def read_adapters(path: Path, columns: Sequence[str], optional: Sequence[str] = ()) -> list[AdapterFields]:
+_Complete = Callable[[dict[str, Any], Callable[[str], str]], dict[str, Any]]
+
+
+def read_adapters(
+    path: Path, columns: Sequence[str], optional: Sequence[str], complete: _Complete
+) -> list[AdapterFields]:
     """Read a CSV file of adapters, one per line; a rate that is not among ``columns`` is 0.
+
+    Parameters
+    ----------
+    complete
+        Returns the fields of an adapter as its folder completes them, which may give the rank. Its second
+        argument returns the location of a key.
 
     Raises
     ------
@@ -308,7 +346,7 @@ def read_adapters(path: Path, columns: Sequence[str], optional: Sequence[str] = 
                 raise InputError(rule.replace("key", "column"), location=f"{path}:1: {name}")
         adapters: dict[str, AdapterFields] = {}
         for row in rows:
-            adapter = _adapter_of(row, path, rows.line_num)
+            adapter = _adapter_of(row, path, rows.line_num, complete)
             if adapter.name in adapters:
                 raise InputError("must be unique", adapter.name, f"{path}:{rows.line_num}: name")
             adapters[adapter.name] = adapter
@@ -326,7 +364,7 @@ def _require_few(adapters: int, location: Callable[[], str]) -> None:
         raise InputError(beyond(most, "adapters", "--max-adapters"), adapters, location())
 
 
-def _adapter_of(row: dict[str | Any, str | Any], path: Path, line: int) -> AdapterFields:
+def _adapter_of(row: dict[str | Any, str | Any], path: Path, line: int, complete: _Complete) -> AdapterFields:
     if None in row or None in row.values():
         raise InputError("must have as many fields as the header", location=f"{path}:{line}")
     cells = {name: text.strip() for name, text in row.items()}
@@ -336,13 +374,22 @@ def _adapter_of(row: dict[str | Any, str | Any], path: Path, line: int) -> Adapt
     for name in _OPTIONAL_COLUMNS:
         if not data.get(name):
             data.pop(name, None)
-    if data.get("target_modules", ALL_LINEAR) != ALL_LINEAR:
-        data["target_modules"] = data["target_modules"].split()
+    modules = data.get("target_modules", ALL_LINEAR)
+    if modules not in (ALL_LINEAR, ADAPTER_CONFIG):
+        data["target_modules"] = modules.split()
 
     def locate(key: Key) -> str:
         return f"{path}:{line}: {key[0]}" if key else f"{path}:{line}"
 
-    return validate_document(AdapterFields, data, locate)
+    from_folder = {"rank": None} if not cells["rank"] else {}
+    if modules == ADAPTER_CONFIG:
+        from_folder["target_modules"] = data.pop("target_modules")
+    placeholder = {"rank": 1} if "rank" in from_folder else {}
+    given = validate_document(AdapterFields, data | placeholder, locate)
+    if given.path is None and not from_folder:
+        return given
+    fields = complete(_fields(given, AdapterFields) | from_folder, lambda name: locate((name,)))
+    return given.replace(**{name: fields[name] for name in ("rank", "path", "target_modules")})
 
 
 def read_lengths(path: Path, column: str) -> Lengths:

@@ -18,6 +18,13 @@ ALL_LINEAR: Final = "all-linear"
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
 
+
+def module_sizes(hidden: int, inner: int, query: int, kv: int) -> tuple[tuple[int, int], ...]:
+    """Return (in, out) of each of `LORA_MODULES`, by the widths of residual stream, MLP, queries and keys."""
+    attention = ((hidden, query), (hidden, kv), (hidden, kv), (query, hidden))
+    return (*attention, (hidden, inner), (hidden, inner), (inner, hidden))
+
+
 _RULE: Final = f"must be {ALL_LINEAR} or a list of {', '.join(LORA_MODULES)}, each at most once"
 
 

@@ -44,6 +44,7 @@ from capplan.spec.validation import (
     Flag,
     Fraction,
     Key,
+    Line,
     Many,
     ModelId,
     Name,
@@ -118,7 +119,7 @@ class Binds(SpecModel):
 
     resource: Literal["kv", "slots", "compute", "slo"] = Field(description="What runs out first.")
     value: float = Field(strict=True, description="The number that binds; note says what it is.")
-    note: str = Field(description="The constraint in words.")
+    note: Line = Field(description="The constraint in words.")
 
 
 class Group(SpecModel):
@@ -231,7 +232,7 @@ class GroupVerification(SpecModel):
     ttft_p99_s: NonNegative | None = Field(
         default=None, description="Largest over the seeds; null if none completed."
     )
-    note: str = Field(default="", description="What failed, in words.")
+    note: Line = Field(default="", description="What failed, in words.")
 
 
 Verdict: TypeAlias = Literal["verified", "undecided", "failed"]

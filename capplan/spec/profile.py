@@ -9,7 +9,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from capplan.errors import InputError
 from capplan.spec.engine_args import DEFAULT_MAX_MODEL_LEN
-from capplan.spec.lora_modules import TargetModules
+from capplan.spec.lora_modules import TargetModules, module_sizes
 from capplan.spec.step_tables import StepTable, check_tables
 from capplan.spec.validation import Line, SpecModel, rule_error
 
@@ -81,6 +81,12 @@ class ModelArch(SpecModel):
     def default_max_model_len(self) -> int:
         """Limit of prompt and output, in tokens, if none is set."""
         return min(DEFAULT_MAX_MODEL_LEN, self.max_positions or DEFAULT_MAX_MODEL_LEN)
+
+    @property
+    def module_sizes(self) -> tuple[tuple[int, int], ...]:
+        """(in, out) of each of `LORA_MODULES`."""
+        query, kv = (heads * self.head_dim for heads in (self.heads, self.kv_heads))
+        return module_sizes(self.hidden_size, self.intermediate_size, query, kv)
 
     def require_positions(self, max_model_len: int, location: str = "max_model_len") -> None:
         """Check that the model has positions for a limit of prompt and output.

@@ -285,19 +285,40 @@ LoraRank: TypeAlias = Annotated[
 Flag: TypeAlias = Annotated[bool, Strict(), rule("must be true or false")]
 
 _CONTROL: Final = r"\x00-\x1f\x7f-\x9f"  # in a class of a pattern: characters that control a terminal
+NOT_PRINTABLE: Final = "control, bidirectional or invisible characters"
+
+
+def is_printable(text: str) -> bool:
+    """Return whether text shows as it is written, in a terminal, a page and a script.
+
+    It holds no control, format (bidirectional, zero-width), surrogate, private or unassigned characters, no
+    separators of lines and paragraphs, and no space but the usual one.
+    """
+    return text.isprintable()
+
+
+def _printable(text: str) -> str:
+    if not is_printable(text):
+        raise ValueError(text)
+    return text
+
+
+_Printable: Final = AfterValidator(_printable)
 
 Line: TypeAlias = Annotated[
     str,
     Strict(),
     Field(pattern=rf"^[^{_CONTROL}]*$"),
-    rule("must be text on one line, without control characters"),
+    _Printable,
+    rule(f"must be text on one line, without {NOT_PRINTABLE}"),
 ]
 
 Text: TypeAlias = Annotated[
     str,
     Strict(),
     Field(min_length=1, pattern=rf"^[^{_CONTROL}]+$"),
-    rule("must be text, not empty, without control characters; quote a number"),
+    _Printable,
+    rule(f"must be text, not empty, without {NOT_PRINTABLE}; quote a number"),
 ]
 
 Sha256: TypeAlias = Annotated[
@@ -308,7 +329,8 @@ ModelId: TypeAlias = Annotated[
     str,
     Strict(),
     Field(min_length=1, pattern=rf"^[\w/.~][^{_CONTROL}]*$"),
-    rule("must be a Hugging Face id or a path, without control characters"),
+    _Printable,
+    rule(f"must be a Hugging Face id or a path, without {NOT_PRINTABLE}"),
 ]
 """Never a flag: exported scripts pass it to the engine as an argument."""
 
@@ -316,9 +338,10 @@ Name: TypeAlias = Annotated[
     str,
     Strict(),
     Field(min_length=1, max_length=256, pattern=rf"^[^\W_][^\s=,{_CONTROL}]*$"),
+    _Printable,
     rule(
-        "must be a name of 1 to 256 characters that begins with a letter or digit, without spaces, '=', ',' "
-        "or control characters; quote a number"
+        "must be a name of 1 to 256 characters that begins with a letter or digit, without spaces, '=', ',', "
+        f"{NOT_PRINTABLE}; quote a number"
     ),
 ]
 """Never a flag: exported scripts begin arguments with it."""

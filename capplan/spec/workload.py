@@ -75,7 +75,7 @@ class AdapterFields(SpecModel):
         description="Mean arrival rate in requests per second; 0 = idle, but deployed."
     )
     path: Text | None = Field(
-        default=None, description="Where the weights are: a directory, a hub id or a URL."
+        default=None, description="Where the weights are: a folder, a Hugging Face id or a URL."
     )
     target_modules: TargetModules | None = Field(
         default=None,
@@ -390,11 +390,13 @@ class Workload(PlanningRequirements):
     def digest(self) -> str:
         """Return the SHA-256 of the canonical JSON, in hexadecimal; the same on every machine.
 
-        The plan in force and the cost of moves are left out, and of the path of a profile or predictor only
-        the file name counts. Fields that came after the first release count when they are given: plans of
-        before keep their digests.
+        The plan in force, the cost of moves and the paths of adapters are left out, and of the path of a
+        profile or predictor only the file name counts. Fields that came after the first release count when
+        they are given: plans of before keep their digests.
         """
         document = self.model_dump(mode="json", exclude={"previous_plan", "move_cost"}, exclude_none=True)
+        for adapter in document["adapters"]:
+            adapter.pop("path", None)
         for holder in (document, *document["pools"]):
             holder["profile"] = _machine_independent(holder.get("profile"))
         scheduler = document.get("scheduler", {})

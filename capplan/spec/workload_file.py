@@ -17,6 +17,7 @@ from capplan.spec.validation import (
     Natural,
     NonNegative,
     Positive,
+    Rank,
     SpecModel,
     Text,
     rule,
@@ -60,6 +61,9 @@ class AdapterEntry(AdapterFields):
     """One adapter, or with ``count`` a group of them; ``{i}`` in a text stands for 0, 1, ... count - 1."""
 
     count: GroupCount | None = Field(default=None, description="How many adapters this entry stands for.")
+    rank: Rank | None = Field(  # type: ignore[assignment]
+        default=None, description="LoRA rank, 1 to 512; absent: that of the folder at path."
+    )
     rate_rps: NonNegative = Field(
         default=0.0,
         description="Mean arrival rate of each in requests per second; required without popularity.",

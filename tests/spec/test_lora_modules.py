@@ -6,7 +6,7 @@ import pytest
 from capplan import Adapter, load_workload
 from capplan.errors import InputError
 from capplan.spec.lora_modules import LORA_MODULES
-from capplan.spec.peft_config import read_target_modules
+from capplan.spec.peft_folder import PeftFiles
 
 HEAD = """
 version: 1
@@ -18,7 +18,8 @@ requests: {prompt_tokens: {mean: 10}, output_tokens: {mean: 10}}
 
 def peft_folder(folder: Path, target_modules: object) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "adapter_config.json").write_text(json.dumps({"target_modules": target_modules}))
+    config = {"peft_type": "LORA", "r": 8, "target_modules": target_modules}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -33,13 +34,13 @@ def peft_folder(folder: Path, target_modules: object) -> Path:
     ],
 )
 def test_peft_configs_are_read_as_peft_matches_them(tmp_path: Path, given: object, expected: object) -> None:
-    assert read_target_modules(peft_folder(tmp_path, given)) == expected
+    assert PeftFiles.of(peft_folder(tmp_path, given)).describe().target_modules == expected
 
 
 @pytest.mark.parametrize("given", [["lm_head"], [], "nothing", "(", "\ud800", None, 3, ["q_proj", 3]])
 def test_peft_configs_that_target_other_layers_are_refused_by_key(tmp_path: Path, given: object) -> None:
     with pytest.raises(InputError, match=r"adapter_config\.json: target_modules"):
-        read_target_modules(peft_folder(tmp_path, given))
+        PeftFiles.of(peft_folder(tmp_path, given)).describe()
 
 
 @pytest.mark.parametrize("given", [["q_proj", "q_proj"], ["lm_head"], [], "q_proj", 3])

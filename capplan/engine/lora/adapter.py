@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from capplan.engine.models.config import ModelConfig
 from capplan.engine.models.shard import WHOLE, ModelShard
 from capplan.errors import InputError
-
-MODULES: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+from capplan.spec.lora_modules import LORA_MODULES as MODULES
+from capplan.spec.lora_modules import module_sizes
+from capplan.spec.peft_folder import require_fit
 
 SITES: Final = ((0, 1, 2), (3,), (4, 5), (6,))
 """Modules of each site, in the order of `capplan.engine.models.decoder`."""
@@ -122,17 +123,7 @@ class AdapterLayout:
 
 def _module_sizes(config: ModelConfig) -> tuple[tuple[int, int], ...]:
     """Return (in, out) of each module."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    query, kv = config.query_size, config.kv_size
-    return (
-        (hidden, query),
-        (hidden, kv),
-        (hidden, kv),
-        (query, hidden),
-        (hidden, inner),
-        (hidden, inner),
-        (inner, hidden),
-    )
+    return module_sizes(config.hidden_size, config.intermediate_size, config.query_size, config.kv_size)
 
 
 def group_number(layer: int, module: int, side: int) -> int:
@@ -201,15 +192,7 @@ def ranks_of(layout: AdapterLayout, shapes: Shapes, location: str) -> NDArray[np
     """
     ranks = np.zeros((layout.layers, len(MODULES)), np.int64)
     for (layer, module), (a, b) in shapes.items():
-        where = f"{location}: layer {layer} {MODULES[module]}"
-        if layer >= layout.layers:
-            raise InputError(f"must be below the model's {layout.layers} layers", layer, where)
-        size_in, size_out = layout.model_sizes[module]
-        if len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] < 1:
-            raise InputError("A must be (rank, in) and B (out, rank)", (tuple(a), tuple(b)), where)
-        if a[1] != size_in or b[0] != size_out:
-            rule = f"must go from {size_in} to {size_out} dimensions as the model does"
-            raise InputError(rule, (a[1], b[0]), where)
+        require_fit({(layer, module): (a[1], b[0])}, layout.layers, layout.model_sizes, location)
         ranks[layer, module] = a[0]
     return ranks
 

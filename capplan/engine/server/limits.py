@@ -8,6 +8,7 @@ from typing import Final
 
 from capplan.errors import InputError
 from capplan.processes import open_file_limit
+from capplan.spec.validation import is_printable
 
 _MIB: Final = 2**20
 _BYTES_PER_TOKEN: Final = 16
@@ -105,4 +106,4 @@ class ServerLimits:
 
 def is_name(name: str) -> bool:
     """Return whether a model or adapter may have a name, which metrics, logs and terminals show."""
-    return 1 <= len(name) <= _MAX_NAME_LENGTH and name.isprintable()
+    return 1 <= len(name) <= _MAX_NAME_LENGTH and is_printable(name)

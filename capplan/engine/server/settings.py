@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from capplan.engine.server.limits import ServerLimits
 from capplan.errors import InputError
+from capplan.spec.validation import is_printable
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class ServerSettings:
         if self.admin_api_key is not None and self.admin_api_key == self.api_key:
             rule = "must be another key than --api-key, which all clients have"
             raise InputError(rule, location="admin_api_key")
-        if not (self.model_name and self.model_name.isprintable()):  # of any length: it may be a path
+        if not (self.model_name and is_printable(self.model_name)):  # of any length: it may be a path
             raise InputError("must be printable characters, not empty", self.model_name, "served_model_name")
         if self.lora_root is not None and not self.lora_root.is_dir():
             raise InputError("must be a folder", str(self.lora_root), "lora_root")
@@ -154,7 +155,7 @@ def _is_reachable(url: str) -> bool:
         host, _ = parts.hostname, parts.port
     except ValueError:  # a port that is none, or half of an IPv6 address
         return False
-    is_plain = url.isprintable() and not (" " in url or parts.query or parts.fragment)
+    is_plain = is_printable(url) and not (" " in url or parts.query or parts.fragment)
     return parts.scheme in ("http", "https") and bool(host) and is_plain and not _is_wildcard(host or "")
 
 

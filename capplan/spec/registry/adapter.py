@@ -11,8 +11,8 @@ from typing import BinaryIO, Final
 from pydantic import Field
 
 from capplan.errors import InputError
-from capplan.spec.lora_modules import ADAPTER_CONFIG, LORA_MODULES, TargetModules
-from capplan.spec.peft_folder import WEIGHTS_FILE, PeftFiles
+from capplan.spec.lora_modules import ADAPTER_CONFIG, TargetModules
+from capplan.spec.peft_folder import WEIGHTS_FILE, PeftFiles, require_described
 from capplan.spec.tensor_files import open_regular
 from capplan.spec.validation import Count, Many, ModelId, Name, Rank, Sha256, SpecModel, Text
 
@@ -65,25 +65,23 @@ def read_adapter(
     """
     path = Path(folder).resolve()
     files = PeftFiles.of(path)
-    with files.opened() as (_, pairs):
-        rank = max((pair.a.shape[0] for pair in pairs.values()), default=0)
-        modules = tuple(LORA_MODULES[module] for module in sorted({module for _, module in pairs}))
-    if not modules:
-        raise InputError("must hold at least one adapted module", location=str(files.weights))
-    base_model = base_model or files.read_config().get("base_model_name_or_path")
+    found = files.describe()
+    base_model = base_model or found.base_model
     if not base_model:
         where = f"{files.config}: base_model_name_or_path"
         raise InputError("is required, or --base-model", location=where)
     hashed = [_file_digest(file) for file in (files.config, files.weights)]
-    return RegisteredAdapter(
+    adapter = RegisteredAdapter(
         name=name,
         base_model=base_model,
-        rank=rank,
-        target_modules=modules,
+        rank=found.rank,
+        target_modules=found.target_modules,
         size_bytes=sum(size_bytes for size_bytes, _ in hashed),
         digest=digest_of(dict(zip(ADAPTER_FILES, (each for _, each in hashed), strict=True))),
         location=str(path),
     )
+    require_described(found, found.rank, None, base_model, lambda key: f"adapter {name}: {key}")
+    return adapter
 
 
 def digest_of(files: Mapping[str, str]) -> str:
