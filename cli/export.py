@@ -43,7 +43,7 @@ class ExportArgs:
 @command
 def export(args: ExportArgs) -> None:
     """Write a launch script per server, routing.json with the shares of adapters, and plan.json."""
-    from capplan.deploy import EXPORTERS, TOP_NAMES
+    from capplan.deploy import EXPORTERS, TOP_NAMES, download_notes
 
     if args.target not in EXPORTERS:
         raise InputError(f"must be one of {', '.join(EXPORTERS)}", args.target, "--target")
@@ -54,6 +54,8 @@ def export(args: ExportArgs) -> None:
     write_folder(args.output, files, scripts)
     if verdict:
         typer.echo(verdict)
+    for line in download_notes(plan):
+        typer.echo(line, err=True)
     typer.echo(
         f"{counted(len(scripts), 'launch script')}, routing.json and plan.json written to {args.output}"
     )

@@ -20,7 +20,7 @@ from capplan.spec.files import parse_yaml
 from capplan.spec.limits import InputLimits, input_limits, require_duration
 from capplan.spec.routing import ROUTER_NAMES, STATE_PERIOD_S
 from capplan.spec.scheduling import cache_of, scheduler_of
-from capplan.spec.validation import format_key, validate_document
+from capplan.spec.validation import NOT_PRINTABLE, format_key, is_printable, validate_document
 
 if TYPE_CHECKING:
     from capplan.spec import Plan, Profile, Workload
@@ -175,6 +175,8 @@ def read_lora_modules(modules: list[str]) -> dict[str, str | Path | int]:
         name, equals, source = module.partition("=")
         if not (name and equals and source):
             raise InputError("must be NAME=FOLDER or NAME=RANK", module, "--lora-modules")
+        if not is_printable(module):
+            raise InputError(f"must be without {NOT_PRINTABLE}", module, "--lora-modules")
         if name in adapters:
             raise InputError("must be unique", name, "--lora-modules")
         is_rank = source.isdecimal() and len(source) <= _MOST_RANK_DIGITS

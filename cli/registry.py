@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
@@ -12,6 +11,7 @@ from capplan.cli.console import DASH, Table, counted, number, print_json, print_
 from capplan.cli.options import AsJson, command
 from capplan.errors import InputError
 from capplan.spec.lora_modules import ALL_LINEAR, LORA_MODULES
+from capplan.spec.peft_folder import local_folder, path_kind
 
 if TYPE_CHECKING:
     from capplan.spec.registry import RegisteredAdapter
@@ -80,12 +80,16 @@ def _described(word: str, args: AddArgs) -> RegisteredAdapter:
     if not (name and equals and location):
         raise InputError("must be NAME=LOCATION", word, "adapter")
     of_references = ("rank", "target_modules", "size_bytes", "digest")
-    if Path(location).is_dir():
+    if (folder := local_folder(location)) is not None:
         for option in of_references:
             if getattr(args, option) is not None:
                 flag = f"--{option.replace('_', '-')}"
                 raise InputError(f"is read from the folder {location}", getattr(args, option), flag)
-        return read_adapter(name, location, args.base_model)
+        return read_adapter(name, folder, args.base_model)
+    if path_kind(location) == "folder" and not location.startswith("/"):
+        raise InputError(
+            "must be a folder on this machine, an absolute path, a Hugging Face id or a URL", location, name
+        )
     for option in ("rank", "base_model"):
         if getattr(args, option) is None:
             flag = f"--{option.replace('_', '-')}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final, Protocol
 
-from capplan.deploy.vllm import TOP_NAMES, vllm_files
+from capplan.deploy.vllm import TOP_NAMES, download_notes, vllm_files
 from capplan.errors import InputError
 from capplan.spec import Plan
 
@@ -22,7 +22,7 @@ class Exporter(Protocol):
 EXPORTERS: Final[Mapping[str, Exporter]] = MappingProxyType({"vllm": vllm_files})
 """Exporters by target."""
 
-__all__ = ["EXPORTERS", "TOP_NAMES", "Exporter", "export", "vllm_files"]
+__all__ = ["EXPORTERS", "TOP_NAMES", "Exporter", "download_notes", "export", "vllm_files"]
 
 
 def export(

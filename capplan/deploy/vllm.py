@@ -1,6 +1,6 @@
 """Launch scripts for ``vllm serve``, and a routing table for the front-end.
 
-The flags are those of vLLM 0.8 to 0.32.
+The flags are those of `capplan.spec.engine_args.VLLM_FLAGS`, by the version of the plan's engine.
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from capplan.datasets.catalog import known_arch
 from capplan.errors import InputError
-from capplan.serving.rules import SLORA_ENGINE, serving_rules
+from capplan.serving.rules import SLORA_ENGINE, VLLM_ENGINE, serving_rules
 from capplan.spec import EngineArgs, Group, Plan, PlanAdapter
+from capplan.spec.engine_args import VLLM_FLAGS, has_flag, vllm_rank
+from capplan.spec.peft_folder import path_kind, require_adapter
 from capplan.spec.plan import PlanEngine
 from capplan.spec.routing import PLAN_ROUTER
 
@@ -78,9 +80,6 @@ def _unused(stem: str, taken: set[str]) -> str:
     return unused
 
 
-_MOST_DIGITS: Final = 9  # of a part of a version that counts
-_FIRST_WITH_RANK_1: Final = (0, 11, 1)
-
 _FUSED: Final = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
@@ -90,6 +89,10 @@ _FUSED: Final = {
 }
 """Layers that vLLM fuses, by PEFT's names of their parts."""
 
+_CHECKED_ROOT: Final = (
+    'case "$ADAPTER_ROOT" in *[=,]*) echo "ADAPTER_ROOT: must be without = and ,: vLLM splits there" >&2; '
+    "exit 2 ;; esac"
+)
 _ROOT: Final = '"$ADAPTER_ROOT"'
 
 
@@ -107,11 +110,13 @@ def vllm_files(plan: Plan, *, port: int = 8000, runtime_updates: bool = False) -
     Raises
     ------
     InputError
-        If a port exceeds 1..65535, the plan is for an engine without adapter slots, or `max_model_len`
-        exceeds the positions of the base model.
+        If a port exceeds 1..65535, the plan is for an engine without adapter slots, its version lacks a flag
+        of the plan, `max_model_len` exceeds the positions of the base model, or an adapter's folder on this
+        machine is of another adapter.
     """
     _require_slots(plan)
     _require_positions(plan)
+    _require_adapters(plan)
     text = plan.to_json()
     digest = hashlib.sha256(text.encode()).hexdigest()
     servers = servers_of(plan, port)
@@ -133,24 +138,49 @@ def _require_positions(plan: Plan) -> None:
             model.require_positions(group.engine_args.max_model_len, f"plan: group {group.id}: max_model_len")
 
 
+def _require_adapters(plan: Plan) -> None:
+    for adapter in {each.name: each for group in plan.groups for each in group.adapters}.values():
+        facts = (adapter.path, adapter.rank, adapter.target_modules)
+        require_adapter(*facts, plan.base_model, f"plan: adapter {adapter.name}")
+
+
+def _vllm_version(engine: PlanEngine) -> str | None:
+    """Return the version of vLLM that serves; None, the newest, if the plan is for another engine."""
+    return engine.version if engine.name == VLLM_ENGINE else None
+
+
+def _require_flags(command: Sequence[str], group: Group, engine: PlanEngine) -> None:
+    """Check that the version of the plan has the flags of a command."""
+    version = _vllm_version(engine)
+    for words in command:
+        flag = re.split(r"[ =]", words, maxsplit=1)[0]
+        if flag.startswith("--") and not has_flag(flag, version):
+            rule = f"lacks {flag}: vLLM has it since {VLLM_FLAGS[flag][0]}; plan with such a profile"
+            if flag == "--lora-target-modules":
+                rule = f"{rule}, or without target_modules, since slots of {version} hold all layers"
+            raise InputError(rule, version, f"plan: group {group.id}: engine version")
+
+
 def _script(plan: Plan, server: Server, digest: str, runtime_updates: bool) -> str:
     group, engine = server.group, plan.engine_of(server.group)
     lines = ["#!/bin/sh", *(f"# {line}" for line in _header(plan, server, digest)), "set -eu"]
-    if any(adapter.path is None for adapter in group.adapters):
+    if any(_is_below_root(adapter) for adapter in group.adapters):
         lines.append(': "${ADAPTER_ROOT:?must name the directory that holds the adapters, one folder each}"')
+        lines.append(_CHECKED_ROOT)
     if runtime_updates and group.engine_args.max_loras:
         lines.append("export VLLM_ALLOW_RUNTIME_LORA_UPDATING=True")
     command = [
         f"exec vllm serve {shlex.quote(plan.base_model)}",
         f'--port="${{PORT:-{server.port}}}"',
         f"--tensor-parallel-size={group.tp}",
-        *_engine_flags(group.engine_args, len(group.adapters), engine.version),
+        *_engine_flags(group.engine_args, len(group.adapters), _vllm_version(engine)),
         *(_module_flags(engine) if group.engine_args.max_loras else ()),
         *_scheduling_flags(engine.rules),
         '"$@"',  # before --lora-modules, which takes every word up to the next flag
     ]
     if group.adapters:
         command += ["--lora-modules", *(_lora_module(adapter) for adapter in group.adapters)]
+    _require_flags(command[1:], group, engine)
     return "\n".join([*lines, " \\\n  ".join(command), ""])
 
 
@@ -164,6 +194,12 @@ def _header(plan: Plan, server: Server, digest: str) -> Iterable[str]:
     if group.scheduling is not None:
         yield "The plan's own scheduler, queues and cache policy are left out: vLLM has no flags for them."
     engine = plan.engine_of(group)
+    rank = group.engine_args.max_lora_rank
+    if rank and (accepted := vllm_rank(rank, _vllm_version(engine))) != rank:
+        yield f"max_lora_rank {rank} is {accepted} here, which vLLM {_in_comment(engine.version)} requires."
+    yield from (
+        f"Download {_in_comment(a.path or '')} to {_folder_of(a)}." for a in _downloaded(group.adapters)
+    )
     if engine != plan.engine:
         yield f"Engine {_in_comment(engine.name)} {_in_comment(engine.version)}, unlike other groups."
     if not engine.rules.startswith("vllm"):
@@ -176,12 +212,12 @@ def _in_comment(text: str) -> str:
     return json.dumps(text)
 
 
-def _engine_flags(args: EngineArgs, adapters: int, version: str) -> Iterable[str]:
+def _engine_flags(args: EngineArgs, adapters: int, version: str | None) -> Iterable[str]:
     if args.max_loras == 0:  # an engine without LoRA
         return ["=".join(words) for words in args.flags()]
     host_slots = max(args.max_loras, adapters) if args.max_cpu_loras is None else args.max_cpu_loras
     accepted = args.replace(
-        max_lora_rank=_accepted_rank(args.max_lora_rank, version),
+        max_lora_rank=vllm_rank(args.max_lora_rank, version),
         max_cpu_loras=max(args.max_loras, host_slots),  # vLLM refuses fewer than max-loras
     )
     return ["--enable-lora", *("=".join(words) for words in accepted.flags())]
@@ -203,19 +239,43 @@ def _scheduling_flags(name: str) -> Iterable[str]:
         yield "--async-scheduling" if rules.async_scheduling else "--no-async-scheduling"
 
 
-def _accepted_rank(rank: int, version: str) -> int:
-    """Return the rank, or the least that the version accepts: releases before 0.11.1 reject 1."""
-    numbers = tuple(int(each[:_MOST_DIGITS]) for each in re.findall(r"\d+", version)[:3])
-    return max(rank, 8) if numbers < _FIRST_WITH_RANK_1 else rank
+def _is_below_root(adapter: PlanAdapter) -> bool:
+    """Return whether the script loads an adapter from the folder of adapters; vLLM loads from no URL."""
+    return adapter.path is None or path_kind(adapter.path) == "url"
+
+
+def _downloaded(adapters: Iterable[PlanAdapter]) -> list[PlanAdapter]:
+    return [adapter for adapter in adapters if adapter.path is not None and _is_below_root(adapter)]
+
+
+def _folder_of(adapter: PlanAdapter) -> str:
+    """Return the folder of an adapter below the folder of adapters, as a word of the shell."""
+    if ".." in adapter.name.split("/"):
+        rule = "must have the path of a folder, or a name that stays in the adapters' folder"
+        raise InputError(rule, adapter.name, "adapters: name")
+    return f"{_ROOT}/{shlex.quote(adapter.name)}"
+
+
+def download_notes(plan: Plan) -> tuple[str, ...]:
+    """Return a line on the adapters that must be downloaded before the scripts of a plan start."""
+    found = _downloaded({each.name: each for group in plan.groups for each in group.adapters}.values())
+    if not found:
+        return ()
+    first, target = shlex.quote(found[0].path or ""), _folder_of(found[0])
+    how = f"download {first} to {target}"
+    if (found[0].path or "").startswith("s3://"):
+        how = f"run `aws s3 cp --recursive {first} {target}`"
+    count = "1 adapter is at a URL" if len(found) == 1 else f"{len(found)} adapters are at URLs"
+    return (f"note: {count}, from which vLLM does not load: before a script starts, {how}",)
 
 
 def _lora_module(adapter: PlanAdapter) -> str:
     """Return the argument ``name=path``, or JSON if vLLM would split it."""
-    if adapter.path is None:
-        if ".." in adapter.name.split("/"):
-            rule = "must have a path, or a name that stays in the adapters' folder"
-            raise InputError(rule, adapter.name, "adapters: name")
-        return f"{shlex.quote(f'{adapter.name}=')}{_ROOT}/{shlex.quote(adapter.name)}"
+    if adapter.path is None or _is_below_root(adapter):
+        return f"{shlex.quote(f'{adapter.name}=')}{_folder_of(adapter)}"
+    if path_kind(adapter.path) == "folder" and not adapter.path.startswith(("/", "~")):
+        rule = "must be absolute, because scripts start anywhere; paths of a workload file are relative to it"
+        raise InputError(rule, adapter.path, f"plan: adapter {adapter.name}: path")
     if set("=,") & set(adapter.path):
         return shlex.quote(json.dumps({"name": adapter.name, "path": adapter.path}))
     return shlex.quote(f"{adapter.name}={adapter.path}")

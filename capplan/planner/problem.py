@@ -20,6 +20,7 @@ from capplan.planner.constraints import Constraints, read_constraints
 from capplan.planner.deadline import NEVER, Deadline
 from capplan.planner.knobs import KnobSearch
 from capplan.serving import adapter_bytes
+from capplan.serving.rules import VLLM_ENGINE
 from capplan.spec import (
     Adapter,
     Cache,
@@ -27,11 +28,12 @@ from capplan.spec import (
     Objective,
     Pool,
     Profile,
+    ProfileEngine,
     Queues,
     Scheduler,
     Workload,
-    allowed_lora_rank,
 )
+from capplan.spec.engine_args import vllm_rank
 from capplan.spec.limits import beyond, input_limits
 from capplan.spec.peft_folder import require_adapter
 from capplan.twin.policies import chosen_rules
@@ -285,6 +287,13 @@ class Problem:
         """Number of slots that the workload fixes, or None."""
         return self.workload.engine.max_loras
 
+    @cached_property
+    def _oldest_vllm(self) -> str | None:
+        """Version of vLLM with the fewest flags among the pools; None without vLLM."""
+        engines = [pool.profile.engine for pool in self.pools]
+        versions = [engine.version for engine in engines if engine.name == VLLM_ENGINE]
+        return min(versions, key=lambda version: vllm_rank(1, version) == 1, default=None)
+
     def s_max(self, shares: Sequence[AdapterShare]) -> int:
         """Return the rank of the slots for these shares, or for all adapters if `adapters_come`.
 
@@ -294,7 +303,7 @@ class Problem:
         largest: int = max(map(_RANK, (*shares, *comes)))
         if largest == 0 and self.fixed_a_max is None:
             return 0
-        return self.workload.engine.max_lora_rank or allowed_lora_rank(max(1, largest))
+        return self.workload.engine.max_lora_rank or vllm_rank(max(1, largest), self._oldest_vllm)
 
     def subworkload(self, shares: Sequence[AdapterShare], scale: float = 1.0) -> Workload:
         """Return the workload of one instance; `scale` multiplies every rate, also of a trace."""
@@ -503,11 +512,19 @@ def make_problem(
     engine = workload.engine.complete(max_model_len=min(model.default_max_model_len for model in models))
     for model in models:
         model.require_positions(engine.max_model_len, "engine.max_model_len")
+    for pool in pools:
+        _require_rank(workload.engine.max_lora_rank, pool.profile.engine)
     _require_fitting_prompts(workload, engine.max_model_len)
     problem = Problem(workload, pools, engine, (), simulated_s=duration_s)
     problem.constraints, problem.busiest_workload  # noqa: B018 - errors before anything is solved
     problem = replace(problem, shares=whole_adapters(problem))
     return replace(problem, pools=tuple(_with_instances(problem, pool) for pool in pools))
+
+
+def _require_rank(rank: int | None, engine: ProfileEngine) -> None:
+    if rank is not None and engine.name == VLLM_ENGINE and rank < (least := vllm_rank(rank, engine.version)):
+        rule = f"must be at least {least}, the least that vLLM {engine.version} accepts"
+        raise InputError(rule, rank, "engine.max_lora_rank")
 
 
 def require_folders(problem: Problem) -> None:

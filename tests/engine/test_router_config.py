@@ -30,6 +30,7 @@ from capplan.twin.cluster.reference_routers import SmoothShares
 from tests.cli.conftest import Run, error_line, run
 from tests.cli.examples import small_plan
 from tests.engine.fake_instances import tiny_plan
+from tests.spec.test_registry import peft_folder
 
 __all__ = ["run"]
 
@@ -90,8 +91,8 @@ def test_an_unavailable_holder_accumulates_no_credit() -> None:
 
 def test_instances_are_configured_by_the_plan(tmp_path: Path) -> None:
     plan = small_plan()
-    (folder := tmp_path / "b").mkdir()
     g0, g1 = plan.groups
+    folder = peft_folder(tmp_path / "b", rank=next(a.rank for a in g1.adapters if a.name == "b"))
     own = tuple(a.replace(path=str(folder)) if a.name == "b" else a for a in g1.adapters)
     plan = plan.replace(groups=(g0, g1.replace(adapters=own)))
     specs = instances_of(plan, ServingOptions("tiny-llama", "base", {"max_model_len": 512}, max_queue=8))

@@ -19,6 +19,7 @@ from capplan.engine.server.process import InstanceConfig
 from capplan.engine.server.settings import PoolSettings, ServerSettings
 from capplan.errors import InputError
 from capplan.spec import Group, Plan, PlanAdapter, Profile
+from capplan.spec.peft_folder import local_folder, require_adapter
 
 _DRAIN_TIMEOUT_S: Final = 1.0
 """For requests of an instance when the router, which drains first, stops it."""
@@ -150,7 +151,7 @@ def _of_group(plan: Plan, group: Group, serving: ServingOptions) -> list[Instanc
     )
     adapters: dict[str, str | int]
     if serving.lora_root is None:
-        adapters = {adapter.name: _source(adapter, group) for adapter in group.adapters}
+        adapters = {adapter.name: _source(adapter, plan, group) for adapter in group.adapters}
     else:
         adapters = {adapter.name: adapter.rank for adapter in group.adapters}
         engine.setdefault("max_adapters", max(OPEN_ADAPTERS, len(adapters)))
@@ -211,15 +212,17 @@ def _max_queue(group: Group, serving: ServingOptions) -> int:
     return max(DEFAULT_MAX_QUEUE, _QUEUE_RESERVE * (group.predicted.waiting_max or 0))
 
 
-def _source(adapter: PlanAdapter, group: Group) -> str | int:
+def _source(adapter: PlanAdapter, plan: Plan, group: Group) -> str | int:
     """Return the folder of an adapter, or the rank of a random one if the plan has no path."""
     if adapter.path is None:
         return adapter.rank
-    folder = Path(adapter.path)
-    if not folder.is_dir():
-        where = f"group {group.id}: adapter {adapter.name}: path"
-        raise InputError("must be a folder on this machine", adapter.path, where)
-    return str(folder.resolve())
+    where = f"group {group.id}: adapter {adapter.name}"
+    folder = local_folder(adapter.path)
+    if folder is None:
+        rule = "must be a folder on this machine; --registry gives the folders of downloaded adapters"
+        raise InputError(rule, adapter.path, f"{where}: path")
+    require_adapter(adapter.path, adapter.rank, adapter.target_modules, plan.base_model, where)
+    return str(folder)
 
 
 def gpus_of(spec: InstanceSpec) -> int:

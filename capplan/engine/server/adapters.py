@@ -22,6 +22,7 @@ from capplan.engine.server.settings import ServerSettings
 from capplan.errors import InputError
 from capplan.spec.lora_modules import ADAPTER_CONFIG
 from capplan.spec.peft_folder import WEIGHTS_FILE
+from capplan.spec.validation import NOT_PRINTABLE, is_printable
 
 T = TypeVar("T")
 
@@ -95,6 +96,8 @@ class ServedAdapters:
         """
         if not is_name(name):
             raise ApiError(400, f"lora_name {NAME_RULE}", "lora_name")
+        if not is_printable(path):
+            raise ApiError(400, f"lora_path must be without {NOT_PRINTABLE}", "lora_path")
         async with self._changing():
             if name in self._adapters or name == self._base_name:
                 raise ApiError(400, f"The adapter {name!r} is loaded already", "lora_name", "already_loaded")
