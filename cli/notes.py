@@ -10,7 +10,7 @@ import typer
 from capplan.errors import InfeasibleError
 
 if TYPE_CHECKING:
-    from capplan.spec import Plan
+    from capplan.spec import Plan, Workload
 
 _LONG_WAIT_S: Final = 10.0
 """TTFT p99 from which a plan without latency bounds has a hint."""
@@ -28,6 +28,34 @@ def plan_notes(plan: Plan) -> tuple[str, ...]:
         *trace_lines(plan.provenance.get("trace_speed")),
         *_hints(plan),
     )
+
+
+def folder_lines(workload: Workload) -> tuple[str, ...]:
+    """Return lines on adapters that are planned as stated, and on base models that go by another name."""
+    from capplan.spec.peft_folder import PeftFiles, local_folder, path_kind
+
+    absent: list[str] = []
+    named: dict[str, list[str]] = {}
+    for adapter in workload.adapters:
+        folder = local_folder(adapter.path)
+        if folder is not None:
+            base_model = PeftFiles.of(folder).describe().base_model or workload.base_model
+            if base_model != workload.base_model:
+                named.setdefault(base_model, []).append(adapter.name)
+        elif adapter.path is not None and path_kind(adapter.path) == "folder":
+            absent.append(adapter.name)
+    lines = [
+        f"base_model_name_or_path of {_some(names)} is {base_model}, which is taken for {workload.base_model}"
+        for base_model, names in named.items()
+    ]
+    if absent:
+        lines.append(f"the folder of {_some(absent)} is not on this machine: rank and layers are as stated")
+    return tuple(lines)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+    return f"adapter {names[0]}{more}"
 
 
 def trace_lines(speed: object) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from capplan.errors import InputError
 from capplan.spec import Cache, EngineArgs, Queues, Scheduler
 from capplan.spec.files import parse_yaml
 from capplan.spec.limits import InputLimits, input_limits, require_duration
+from capplan.spec.peft_folder import path_kind
 from capplan.spec.routing import ROUTER_NAMES, STATE_PERIOD_S
 from capplan.spec.scheduling import cache_of, scheduler_of
 from capplan.spec.validation import NOT_PRINTABLE, format_key, is_printable, validate_document
@@ -175,11 +176,14 @@ def read_lora_modules(modules: list[str]) -> dict[str, str | Path | int]:
         name, equals, source = module.partition("=")
         if not (name and equals and source):
             raise InputError("must be NAME=FOLDER or NAME=RANK", module, "--lora-modules")
-        if not is_printable(module):
+        if not is_printable(source):
             raise InputError(f"must be without {NOT_PRINTABLE}", module, "--lora-modules")
         if name in adapters:
             raise InputError("must be unique", name, "--lora-modules")
         is_rank = source.isdecimal() and len(source) <= _MOST_RANK_DIGITS
+        if not is_rank and path_kind(source) == "url":
+            rule = "must be NAME=FOLDER on this machine, to which adapters at URLs are downloaded, or NAME=RANK"
+            raise InputError(rule, module, "--lora-modules")
         adapters[name] = int(source) if is_rank else Path(source)
     return adapters
 

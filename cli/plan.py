@@ -9,7 +9,7 @@ import typer
 
 from capplan.cli.console import DASH, Table, counted, number, percent, print_table
 from capplan.cli.latency import latency_cells, latency_heads
-from capplan.cli.notes import Strict, extrapolation_lines, plan_notes, require_no_extrapolation
+from capplan.cli.notes import Strict, extrapolation_lines, folder_lines, plan_notes, require_no_extrapolation
 from capplan.cli.options import (
     FAILED,
     AsJson,
@@ -150,7 +150,7 @@ def plan(args: PlanArgs) -> None:
         for line in bottleneck_lines(result):
             typer.echo(line)
         typer.echo(_summary(result, args.output))
-        for line in plan_notes(result):
+        for line in (*plan_notes(result), *folder_lines(workload)):
             typer.echo(line)
     if args.strict:
         require_no_extrapolation(extrapolation_lines(result.provenance))
