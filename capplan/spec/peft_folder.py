@@ -280,9 +280,7 @@ def _patterns(config: dict[str, Any], key: str, location: str) -> dict[str, Any]
     return patterns
 
 
-def _by_pattern(
-    patterns: Mapping[str, Any], modules: Sequence[str], default: Any, location: str
-) -> list[float]:
+def _by_pattern(patterns: dict[str, Any], modules: Sequence[str], default: Any, location: str) -> list[float]:
     """Return the value of the first pattern that matches the end of each module's name, as in PEFT."""
     values = [default] * len(modules)
     if patterns:
