@@ -182,7 +182,7 @@ def read_lora_modules(modules: list[str]) -> dict[str, str | Path | int]:
             raise InputError("must be unique", name, "--lora-modules")
         is_rank = source.isdecimal() and len(source) <= _MOST_RANK_DIGITS
         if not is_rank and path_kind(source) == "url":
-            rule = "must be NAME=FOLDER on this machine, to which adapters at URLs are downloaded, or NAME=RANK"
+            rule = "must be NAME=FOLDER on this machine, to which URLs are downloaded, or NAME=RANK"
             raise InputError(rule, module, "--lora-modules")
         adapters[name] = int(source) if is_rank else Path(source)
     return adapters

@@ -157,9 +157,12 @@ class _Reader:
             fields |= {name: self.lengths(getattr(entry, name)) for name in _LENGTHS}
             for i, rate_rps in enumerate(entry.rates_rps()):
                 numbered = fields if entry.count is None else _numbered(fields, i)
-                described = self.described_fields(numbered, lambda name, at=key: self.locate((*at, name)))
+                described = self.described_fields(numbered, self._keys_at(key))
                 placed.append(_AdapterRecord(described | {"rate_rps": rate_rps}, key))
         return placed
+
+    def _keys_at(self, at: Key) -> Callable[[str], str]:
+        return lambda name: self.locate((*at, name))
 
     def described_fields(self, fields: dict[str, Any], locate: Callable[[str], str]) -> dict[str, Any]:
         """Return the fields of an adapter, checked and completed by its folder if that is on this machine."""

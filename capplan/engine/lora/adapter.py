@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from capplan.engine.models.config import ModelConfig
 from capplan.engine.models.shard import WHOLE, ModelShard
 from capplan.errors import InputError
-from capplan.spec.lora_modules import LORA_MODULES as MODULES
-from capplan.spec.lora_modules import module_sizes
+from capplan.spec.lora_modules import LORA_MODULES, module_sizes
 from capplan.spec.peft_folder import require_fit
+
+MODULES: Final = LORA_MODULES
 
 SITES: Final = ((0, 1, 2), (3,), (4, 5), (6,))
 """Modules of each site, in the order of `capplan.engine.models.decoder`."""
