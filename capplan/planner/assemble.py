@@ -73,21 +73,14 @@ def build_plan(
     old = () if previous is None else previous_instances(previous)
     names, moves = name_groups(problem, assignments, old)
     planned = verifier.as_served(assignments)
-    ok = all(each.ok for each in verifications)
-    worst = replace(verifier.problem_of(verifications[0]), deadline=deadline)
-    holds = 1.0 / (1.0 - workload.headroom) if verified and ok else 0.0
-    found = find_bottlenecks(worst, planned, verifier.with_headroom.seed, holds)
+    found = _bottlenecks(verifier, planned, verifications, verified, deadline)
     bottlenecks = [(None, None) if each is None else each for each in found]
     columns = zip(names, planned, verifications, bottlenecks, strict=True)
     bound = lower_bound(problem)
     price = f" and cost {bound.usd_per_hour:.3f} USD per hour" if bound.usd_per_hour else ""
-    checks = map(_verification, names, verifications) if verified else ()
     used = _used_pools(problem, assignments)
     engine = _engine(used[0].profile)
     groups = tuple(_group(problem, engine, *row) for row in columns)
-    verdict = PlanVerdict("undecided", "planned without verification")
-    if verified:
-        verdict = verifier.verdict(verifications)
     plan = Plan(
         created_by=f"capplan {installed_version()}",
         base_model=workload.base_model,
@@ -112,27 +105,55 @@ def build_plan(
             **({} if problem.gpus_per_link == 1 else {"gpus_per_link": problem.gpus_per_link}),
             **notes,
         },
-        verification=Verification(
-            ok=verdict.verdict == "verified",
-            verdict=verdict.verdict,
-            reason=verdict.reason,
-            deciding_duration_s=verdict.deciding_s,
-            window_start_s=None if workload.trace is None else problem.windows[verifications[0].window][0],
-            seeds=verifications[0].seeds if verified else (),
-            least_share_of_seeds=least_share_of_seeds(len(verifications[0].seeds))
-            if verdict.verdict == "verified"
-            else None,
-            duration_s=worst.duration_s if verified else 0.0,
-            min_served_fraction=min(r.served_fraction for each in verifications for r in each.results),
-            groups=tuple(checks),
-            drawn_profiles=len(verifications[0].drawn),
-        ),
+        verification=_verification(verifier, names, verifications, verified),
     )
     if plan.verification.ok and len(problem.pools) == 1 and plan.totals.gpus < plan.totals.lower_bound_gpus:
         raise AssertionError(
             f"{plan.totals.gpus} GPUs are verified below the lower bound of {plan.totals.lower_bound_gpus}"
         )
     return plan.with_digest() if verified else plan
+
+
+def _bottlenecks(
+    verifier: Verifier,
+    planned: Sequence[Assignment],
+    verifications: Sequence[InstanceVerification],
+    verified: bool,
+    deadline: Deadline,
+) -> list[tuple[Binds | None, float | None] | None]:
+    """Return the bottlenecks in the worst window; a verified plan is known to hold with its headroom."""
+    problem = replace(verifier.problem_of(verifications[0]), deadline=deadline)
+    ok = verified and all(each.ok for each in verifications)
+    holds = 1.0 / (1.0 - problem.workload.headroom) if ok else 0.0
+    together = problem.workload.stores_everywhere and len(planned) > 1
+    seed = verifier.seeds[0] if together else verifier.with_headroom.seed
+    return find_bottlenecks(problem, planned, seed, holds)
+
+
+def _verification(
+    verifier: Verifier,
+    names: Sequence[str],
+    verifications: Sequence[InstanceVerification],
+    verified: bool,
+) -> Verification:
+    problem, first = verifier.problem, verifications[0]
+    verdict = PlanVerdict("undecided", "planned without verification")
+    if verified:
+        verdict = verifier.verdict(verifications)
+    ok = verdict.verdict == "verified"
+    return Verification(
+        ok=ok,
+        verdict=verdict.verdict,
+        reason=verdict.reason,
+        deciding_duration_s=verdict.deciding_s,
+        window_start_s=None if problem.workload.trace is None else problem.windows[first.window][0],
+        seeds=first.seeds if verified else (),
+        least_share_of_seeds=least_share_of_seeds(len(first.seeds)) if ok else None,
+        duration_s=verifier.problem_of(first).duration_s if verified else 0.0,
+        min_served_fraction=min(r.served_fraction for each in verifications for r in each.results),
+        groups=tuple(map(_group_verification, names, verifications)) if verified else (),
+        drawn_profiles=len(first.drawn),
+    )
 
 
 def _trace_speed(trace: Trace | None) -> dict[str, JsonValue]:
@@ -350,7 +371,7 @@ def _percentiles(results: Sequence[SimulationResult], pattern: str) -> Percentil
     return Percentiles(**means)
 
 
-def _verification(name: str, verification: InstanceVerification) -> GroupVerification:
+def _group_verification(name: str, verification: InstanceVerification) -> GroupVerification:
     results = verification.results
     return GroupVerification(
         id=name,
