@@ -258,7 +258,7 @@ def _print(
     typer.echo(f"bounds: {_words(slo)}; {simulated}")
     if result.binds:
         typer.echo(f"just above: {'; '.join(result.binds)}")
-    replayed = () if trace is None else trace_lines(trace.speed * result.mean)
+    replayed = () if trace is None else trace_lines(trace.speed * result.mean, trace.notes)
     for line in (*map(extrapolation_line, beyond), *replayed):
         typer.echo(line)
 

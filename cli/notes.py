@@ -25,7 +25,7 @@ def plan_notes(plan: Plan) -> tuple[str, ...]:
     """Return the lines below the table of a plan."""
     return (
         *extrapolation_lines(plan.provenance),
-        *trace_lines(plan.provenance.get("trace_speed")),
+        *trace_lines(plan.provenance.get("trace_speed"), plan.provenance.get("trace_notes")),
         *_hints(plan),
     )
 
@@ -58,12 +58,16 @@ def _some(names: Sequence[str]) -> str:
     return f"adapter {names[0]}{more}"
 
 
-def trace_lines(speed: object) -> tuple[str, ...]:
-    """Return a line if a trace is replayed faster or slower than it was recorded."""
+def trace_lines(speed: object, notes: object = ()) -> tuple[str, ...]:
+    """Return the notes of a trace, and a line if it is replayed faster or slower than it was recorded."""
+    lines = tuple(f"trace: {note}" for note in notes) if isinstance(notes, tuple | list) else ()
     if not isinstance(speed, float) or abs(speed - 1.0) <= _SAME_SPEED:
-        return ()
+        return lines
     change = "compressed" if speed > 1.0 else "stretched"
-    return (f"trace at {speed:.3g} times its recorded rate: time is {change}, bursts and pauses included",)
+    return (
+        *lines,
+        f"trace at {speed:.3g} times its recorded rate: time is {change}, bursts and pauses included",
+    )
 
 
 def _hints(plan: Plan) -> tuple[str, ...]:

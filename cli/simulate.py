@@ -156,7 +156,8 @@ def simulate(args: SimulateArgs) -> None:
     found = found_extrapolations(workload, profile, settings, outcomes)
     speed = None if workload.trace is None else workload.trace.speed
     beyond = tuple(map(extrapolation_line, found))
-    lines = (*beyond, *trace_lines(speed))
+    notes = () if workload.trace is None else workload.trace.notes
+    lines = (*beyond, *trace_lines(speed, notes))
     if args.requests_out is not None:
         from capplan.twin.per_request import several_tables, write_parquet
 
@@ -177,7 +178,7 @@ def simulate(args: SimulateArgs) -> None:
             "extrapolations": found,
         }
         pairs = {"paired": paired_documents(paired)} if paired else {}
-        trace = {} if speed is None else {"trace_speed": speed}
+        trace = {} if speed is None else {"trace_speed": speed, "trace_notes": notes}
         print_json({**document, **pairs, **trace})
     else:
         names = column_names(slots, pair)

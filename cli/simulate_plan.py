@@ -88,13 +88,15 @@ def simulate_plan(
     ranks, held = by_rank(fleet, result), stored_adapters(fleet)
     found = [each.document() for each in fleet.extrapolations(result)]
     beyond = tuple(map(extrapolation_line, found))
+    trace = workload.trace
     if as_json:
-        print_json({**document(fleet, result, ranks, held), "extrapolations": found})
+        notes = {} if trace is None else {"trace_notes": trace.notes}
+        print_json({**document(fleet, result, ranks, held), "extrapolations": found, **notes})
     else:
         print_table(metrics_table(fleet, result))
         print_table(instances_table(fleet, result, held))
         print_table(ranks_table(ranks))
-        replayed = trace_lines(None if workload.trace is None else workload.trace.speed)
+        replayed = () if trace is None else trace_lines(trace.speed, trace.notes)
         for line in (storage_line(fleet, held), *moves_lines(fleet, result), *beyond, *replayed):
             typer.echo(line)
     if strict:

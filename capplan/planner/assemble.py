@@ -99,7 +99,7 @@ def build_plan(
             "lower_bound": f"tokens, KV reads and full batches alone keep {bound.gpus:.3f} GPUs busy{price}",
             "headroom": workload.headroom,
             "extrapolations": _extrapolations(problem, names, planned, verifications),
-            **_trace_speed(workload.trace),
+            **_trace_notes(workload.trace),
             **_mean_lengths(workload),
             **_move_sizes(problem, moves, old),
             **({} if problem.gpus_per_link == 1 else {"gpus_per_link": problem.gpus_per_link}),
@@ -156,9 +156,12 @@ def _verification(
     )
 
 
-def _trace_speed(trace: Trace | None) -> dict[str, JsonValue]:
-    """Return the speed of a trace that is replayed at another rate than recorded."""
-    return {} if trace is None or trace.speed == 1.0 else {"trace_speed": trace.speed}
+def _trace_notes(trace: Trace | None) -> dict[str, JsonValue]:
+    """Return the notes of a trace, and its speed if it is replayed at another rate than recorded."""
+    if trace is None:
+        return {}
+    notes: dict[str, JsonValue] = {"trace_notes": list(trace.notes)} if trace.notes else {}
+    return notes if trace.speed == 1.0 else {**notes, "trace_speed": trace.speed}
 
 
 def _mean_lengths(workload: Workload) -> dict[str, JsonValue]:

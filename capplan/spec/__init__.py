@@ -38,7 +38,7 @@ from capplan.spec.scheduling import Cache, Predictor, Scheduler
 from capplan.spec.slo import STARVED_BELOW, Gpus, Objective, Pool, Slo
 from capplan.spec.step_tables import StepTable, TableAxis
 from capplan.spec.trace import Trace
-from capplan.spec.trace_files import TraceFormat, read_length_pairs, read_trace
+from capplan.spec.trace_files import TimeUnit, TraceFormat, read_length_pairs, read_trace
 from capplan.spec.traffic import (
     ArrivalProcess,
     Arrivals,
@@ -107,6 +107,7 @@ __all__ = [
     "Steps",
     "Stickiness",
     "TableAxis",
+    "TimeUnit",
     "Totals",
     "Trace",
     "TraceFormat",

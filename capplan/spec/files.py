@@ -32,7 +32,7 @@ def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> str:
     try:
         with open_stream(path) as file:
             is_larger = os.fstat(file.fileno()).st_size > max_bytes
-            raw = b"" if is_larger else _read_at_most(file, max_bytes)
+            raw = b"" if is_larger else read_at_most(file, max_bytes)
     except InputError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
@@ -46,7 +46,7 @@ def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> str:
         raise InputError("must be UTF-8 text", location=f"{os.fspath(path)}:{line}") from None
 
 
-def _read_at_most(file: BinaryIO, max_bytes: int) -> bytes:
+def read_at_most(file: BinaryIO, max_bytes: int) -> bytes:
     """Return the contents of a file, and a byte more if it is larger; `read` would allocate the maximum."""
     parts: list[bytes] = []
     left = max_bytes + 1
@@ -81,6 +81,9 @@ def error_reason(error: Exception) -> str:
 Scalar: TypeAlias = str | int | float | bool | None
 _MAX_NODES: Final = 1_000_000
 _MAX_DEPTH: Final = 32
+
+_UNQUOTED: Final = re.compile(r"\{i\}")
+_QUOTE: Final = 'quote text with {i}, as in name: "a-{i}"'
 
 _CORE_SCHEMA: Final = MappingProxyType(
     {
@@ -151,6 +154,10 @@ def parse_yaml(text: str, path: str) -> YamlSource:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else path
         words = getattr(error, "problem", None) or getattr(error, "reason", None) or "broken document"
+        marks = [each for each in (mark, getattr(error, "context_mark", None)) if each]
+        lines = text.splitlines()
+        if any(_UNQUOTED.search(lines[each.line]) for each in marks if each.line < len(lines)):
+            words = f"{words}; {_QUOTE}"
         raise InputError(f"must be YAML: {words}", location=where) from None
     return YamlSource(path, None if root is None else _Expansion(path).data(root), root)
 
@@ -221,13 +228,34 @@ class _Builder:
 
     def _mapping(self, depth: int) -> dict[str, tuple[int, Node]]:
         result: dict[str, tuple[int, Node]] = {}
+        merged: Node | None = None
         while not isinstance(key := next(self._events), yaml.MappingEndEvent):
             if not isinstance(key, yaml.ScalarEvent):
                 raise self._error(key, "a key must be text")
-            if key.value in result:
+            is_merge = key.value == "<<" and key.implicit[0]
+            if key.value in result or (is_merge and merged is not None):
                 raise self._error(key, f"duplicate key {key.value!r}")
-            result[key.value] = (_line_of(key), self._node(next(self._events), depth + 1))
-        return result
+            value = self._node(next(self._events), depth + 1)
+            if is_merge:
+                merged, merge_key = value, key
+            else:
+                result[key.value] = (_line_of(key), value)
+        if set(result) == {"i"} and result["i"][1].value is None:
+            raise self._error(key, f"must be text: {_QUOTE}")
+        return result if merged is None else self._merged(result, merged, merge_key)
+
+    def _merged(
+        self, fields: dict[str, tuple[int, Node]], merged: Node, event: yaml.Event
+    ) -> dict[str, tuple[int, Node]]:
+        """Return the fields of a mapping and those that its merge key adds: the first of a name counts."""
+        for source in merged.value if isinstance(merged.value, list) else [merged]:
+            if not isinstance(source.value, dict):
+                raise self._error(event, "<< must be followed by a mapping, or by a list of mappings")
+            self._nodes_left -= len(source.value)
+            if self._nodes_left < 0:
+                raise self._error(event, f"must not hold over {_MAX_NODES} values")
+            fields = fields | {key: value for key, value in source.value.items() if key not in fields}
+        return fields
 
     def _error(self, event: yaml.Event, rule: str) -> InputError:
         return InputError(rule, location=f"{self._path}:{_line_of(event)}")
@@ -244,15 +272,18 @@ class _Expansion:
         self._path = path
         self._nodes_left = _MAX_NODES
 
-    def data(self, node: Node) -> Any:
+    def data(self, node: Node, depth: int = 0) -> Any:
         """Return dicts, lists and scalars."""
+        if depth > _MAX_DEPTH:
+            rule = f"must not be nested more than {_MAX_DEPTH} levels deep, aliases included"
+            raise InputError(rule, location=f"{self._path}:{node.line}")
         self._nodes_left -= 1
         if self._nodes_left < 0:
             raise InputError(f"must not hold over {_MAX_NODES} values, aliases included", location=self._path)
         if isinstance(node.value, dict):
-            return {key: self.data(child) for key, (_, child) in node.value.items()}
+            return {key: self.data(child, depth + 1) for key, (_, child) in node.value.items()}
         if isinstance(node.value, list):
-            return [self.data(child) for child in node.value]
+            return [self.data(child, depth + 1) for child in node.value]
         return node.value
 
 

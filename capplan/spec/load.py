@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from capplan.errors import InputError
-from capplan.spec.files import parse_scalar, read_text, read_yaml
+from capplan.spec.files import parse_scalar, read_yaml
 from capplan.spec.lengths import Lengths
 from capplan.spec.limits import beyond, input_limits
 from capplan.spec.lora_modules import ADAPTER_CONFIG, ALL_LINEAR
 from capplan.spec.peft_folder import FolderAdapter, PeftFiles, local_folder, placed_path, require_described
 from capplan.spec.scheduling import Scheduler
-from capplan.spec.table_files import read_columns
+from capplan.spec.table_files import Header, open_unpacked, read_columns, table_parts, with_decimal_points
 from capplan.spec.trace import Trace
 from capplan.spec.trace_files import read_length_pairs, read_trace
 from capplan.spec.validation import Key, SpecModel, unknown_key, validate_document
@@ -34,11 +33,12 @@ from capplan.spec.workload_file import (
 )
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from capplan.spec.registry import RegisteredAdapter
 
 _LENGTHS = ("prompt_tokens", "output_tokens")
 _OPTIONAL_COLUMNS: Final = ("path", "target_modules")
-_MAX_LINE: Final = 65_536  # of an adapter: name, rank, rate and path
 
 
 def load_workload(path: str | os.PathLike[str]) -> Workload:
@@ -206,9 +206,17 @@ class _Reader:
         """Return the adapters of a trace, with the rates and lengths seen in it, and the common fields."""
         entry = cast(TraceEntry, file.trace)
         path, base_model = self.folder / entry.file, file.base_model
-        options = (entry.duration_s, entry.format, entry.rate_rps)
+        read = partial(
+            read_trace,
+            path,
+            entry.duration_s,
+            entry.format,
+            entry.rate_rps,
+            time_unit=entry.time_unit,
+            columns=entry.columns.given(),
+        )
         if entry.ranks is not None:
-            trace = read_trace(path, *options, base_model=base_model)
+            trace = read(base_model=base_model)
             ranked = self._rows(entry.ranks, ("name", "rank"), ("trace", "ranks"))
             rule = "must give a rank for every adapter of the trace"
             where = f"{self.folder / entry.ranks}: name"
@@ -218,7 +226,7 @@ class _Reader:
             if file.base is not None:
                 rates[base_model] = file.base.rate_rps
             deal = partial(_assigned_adapters, rates, entry.seed)
-            trace = read_trace(path, *options, deal=deal, base_model=base_model)
+            trace = read(deal=deal, base_model=base_model)
             rule, where = "must be the name of one of adapters", f"{path}: adapter"
         names = {each.fields["name"] for each in ranked}
         unknown = set(trace.names) - names - {base_model}
@@ -238,7 +246,7 @@ class _Reader:
                 name: self.lengths(getattr(entry, name) or getattr(base, name, None)) for name in _LENGTHS
             }
         source = entry.lengths_from
-        pairs = read_length_pairs(self.folder / source.file, source.format)
+        pairs = read_length_pairs(self.folder / source.file, source.format, source.columns.given())
         try:
             pairs = pairs.scaled(source.scale)
         except InputError as error:
@@ -332,33 +340,39 @@ def read_adapters(
     InputError
         For a missing or unknown column, or the first value that breaks a rule, with file and line.
     """
-    text = read_text(path)
-    if max(map(len, io.StringIO(text)), default=0) > _MAX_LINE:
-        raise InputError(f"a line must not be longer than {_MAX_LINE} characters", location=str(path))
-    rows = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-    try:
-        header = list(rows.fieldnames or ())
-        for name in columns:
-            if name not in header:
-                raise InputError("column is missing", location=f"{path}: {name}")
-        for name in header:
-            if name not in (*columns, *optional) or header.count(name) > 1:
-                rule = (
-                    "column must not repeat" if name in columns else unknown_key(name, (*columns, *optional))
-                )
-                raise InputError(rule.replace("key", "column"), location=f"{path}:1: {name}")
-        adapters: dict[str, AdapterFields] = {}
-        for row in rows:
-            adapter = _adapter_of(row, path, rows.line_num, complete)
+    adapters: dict[str, AdapterFields] = {}
+    for part in _adapter_cells(path, columns, optional):
+        for line, cells in zip(part.index, part.to_dict("records"), strict=True):
+            adapter = _adapter_of({str(name): cell for name, cell in cells.items()}, path, line, complete)
             if adapter.name in adapters:
-                raise InputError("must be unique", adapter.name, f"{path}:{rows.line_num}: name")
+                raise InputError("must be unique", adapter.name, f"{path}:{line}: name")
             adapters[adapter.name] = adapter
-            _require_few(len(adapters), lambda: f"{path}:{rows.line_num}")
-    except csv.Error as error:
-        raise InputError(f"must be CSV: {error}", location=f"{path}:{rows.reader.line_num}") from None
     if not adapters:
         raise InputError("must hold at least one adapter", location=str(path))
     return list(adapters.values())
+
+
+def _adapter_cells(path: Path, columns: Sequence[str], optional: Sequence[str]) -> Iterator[pd.DataFrame]:
+    """Yield the cells of a table of adapters as text, numbers with decimal points."""
+    names = (*columns, *optional)
+    found: list[Header] = []
+
+    def choose(header: Header) -> dict[str, int]:
+        for name in header.names:
+            if name and name.casefold() not in names:
+                rule = unknown_key(name, names).replace("key", "column")
+                raise InputError(rule, location=f"{path}:1: {name}")
+        found.append(header)
+        return header.choose(columns, optional)
+
+    with open_unpacked(path) as file:
+        most = input_limits().max_adapters
+        limit = (most, beyond(most, "adapters", "--max-adapters"))
+        for part in table_parts(path, file, choose, limit, names, text=names):
+            for name in {"rank", "rate_rps"} & set(part.columns):
+                part[name] = with_decimal_points(part[name], found[0], name)
+            part.index += found[0].line + 1  # lines of the file
+            yield part
 
 
 def _require_few(adapters: int, location: Callable[[], str]) -> None:
@@ -367,24 +381,25 @@ def _require_few(adapters: int, location: Callable[[], str]) -> None:
         raise InputError(beyond(most, "adapters", "--max-adapters"), adapters, location())
 
 
-def _adapter_of(row: dict[str | Any, str | Any], path: Path, line: int, complete: _Complete) -> AdapterFields:
-    if None in row or None in row.values():
-        raise InputError("must have as many fields as the header", location=f"{path}:{line}")
-    cells = {name: text.strip() for name, text in row.items()}
-    data: dict[str, Any] = {"rate_rps": 0.0}
-    for name, text in cells.items():
-        data[name] = parse_scalar(text) if name in ("rank", "rate_rps") else text
-    for name in _OPTIONAL_COLUMNS:
-        if not data.get(name):
-            data.pop(name, None)
+def _adapter_of(cells: Mapping[str, str | None], path: Path, line: int, complete: _Complete) -> AdapterFields:
+    data: dict[str, Any] = {"rate_rps": 0.0} | {
+        name: text for name, text in cells.items() if isinstance(text, str)
+    }
+    for name in ("rank", "rate_rps"):
+        if name in cells:
+            cell = cells[name]
+            value = parse_scalar(cell) if isinstance(cell, str) else None
+            is_whole = name == "rank" and isinstance(value, float) and value.is_integer()
+            data[name] = int(value) if is_whole and isinstance(value, float) else value
+    data.setdefault("name", "")
     modules = data.get("target_modules", ALL_LINEAR)
     if modules not in (ALL_LINEAR, ADAPTER_CONFIG):
-        data["target_modules"] = modules.split()
+        data["target_modules"] = re.split(r"[\s,]+", modules)
 
     def locate(key: Key) -> str:
         return f"{path}:{line}: {key[0]}" if key else f"{path}:{line}"
 
-    from_folder = {"rank": None} if not cells["rank"] else {}
+    from_folder = {"rank": None} if data["rank"] is None else {}
     if modules == ADAPTER_CONFIG:
         from_folder["target_modules"] = data.pop("target_modules")
     placeholder = {"rank": 1} if "rank" in from_folder else {}

@@ -315,7 +315,7 @@ _VERIFIED: Final = (
 """Fields that the digest of a plan covers."""
 _VERIFIED_NOTES: Final = (
     *("profile", "profile_kind", "pools", "headroom", "extrapolations", "trace_speed", *MEAN_LENGTHS),
-    *("gpus_per_link", "knobs", "robust", "seed"),
+    *("trace_notes", "gpus_per_link", "knobs", "robust", "seed"),
 )
 """Entries of the provenance that it covers: those on which the verdict rests, or that simulations read."""
 _MAX_LOCATED: Final = 2**20  # characters of a plan whose errors have a line: it is parsed a second time

@@ -70,6 +70,8 @@ class Trace(Recording):
         Length of the recording in seconds: the denominator of rates.
     speed : float
         Rate relative to the recording's own: above 1, time is compressed.
+    notes : tuple of str
+        Assumptions of the reader of the file, and what it left out.
     """
 
     names: tuple[str, ...]
@@ -79,6 +81,7 @@ class Trace(Recording):
     output_tokens: NDArray[np.int32]
     duration_s: float
     speed: float = 1.0
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def from_arrays(
@@ -121,12 +124,17 @@ class Trace(Recording):
 
     @classmethod
     def _frozen(
-        cls, names: tuple[str, ...], *columns: NDArray[Any], duration_s: float, speed: float = 1.0
+        cls,
+        names: tuple[str, ...],
+        *columns: NDArray[Any],
+        duration_s: float,
+        speed: float = 1.0,
+        notes: tuple[str, ...] = (),
     ) -> Trace:
         for array in columns:
             array.setflags(write=False)
         arrival_ns, adapter, prompt_tokens, output_tokens = columns
-        return cls(names, arrival_ns, adapter, prompt_tokens, output_tokens, duration_s, speed)
+        return cls(names, arrival_ns, adapter, prompt_tokens, output_tokens, duration_s, speed, notes)
 
     def __len__(self) -> int:
         return len(self.arrival_ns)
@@ -148,7 +156,7 @@ class Trace(Recording):
         renumber = (np.cumsum(share > 0) - 1).astype(np.int32)
         columns = (self.arrival_ns, renumber[self.adapter], self.prompt_tokens, self.output_tokens)
         kept = (column[keep] for column in columns)
-        return self._frozen(names, *kept, duration_s=self.duration_s, speed=self.speed)
+        return self._frozen(names, *kept, duration_s=self.duration_s, speed=self.speed, notes=self.notes)
 
     def window(self, start_s: float, end_s: float) -> Trace:
         """Return the requests that arrive in [``start_s``, ``end_s``), as a recording of that length."""
@@ -217,7 +225,7 @@ class Trace(Recording):
         arrival_ns = np.rint(self.arrival_ns * scale).astype(np.int64)
         columns = (arrival_ns, self.adapter, self.prompt_tokens, self.output_tokens)
         duration_s, speed = self.duration_s * scale, self.speed / scale
-        return self._frozen(self.names, *columns, duration_s=duration_s, speed=speed)
+        return self._frozen(self.names, *columns, duration_s=duration_s, speed=speed, notes=self.notes)
 
     def lengths_by_adapter(self) -> dict[str, tuple[NDArray[np.int32], NDArray[np.int32]]]:
         """Return the prompt and the output lengths of each adapter's requests, in tokens."""
@@ -244,13 +252,20 @@ def _arrivals(column: ArrayLike) -> NDArray[np.float64]:
     arrivals = _numbers("arrival_s", column)
     if len(arrivals) == 0:
         raise InputError("must hold at least one request", location="arrival_s")
-    _require("arrival_s", arrivals, np.isfinite(arrivals) & (arrivals >= 0), "must be finite seconds >= 0")
-    _require("arrival_s", arrivals, np.diff(arrivals, prepend=arrivals[0]) >= 0, "must be sorted by arrival")
+    require_each(
+        "arrival_s", arrivals, np.isfinite(arrivals) & (arrivals >= 0), "must be finite seconds >= 0"
+    )
+    in_order = np.diff(arrivals, prepend=arrivals[0]) >= 0
+    require_each("arrival_s", arrivals, in_order, "must be sorted by arrival")
     return arrivals
 
 
-def lengths_column(name: str, column: ArrayLike) -> NDArray[np.int32]:
-    """Return a column of whole numbers of tokens, checked.
+def lengths_column(
+    name: str, column: ArrayLike, least: int = 1, rows: NDArray[Any] | None = None
+) -> NDArray[np.int32]:
+    """Return a column of whole numbers of tokens from `least`, checked.
+
+    `rows` are the positions in the file, from 0, of a column that is a part of it.
 
     Raises
     ------
@@ -260,8 +275,8 @@ def lengths_column(name: str, column: ArrayLike) -> NDArray[np.int32]:
     import numpy as np
 
     tokens = _numbers(name, column)
-    whole = (tokens >= 1) & (tokens <= MAX_TOKENS) & (tokens == np.floor(tokens))
-    _require(name, tokens, whole, f"must be whole numbers of tokens from 1 to {MAX_TOKENS}")
+    whole = (tokens >= least) & (tokens <= MAX_TOKENS) & (tokens == np.floor(tokens))
+    require_each(name, tokens, whole, f"must be whole numbers of tokens from {least} to {MAX_TOKENS}", rows)
     return tokens.astype(np.int32)
 
 
@@ -312,7 +327,11 @@ def _numbers(name: str, column: ArrayLike) -> NDArray[np.float64]:
     return array.astype(np.float64)
 
 
-def _require(name: str, column: NDArray[np.float64], holds: NDArray[np.bool_], rule: str) -> None:
+def require_each(
+    name: str, column: NDArray[Any], holds: NDArray[np.bool_], rule: str, rows: NDArray[Any] | None = None
+) -> None:
+    """Raise an input error at the first row where a rule does not hold; see `lengths_column` for `rows`."""
     if not holds.all():
-        row = int(holds.argmin())
-        raise InputError(f"{rule} (row {row + 1})", float(column[row]), name)
+        place = int(holds.argmin())
+        row = place if rows is None else int(rows[place])
+        raise InputError(f"{rule} (row {row + 1})", column[place].item(), name)

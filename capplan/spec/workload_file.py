@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Strict, Tag, model_v
 
 from capplan.spec.lengths import Lengths
 from capplan.spec.lora_modules import TargetModulesSource
-from capplan.spec.trace_files import TraceFormat
+from capplan.spec.trace_files import TimeUnit, TraceFormat
 from capplan.spec.traffic import ArrivalProcess, Arrivals, Popularity, Stickiness
 from capplan.spec.validation import (
     Many,
@@ -174,12 +174,28 @@ class BaseEntry(SpecModel):
     )
 
 
+class TraceColumns(SpecModel):
+    """Columns of a file of requests that have other names than its format says."""
+
+    arrival_s: Text | None = Field(default=None, description="Column of the arrival times, in any unit.")
+    prompt_tokens: Text | None = Field(default=None, description="Column of the prompt lengths, in tokens.")
+    output_tokens: Text | None = Field(default=None, description="Column of the output lengths, in tokens.")
+    adapter: Text | None = Field(default=None, description="Column of the names of adapters.")
+
+    def given(self) -> dict[str, str]:
+        """Return the given columns of the file by our names."""
+        return self.model_dump(exclude_none=True)
+
+
 class LengthPairsFile(SpecModel):
     """Pairs of lengths taken from a file of requests."""
 
     file: Text = Field(description="File in a format that trace reads, relative to the workload file.")
     format: TraceFormat | None = Field(
-        default=None, description="Layout of the file; absent: by its ending and its header."
+        default=None, description="Layout of the file; absent: the one whose columns it has."
+    )
+    columns: TraceColumns = Field(
+        default=TraceColumns(), description="Columns with other names than those of the format."
     )
     scale: Positive = Field(
         default=1.0, description="Factor on both lengths of every pair, rounded, at least 1 token."
@@ -220,11 +236,18 @@ class TraceEntry(SpecModel):
     """Recorded requests to replay."""
 
     file: Text = Field(
-        description="Parquet or CSV file with columns arrival_s, adapter, prompt_tokens, output_tokens, or "
-        "another format; without adapters, requests are dealt out to those of adapters by their rates."
+        description="Parquet, CSV or JSON file with columns arrival_s, adapter, prompt_tokens, output_tokens "
+        "or of another format; without adapters, requests are dealt out to those of adapters by their rates."
     )
     format: TraceFormat | None = Field(
-        default=None, description="Layout of the file; absent: judged by its ending and its header."
+        default=None, description="Layout of the file; absent: the one whose columns it has."
+    )
+    time_unit: TimeUnit | None = Field(
+        default=None,
+        description="Unit of the arrival times; absent: that of the format, checked against values and rate.",
+    )
+    columns: TraceColumns = Field(
+        default=TraceColumns(), description="Columns with other names than those of the format."
     )
     ranks: Text | None = Field(
         default=None,

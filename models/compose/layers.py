@@ -20,6 +20,7 @@ from capplan.datasets.catalog import GpuSheet, gpu_sheet
 from capplan.errors import InputError
 from capplan.models.compose.attention import DecodeAttention, decode_times, ms_per_mpair
 from capplan.models.compose.decoder import Decoder
+from capplan.spec.table_files import read_columns
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -145,13 +146,4 @@ def _line(points: Floats, ms: Floats, at: Floats) -> Floats:
 
 
 def _read(folder: Path, name: str) -> pd.DataFrame:
-    import pandas as pd
-
-    try:
-        table = pd.read_csv(folder / name)
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot be read: {error}", location=str(folder / name)) from error
-    missing = [column for column in _COLUMNS[name] if column not in table.columns]
-    if missing:
-        raise InputError(f"must have the columns {', '.join(missing)}", location=str(folder / name))
-    return table
+    return read_columns(folder / name, _COLUMNS[name])

@@ -7,9 +7,11 @@ events, the duration ends with the last answer, and there are no adapters.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from datetime import datetime
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -23,12 +25,11 @@ from capplan.profiling.load.result import (
     MeasuredStats,
     statistics,
 )
-from capplan.spec import STARVED_BELOW, read_text, write_text_atomic
-from capplan.spec.files import parse_json
+from capplan.spec import STARVED_BELOW, write_text_atomic
 from capplan.spec.latency_stats import latency_stats
+from capplan.spec.trace_files import read_vllm_result
 
 _MS_PER_S: Final = 1e3
-_MAX_BYTES: Final = 2**31
 _MOST: Final = 1e18  # seconds, requests and tokens are fewer
 _OPTIONAL: Final = ("failed", "num_prompts")
 _NEEDED: Final = ("duration", "completed", "total_input_tokens", "total_output_tokens")
@@ -106,9 +107,8 @@ def read_result(path: str | os.PathLike[str]) -> BenchResult:
     InputError
         For a file that is neither.
     """
-    data: Any = parse_json(read_text(path, _MAX_BYTES), os.fspath(path))
-    ours = isinstance(data, Mapping) and "schema_version" in data
-    return BenchResult.from_json(path) if ours else read_vllm_bench(path)
+    data = read_vllm_result(Path(path))
+    return BenchResult.from_json(path) if "schema_version" in data else _result(data, os.fspath(path))
 
 
 def read_vllm_bench(path: str | os.PathLike[str]) -> BenchResult:
@@ -122,7 +122,11 @@ def read_vllm_bench(path: str | os.PathLike[str]) -> BenchResult:
     InputError
         For a file that is none.
     """
-    data = _document(path)
+    return _result(read_vllm_result(Path(path)), os.fspath(path))
+
+
+def _result(data: Mapping[str, Any], name: str) -> BenchResult:
+    _check(data, name)
     duration_s = float(data["duration"])
     inputs, outputs, completed = (int(data[key]) for key in _NEEDED[2:] + _NEEDED[1:2])
     failed = int(data.get("failed") or 0)
@@ -162,15 +166,11 @@ def read_vllm_bench(path: str | os.PathLike[str]) -> BenchResult:
         duration_s=duration_s,
         overall=overall,
         client=ClientHealth(lag_ms=MeasuredStats(), kept_up=None),
-        settings={key: data.get(key) for key in ("request_rate", "burstiness", "max_concurrency")},
+        settings={key: _finite(data.get(key)) for key in ("request_rate", "burstiness", "max_concurrency")},
     )
 
 
-def _document(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    name = os.fspath(path)
-    data: Any = parse_json(read_text(path, _MAX_BYTES), name)
-    if not isinstance(data, Mapping):
-        raise InputError("must hold a mapping, as vllm bench serve --save-result writes", location=name)
+def _check(data: Mapping[str, Any], name: str) -> None:
     for key in (*_NEEDED, *_OPTIONAL):
         value = data.get(key)
         if value is None and key in _OPTIONAL:
@@ -179,7 +179,6 @@ def _document(path: str | os.PathLike[str]) -> Mapping[str, Any]:
             raise InputError(f"must be a number >= 0, at most {_MOST:g}", value, f"{name}: {key}")
     if data["duration"] == 0:
         raise InputError("must be above 0", data["duration"], f"{name}: duration")
-    return data
 
 
 def _rows(requests: str | os.PathLike[str], result: BenchResult) -> dict[str, list[Any]]:
@@ -227,4 +226,14 @@ def _stats(
         return statistics(factor * details)
     names = {"mean": "mean", "p50": "median", "p90": "p90", "p95": "p95", "p99": "p99"}
     found = {ours: data.get(f"{theirs}_{metric}_ms") for ours, theirs in names.items()}
-    return MeasuredStats(**{k: factor * v if isinstance(v, int | float) else None for k, v in found.items()})
+    return MeasuredStats(
+        **{
+            key: factor * v if isinstance(v, int | float) and math.isfinite(v) else None
+            for key, v in found.items()
+        }
+    )
+
+
+def _finite(value: Any) -> Any:
+    """Return a value of the file; infinity and NaN, which JSON does not have, as text."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -59,7 +59,7 @@ def test_adapters_of_a_table_count_as_well(tmp_path: Path) -> None:
     path = workload_of(tmp_path, " a.csv")
     with (
         limited(InputLimits(max_adapters=10)),
-        pytest.raises(InputError, match=r"a\.csv:12: must be at most 10"),
+        pytest.raises(InputError, match=r"a\.csv: must be at most 10"),
     ):
         load_workload(path)
 

@@ -267,18 +267,18 @@ def test_adapters_come_from_a_csv_file(tmp_path):
     [
         ("name,rank\na,8\n", "adapters.csv: rate_rps: column is missing"),
         ("name,rank,rate_rps,rnak\na,8,1,1\n", "adapters.csv:1: rnak: unknown column; did you mean 'rank'?"),
-        ("name,rank,rate_rps,rank\na,8,1,1\n", "adapters.csv:1: rank: column must not repeat"),
+        ("name,rank,rate_rps,rank\na,8,1,1\n", "adapters.csv: rank: column must not repeat"),
         (
             "name,rank,rate_rps\na,8,1\nb,8,nan\n",
             "adapters.csv:3: rate_rps: must be a finite number >= 0 (got 'nan')",
         ),
         ("name,rank,rate_rps\na,8,1\na,8,1\n", "adapters.csv:3: name: must be unique (got 'a')"),
-        ("name,rank,rate_rps\na,8\n", "adapters.csv:2: must have as many fields as the header"),
-        ("name,rank,rate_rps\na,8,1,1\n", "adapters.csv:2: must have as many fields as the header"),
+        ("name,rank,rate_rps\na,8\n", "adapters.csv:2: rate_rps: must be a finite number >= 0"),
+        ("name,rank,rate_rps\na,8,1,1\n", "adapters.csv:2: must have as many cells as the header, 3"),
         ("name,rank,rate_rps\n,8,1\n", "adapters.csv:2: name: must be a name"),
-        ('name,rank,rate_rps\n"a,8,1\n', "adapters.csv:2: must be CSV: "),
+        ('name,rank,rate_rps\n"a,8,1\n', "adapters.csv: must be CSV: "),
         ("name,rank,rate_rps\n", "adapters.csv: must hold at least one adapter"),
-        ("", "adapters.csv: name: column is missing"),
+        ("", "adapters.csv: must not be empty: it has no header"),
     ],
 )
 def test_a_mistake_in_the_csv_file_is_reported_there(tmp_path, table, message):
@@ -344,14 +344,14 @@ def test_a_trace_gives_adapters_rates_and_lengths(tmp_path, suffix):
         (
             REQUESTS.replace("4.25", "x"),
             "name,rank\na,8\n7,8\n",
-            "requests.csv: arrival_s: must be a column of numbers",
+            "requests.csv: arrival_s: must be a number (row 3) (got 'x')",
         ),
         (
             REQUESTS.replace("4.25", "40"),
             "name,rank\na,8\n7,8\n",
             "requests.csv: duration_s: must be above 0 and not end",
         ),
-        ("", "name,rank\na,8\n", "requests.csv: cannot be read: "),
+        ("", "name,rank\na,8\n", "requests.csv: must not be empty: it has no header"),
     ],
 )
 def test_a_mistake_in_a_trace_is_reported_there(tmp_path, requests, ranks, message):
@@ -370,6 +370,10 @@ def test_a_trace_and_lengths_do_not_go_together(tmp_path):
 def test_a_parquet_file_that_is_none_is_reported(tmp_path):
     write(tmp_path, "no parquet", "requests.parquet")
     text = TRACED.replace("requests.csv", "requests.parquet")
+    assert refusal(write(tmp_path, text)).startswith(
+        "requests.parquet: arrival_s: column is missing; columns found: no parquet"
+    )
+    write(tmp_path, "PAR1 no parquet", "requests.parquet")
     assert refusal(write(tmp_path, text)).startswith("requests.parquet: cannot be read: ")
 
 
@@ -379,7 +383,7 @@ def test_lengths_come_from_a_column_of_a_file(tmp_path):
     assert load_workload(write(tmp_path, text)).prompt_tokens == Lengths(values=(3, 5), counts=(1, 2))
     assert (
         refusal(write(tmp_path, text.replace("column: n", "column: m")))
-        == "lengths.csv: m: column is missing"
+        == "lengths.csv: m: column is missing; columns found: n, other, separated by ','"
     )
     assert refusal(write(tmp_path, text.replace("column: n", "column: other"))).startswith(
         "lengths.csv: other: must be"
