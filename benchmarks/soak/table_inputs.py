@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -24,6 +25,7 @@ from benchmarks.soak.case import (
     with_value,
 )
 
+_OURS: Final = ("arrival_s", "prompt_tokens", "output_tokens", "adapter", "x")
 _STEP_CELLS: Final = ("1e308", "-1", "nan", "inf", "9" * 400, "", "x", "1e-320", '"', "0")
 
 
@@ -132,6 +134,15 @@ def _traces() -> Iterator[Case]:
         "8 GiB of zeros": sparse_file,
         "zeros without end": link_to_zeros,
         "an open quote": _HEAD + '"0,a,1,1\n',
+        "cut archive": gzip.compress((_HEAD + "0,a,1,1\n" * 9999).encode())[:-30],
+        "UTF-16": (_HEAD + "0,a,1,1\n").encode("utf-16"),
+        **{
+            f"separator {shown(sign)} {shown(number)}": _HEAD.replace(",", sign)
+            + sign.join((number, "a", "1", number))
+            for sign, number in product(
+                ";\t|\x01", ("0,5", "1,000", "1.000,5", "1,5e3", "nan", DIGITS, "2026-01-01")
+            )
+        },
     }
     for name, content in texts.items():
         yield Case(
@@ -190,6 +201,8 @@ def _traces() -> Iterator[Case]:
         "format: azure",
         "format: mooncake",
         "ranks: /dev/zero",
+        *(f"time_unit: {unit}" for unit in ("s", "ms", "us", "ns", "h", DIGITS)),
+        *(f"columns: {{{ours}: {theirs}}}" for ours, theirs in product(_OURS, ("adapter", "x", DIGITS))),
     ):
         yield Case(
             f"trace {shown(entry)}",
