@@ -2,8 +2,10 @@
 
 import re
 import runpy
+import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,13 @@ DOCS = ROOT / "docs"
 TEXT = frozenset(
     (".cfg", ".in", ".j2", ".json", ".md", ".out", ".py", ".svg", ".toml", ".txt", ".yaml", ".yml")
 )
+PAGES = tuple(
+    sorted([ROOT / "README.md", ROOT / "SECURITY.md", ROOT / "examples" / "README.md", *DOCS.rglob("*.md")])
+)
+OF_VLLM = {
+    *("--async-scheduling", "--no-async-scheduling", "--fully-sharded-loras", "--lora-target-modules"),
+    *("--save-result", "--save-detailed"),
+}
 PROGRAMS = (
     "start/first-plan.md",
     "how-it-works/twin.md",
@@ -56,16 +65,93 @@ def test_every_key_of_a_document_is_described(name: str) -> None:
     assert missing == []
 
 
-def test_links_of_top_level_pages_exist() -> None:
-    for page in (
-        ROOT / "README.md",
-        ROOT / "ARCHITECTURE.md",
-        ROOT / "CHANGELOG.md",
-        ROOT / "examples" / "README.md",
-    ):
-        targets = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
-        local = [target for target in targets if "://" not in target]
-        assert [target for target in local if not (page.parent / target).exists()] == []
+def test_links_of_all_pages_exist() -> None:
+    generated = {
+        DOCS / "reference" / f"{name}.md" for name in ("cli", "workload", "plan", "profile", "routers")
+    }
+    missing = []
+    for page in (*PAGES, ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"):
+        for target, _, anchor in re.findall(
+            r"\]\(([^)#\s]*)(#([^)\s]+))?\)", page.read_text(encoding="utf-8")
+        ):
+            path = (page.parent / target).resolve() if target else page
+            if "://" in target or path in generated:
+                continue
+            if not path.exists() or (anchor and anchor not in anchors(path)):
+                missing.append((page.name, target, anchor))
+    assert missing == []
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of the headings of a page, as the site makes them."""
+    from markdown.extensions.toc import slugify
+
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {slugify(re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", each).replace("`", ""), "-") for each in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_command_lines_of_a_page_are_those_of_the_programs(page: Path) -> None:
+    import typer
+
+    from capplan.cli.app import app
+
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    for line in re.findall(r"^\$ (?:[A-Z_]+=\S+ )*capplan ([^|>&\n]*)", text, re.MULTILINE):
+        path, command, words = called(app, shlex.split(line, comments=True))
+        try:
+            command.make_context(path, words)
+        except typer.TyperException as error:
+            pytest.fail(f"{line}: {error.format_message()}")
+    for line in re.findall(r"`capplan ([a-z][^`]*)`", text):
+        _, command, words = called(app, line.split())
+        known = {flag for each in command.params for flag in (*each.opts, *each.secondary_opts)} | {"--help"}
+        given = {word.strip("[],").partition("=")[0] for word in words if word.strip("[").startswith("-")}
+        assert {flag for flag in given if re.fullmatch(r"--?[a-z][a-z-]*", flag)} <= known, line
+    for module, line in re.findall(r"python -m ((?:benchmarks|capplan|tests)[\w.]*)([^|>&`\n]*)", text):
+        sources = [ROOT / "benchmarks" / "common.py", *module_files(module)]
+        code = "".join(file.read_text(encoding="utf-8") for file in sources)
+        assert [flag for flag in re.findall(r"(?<= )--[a-z-]+", line) if f'"{flag}"' not in code] == [], (
+            module
+        )
+
+
+def called(app: object, words: list[str]) -> tuple[str, Any, list[str]]:
+    """Return a command by the first words of a line, its path, and the other words."""
+    import typer
+
+    command, path = typer.main.get_command(app), "capplan"  # type: ignore[arg-type]
+    while words and words[0] in getattr(command, "commands", {}):
+        command, path, words = command.commands[words[0]], f"{path} {words[0]}", words[1:]  # type: ignore[attr-defined]
+    assert path != "capplan" or words[:1] in (["COMMAND"], ["--version"]), words
+    return path, command, words
+
+
+def module_files(module: str) -> list[Path]:
+    """Return the sources of a program: its module, or all of its package."""
+    stem = ROOT.joinpath(*module.split("."))
+    files = [stem.with_suffix(".py")] if stem.with_suffix(".py").is_file() else sorted(stem.rglob("*.py"))
+    assert files, module
+    return files
+
+
+def test_every_flag_in_the_pages_is_one_of_some_program() -> None:
+    import typer
+
+    from capplan.cli.app import app
+
+    def flags(command: Any) -> set[str]:
+        own = {flag for each in command.params for flag in (*each.opts, *each.secondary_opts)}
+        return own.union(*map(flags, getattr(command, "commands", {}).values()))
+
+    files = [*ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("profiling/**/*.py")]
+    code = "".join(file.read_text(encoding="utf-8") for file in files)
+    known = (
+        flags(typer.main.get_command(app)) | set(re.findall(r'"(--[a-z-]+)"', code)) | OF_VLLM | {"--flag"}
+    )
+    for page in PAGES:
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", page.read_text(encoding="utf-8")))
+        assert named - known == set(), page
 
 
 def test_the_command_line_reference_names_environment_variables() -> None:

@@ -58,8 +58,7 @@ def test_the_command_of_a_plan_repeats_it(
     profile = Path("profiles/my profile.json")
     profile.parent.mkdir()
     profile.write_text(Path("profile.json").read_text())
-    kept = workload_yaml.read_text().replace("profile: ./profile.json\n", "")
-    (profile.parent / "w.yaml").write_text(kept)
+    (profile.parent / "w.yaml").write_text(workload_yaml.read_text())
     options = ("--profile", profile, "--seeds", "2", "--gpus-per-link", "2", "--scheduler", "{policy: sjf}")
     first = run("--max-adapters", "50", "plan", "profiles/w.yaml", *options, "--json")
     assert first.exit_code == 0, first.output
