@@ -4,13 +4,24 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+NEWEST ?= .venv-newest
+NEWEST_TORCH ?= torch
 PYTEST_FLAGS ?= -n auto --dist worksteal
 
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+PIP := -m pip install --quiet --disable-pip-version-check --no-compile
+INSTALL := $(BIN)/python $(PIP) --constraint constraints.txt
+EXTRAS := dev,docs,bench,databases,engine,measured,oracle-hf,ray
+define UNBOUNDED
+import re, tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+extras = (each for name in "$(EXTRAS)".split(",") for each in project["optional-dependencies"][name])
+print(*(re.sub(r",<[0-9.]+", "", each) for each in (*project["dependencies"], *extras)), sep="\n")
+endef
+export UNBOUNDED
 
 .DEFAULT_GOAL := help
-.PHONY: help plan test test-slow coverage compile compile-slots compile-pool bench docs lint types style format clean gpu-campaign
+.PHONY: help plan test test-slow test-newest coverage compile compile-slots compile-pool bench docs lint types style format clean gpu-campaign
 
 help: ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,6 +35,14 @@ test: $(VENV)/.test ## everything CI runs: linters, types, import arrows, tests
 
 test-slow: $(VENV)/.test ## tests of minutes each, which `make test` leaves out
 	$(BIN)/python -m pytest -m long
+
+test-newest: ## the tests with the newest versions of everything, beyond the bounds of pyproject.toml
+	$(PYTHON) -m venv $(NEWEST)
+	$(PYTHON) -c "$$UNBOUNDED" > $(NEWEST)/requirements.txt
+	$(NEWEST)/bin/python $(PIP) --upgrade --requirement $(NEWEST)/requirements.txt $(NEWEST_TORCH)
+	$(NEWEST)/bin/python $(PIP) --no-deps --editable .
+	$(NEWEST)/bin/python -m pip list | grep -iE '^(llvmlite|numba|pydantic|torch|typer) '
+	$(NEWEST)/bin/python -m pytest $(PYTEST_FLAGS)
 
 coverage: $(VENV)/.test ## the tests again, slower, with the lines that they run: 85 % at least
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) --cov --cov-report=term
@@ -57,7 +76,7 @@ format: $(VENV)/.test ## rewrite the sources in the house format
 	$(BIN)/ruff format .
 
 clean: ## remove the environment, caches and build products
-	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(NEWEST) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 	rm -rf .hypothesis .benchmarks .coverage .coverage.* htmlcov plan.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -69,5 +88,5 @@ $(VENV)/.base: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt | $(BIN)/python
-	$(INSTALL) --editable '.[dev,docs,bench,databases,engine,measured,oracle-hf,ray]' $(TORCH)
+	$(INSTALL) --editable '.[$(EXTRAS)]' $(TORCH)
 	@touch $@ $(VENV)/.base

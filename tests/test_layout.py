@@ -5,8 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
 LINKED = ("cli", "datasets", "models", "profiling", "twin")
 OUTSIDE = (".ci", "benchmarks", "docs", "examples", "tests")
 MAX_LINES = 1000
@@ -133,3 +136,15 @@ def test_constraints_pin_exactly_what_the_tests_install() -> None:
     wanted = [*project["dependencies"], *extras["dev"], *extras["bench"], "torch"]
     assert {re.split(r"[<>=!~;\[ ]", name)[0].lower() for name in wanted} - pinned == set()
     assert "triton" not in pinned
+
+
+@pytest.mark.parametrize("name", ["llvmlite", "numba", "pydantic", "torch", "typer"])
+def test_what_a_new_release_may_break_is_bounded_by_the_tested_one(name: str) -> None:
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["engine"]])
+    (allowed,) = (each.specifier for each in declared if each.name == name)
+    major, minor = Version(pins[name]).release[:2]
+    assert pins[name] in allowed
+    assert f"{major}.{minor + 1}" not in allowed
+    assert f"| `{name}` | {major}.{minor + 1} |" in (DOCS / "dependencies.md").read_text(encoding="utf-8")
