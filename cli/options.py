@@ -49,7 +49,10 @@ KnownProfile: TypeAlias = Annotated[
 
 ProfileName: TypeAlias = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Shipped profile or path of a profile JSON; default: the workload's."),
+    typer.Option(
+        metavar="NAME",
+        help="Shipped profile or path of a profile JSON, instead of that in the workload; not with pools.",
+    ),
 ]
 
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -116,7 +119,7 @@ RouterOption: TypeAlias = Annotated[
         "--router",
         metavar="NAME",
         callback=_known_router,
-        help="Router, such as smooth-shares, least-work-left or toppings; default: that of the file.",
+        help=f"Router: {', '.join(ROUTER_NAMES)}; default: that of the file.",
     ),
 ]
 

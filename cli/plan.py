@@ -61,7 +61,8 @@ class PlanArgs:
     time_limit: float | None = typer.Option(
         None,
         metavar="SECONDS",
-        help="Limit of search and verification together; default: 60 s for the search alone.",
+        help="Limit of search and verification together; default: none, but the search begins nothing new "
+        "after 60 s.",
     )
     duration: float | None = typer.Option(
         None,

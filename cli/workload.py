@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from capplan.cli.console import Table, print_json, print_table
-from capplan.cli.options import AsJson, ProfileName, command
+from capplan.cli.options import AsJson, command
 from capplan.cli.output import require_writable_files
 from capplan.errors import InputError
 
@@ -26,7 +26,9 @@ class PresetArgs:
     output: str | None = typer.Option(
         None, "--output", "-o", metavar="FILE", help="Where to write; printed unless given."
     )
-    profile: ProfileName = None
+    profile: str | None = typer.Option(
+        None, metavar="NAME", help="Profile that the file names; default: ./profile.json."
+    )
     gpus: int | None = typer.Option(None, metavar="N", min=1, help="GPUs a plan may use.")
     traces: str | None = typer.Option(None, metavar="DIR", help="Folder of the public traces.")
     as_json: AsJson = False

@@ -1,13 +1,15 @@
-"""The documentation is true: generated pages are complete, links of the README exist, programs run."""
+"""The documentation is true: generated pages are complete, links exist, command lines parse, programs run."""
 
 import re
 import runpy
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -152,6 +154,91 @@ def test_every_flag_in_the_pages_is_one_of_some_program() -> None:
     for page in PAGES:
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", page.read_text(encoding="utf-8")))
         assert named - known == set(), page
+
+
+def test_the_errors_of_composed_profiles_are_those_of_their_fit() -> None:
+    from capplan.models.compose.host_terms import composition_terms
+    from capplan.models.compose.lora import CARRIED_STD_ERROR
+
+    terms = composition_terms()
+    left_out = [each.error_percent for each in terms.left_out]
+    page = (DOCS / "guides" / "calibrate.md").read_text(encoding="utf-8")
+    assert f"mean ITL {terms.error_percent:.1f} % off on measured engines" in page
+    assert f"{min(left_out):.1f} to {max(left_out):.1f} % on GPUs, models and `tp` left out" in page
+    assert f"with a standard error of {100 * CARRIED_STD_ERROR:.0f} %" in page
+
+
+def test_the_gpus_of_composed_profiles_are_those_with_operators() -> None:
+    from capplan.models.compose.tables import SYSTEMS
+
+    page = (DOCS / "how-it-works" / "compose.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([^`]+)` \| `([^`]+)` \| 1, 2, 4, 8 \|$", page, re.MULTILINE)
+    assert rows == [(each.sheet_key, each.key) for each in (SYSTEMS[i] for i in (0, 1, 2, 4, 3, 5))]
+
+
+def test_the_readme_counts_the_profiles_that_ship() -> None:
+    from capplan import list_profiles, load_profile
+
+    kinds = {name: load_profile(name).provenance.kind.value for name in list_profiles()}
+    composed = [name for name, kind in kinds.items() if kind == "composed"]
+    published = [name for name, kind in kinds.items() if kind == "published"]
+    assert (len(published), len(kinds)) == (3, len(composed) + 3)
+    words = "Three are fitted to runs on an H100 cluster; over 100 of seven more GPUs are composed"
+    assert words in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(composed) > 100
+    assert len({name.split("/")[0] for name in composed} - {name.split("/")[0] for name in published}) == 7
+
+
+def test_the_guide_to_deploying_names_every_flag_of_a_script() -> None:
+    from capplan.deploy import EXPORTERS
+    from tests.cli.examples import small_plan
+
+    files = EXPORTERS["vllm"](small_plan(), port=8000, runtime_updates=True)
+    scripts = "".join(text for name, text in files.items() if name.endswith(".sh"))
+    page = (DOCS / "guides" / "deploy.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"--[a-z][a-z-]+", scripts)) | set(re.findall(r"VLLM_[A-Z_]+(?==)", scripts))
+    assert {name for name in named if f"`{name}" not in page} == set()
+
+
+def test_install_lists_the_targets_of_the_makefile() -> None:
+    targets = set(
+        re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    page = (DOCS / "start" / "install.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `make ([a-z-]+)` \|", page, re.MULTILINE)) <= targets
+    assert {"plan", "test", "test-slow", "test-newest"} <= targets
+
+
+def test_the_defaults_in_the_guide_to_workload_files_are_those_of_the_schema() -> None:
+    from capplan.spec import WorkloadFile
+
+    schema = WorkloadFile.model_json_schema()
+    known: dict[str, list[object]] = {}
+    for part in (schema, *schema["$defs"].values()):
+        for key, value in part.get("properties", {}).items():
+            found = value.get("default")
+            known.setdefault(key, []).extend(found.values() if isinstance(found, dict) else [found])
+    page = (DOCS / "guides" / "workload.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| .* \| (?:`([\w.-]+)`|([\d.]+)) \|$", page, re.MULTILINE)
+    stated = [(key, word or number) for key, word, number in rows if set(known.get(key, ())) - {None}]
+    assert len(stated) > 20
+    assert [(k, d) for k, d in stated if yaml.safe_load(d) not in known[k]] == []
+
+
+@pytest.mark.long
+def test_the_example_of_the_readme_prints_what_the_readme_shows(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    example = re.search(r"\$ capplan (plan examples/\S+ -o plan.json)\n(.*?)\n\$ ", text, re.DOTALL)
+    assert example is not None
+    words = [
+        sys.executable,
+        "-m",
+        "capplan",
+        *example[1].replace("plan.json", str(tmp_path / "plan.json")).split(),
+    ]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    told = " ".join(done.stdout.replace(str(tmp_path / "plan.json"), "plan.json").split())
+    assert [line for line in example[2].splitlines() if " ".join(line.split()) not in told] == []
 
 
 def test_the_command_line_reference_names_environment_variables() -> None:
