@@ -44,8 +44,8 @@ class ProfileKernelsArgs:
     hidden: str | None = typer.Option(
         None, metavar="N[,N...]", help="Hidden sizes; default: of the built-in models."
     )
-    kernel: str | None = typer.Option(
-        None, "--kernels", metavar="NAME[,NAME...]", help="Default: all that the device has."
+    kernels: str | None = typer.Option(
+        None, metavar="NAME[,NAME...]", help="Default: all that the device has."
     )
     dtype: str | None = typer.Option(
         None, metavar="NAME", help="Default: float32 on a CPU, bfloat16 on a GPU."
@@ -77,7 +77,7 @@ def kernels(args: ProfileKernelsArgs) -> None:
         grids=names(args.grid, "--grid"),
         phases=_phases(args.phases),
         widths=None if args.hidden is None else numbers(args.hidden, "--hidden"),
-        kernels=None if args.kernel is None else names(args.kernel, "--kernels"),
+        kernels=None if args.kernels is None else names(args.kernels, "--kernels"),
         limits=SamplingLimits(budget_s=args.budget_s, tolerance=args.tolerance),
     )
     _require_folder(args.output)
