@@ -121,12 +121,15 @@ def _shared_options(
 
     Exit status: 0 done, 1 a verification disagrees, 2 something given is wrong, 3 no plan is possible.
     """
-    limits = InputLimits(
-        max_adapters=max_adapters,
-        max_instances=max_instances,
-        max_duration_s=max_duration_s,
-        max_trace_rows=max_trace_rows,
-    )
+    try:
+        limits = InputLimits(
+            max_adapters=max_adapters,
+            max_instances=max_instances,
+            max_duration_s=max_duration_s,
+            max_trace_rows=max_trace_rows,
+        )
+    except InputError as error:
+        raise InputError(error.rule, error.value, f"--{error.location.replace('_', '-')}") from None
     ctx.with_resource(limited(limits))
 
 

@@ -23,8 +23,12 @@ from tests.cli.examples import small_plan, write_inputs
         ),
         (("--max-instances", "1"), ("explain", "plan.json"), "at most 1 instances; capplan --max-instances"),
         (("--max-instances", "1"), ("plan", "workload.yaml"), "gpus: must be at most 1 instances"),
-        (("--max-trace-rows", "0"), ("profiles",), "max_trace_rows: must be a whole number >= 1"),
-        (("--max-duration-s", "1e10"), ("profiles",), "max_duration_s: must be a number of seconds above 0"),
+        (("--max-trace-rows", "0"), ("profiles",), "--max-trace-rows: must be a whole number >= 1"),
+        (
+            ("--max-duration-s", "1e10"),
+            ("profiles",),
+            "--max-duration-s: must be a number of seconds above 0",
+        ),
     ],
 )
 def test_each_limit_is_an_option_of_the_command_line(

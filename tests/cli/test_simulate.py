@@ -284,7 +284,7 @@ def test_a_cluster_without_ray_is_one_line(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     line = error_line(run("simulate", workload_yaml, "--max-loras", "4", *SHORT, "--ray-address", "auto"))
-    assert line == "error: ray_address: needs Ray: pip install '.[ray]', in the checkout"
+    assert line == "error: --ray-address: needs Ray: pip install '.[ray]', in the checkout"
 
 
 @pytest.mark.parametrize("flag", ["--html", "--requests-out"])
