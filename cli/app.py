@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from importlib import import_module
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, cast
 
 import typer
 from pydantic import ValidationError
@@ -74,7 +74,7 @@ def _usage_error(error: typer.TyperException) -> InputError:
     param: Any = getattr(error, "param", None)
     command = "capplan" if ctx is None else ctx.command_path
     option = getattr(error, "option_name", None)
-    rule, value = error.format_message().rstrip("."), NO_VALUE
+    rule, value = error.format_message().rstrip("."), cast(object, NO_VALUE)
     if param is not None:
         option = param.metavar if param.param_type_name == "argument" else max(param.opts, key=len)
         rule = error.message.rstrip(".") or "is required"

@@ -426,9 +426,9 @@ def _largest_load(run_at: Callable[[float], Sequence[Evaluation]], holds: float)
     fails = max(1.0, 2.0 * holds)
     failing = run_at(fails)
     while not breaks(failing):
-        holds, fails = fails, fails * 2.0
-        if fails > _LARGEST_SCALE:
-            return _LargestLoad(holds, fails, ())
+        if fails == _LARGEST_SCALE:
+            return _LargestLoad(fails, fails, ())
+        holds, fails = fails, min(2.0 * fails, _LARGEST_SCALE)
         failing = run_at(fails)
     for _ in range(_BISECTIONS):
         middle = (holds + fails) / 2.0

@@ -114,8 +114,9 @@ def _summary(plan: Plan, explanation: Explanation | None) -> page.Section:
 
 
 def _bounds(plan: Plan) -> str:
-    bounds = plan.slo.model_dump(mode="json", exclude_none=True)
-    return ", ".join(f"{name} {value:g}" for name, value in bounds.items())
+    bounds = plan.slo.model_dump(mode="json", exclude_none=True, exclude={"stable"})
+    words = [f"{name} {value:g}" for name, value in bounds.items()]
+    return ", ".join([*words, *(["stable queues"] if plan.slo.stable else [])])
 
 
 def _groups_table(plan: Plan) -> Table:

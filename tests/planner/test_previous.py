@@ -108,7 +108,7 @@ def test_a_plan_from_scratch_replaces_a_near_one_that_repairs_made_larger(
 
 def test_no_start_is_built_twice_on_one_size(workload: Make, in_force: Path) -> None:
     """The second search, which may improve starts, does not repeat the first, which leaves them."""
-    problem = make_problem(workload(*scaled(2.0)), 8, None)
+    problem = make_problem(workload(*scaled(1.5)), 8, None)
     old = previous_instances(Plan.from_json(in_force))
     built: Counter[tuple[int, ...]] = Counter()
 
