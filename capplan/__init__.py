@@ -6,7 +6,8 @@ and a program that only reads a plan never pays for the twin.
 
 from importlib import import_module
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+
+TYPE_CHECKING = False  # not typing's: Ctrl-C during its import would print a traceback
 
 if TYPE_CHECKING:
     from capplan import errors

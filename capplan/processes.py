@@ -39,7 +39,8 @@ _COLLECTION_SHARE: Final = 0.01
 
 
 def end_with_pool() -> None:
-    """Let a worker of a process pool end with the process of the pool: an ``initializer``."""
+    """Let a worker of a process pool end with the process of the pool, or at Ctrl-C: an ``initializer``."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once, also in compiled code, and without a traceback
     threading.Thread(target=_end_after_pool, daemon=True).start()
 
 
@@ -74,6 +75,19 @@ def end_by_kernel_with(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it has ended before
             sys.exit(1)
+
+
+@contextlib.contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Start processes, in the context, that Ctrl-C in a terminal does not reach: their parent ends them."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which they inherit
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def open_file_limit() -> int:

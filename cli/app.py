@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import errno
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -18,11 +19,12 @@ from pydantic import ValidationError
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from capplan.__main__ import INTERRUPTED, quit_at_once
 from capplan.errors import NO_VALUE, CapplanError, InputError
+from capplan.processes import end_with_parent
 from capplan.spec.limits import InputLimits, limited
 from capplan.spec.validation import input_error
 
-_INTERRUPTED: Final = 130  # 128 + SIGINT, as shells report it
 _PIPE_CLOSED: Final = 141  # 128 + SIGPIPE
 _SYSTEM_ERRORS: Final = (
     *(
@@ -57,7 +59,7 @@ def reported(debug: bool) -> Iterator[None]:
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
-        raise typer.Exit(_INTERRUPTED) from None
+        raise typer.Exit(INTERRUPTED) from None
     except MemoryError:
         if debug:
             traceback.print_exc()
@@ -206,7 +208,10 @@ def _load(path: str) -> Any:
     made = typer.Typer(add_completion=False)
     function = f"{name}_" if hasattr(builtins, name) else name
     made.command(name)(getattr(import_module(f"capplan.cli.{module}"), function))
-    return get_command(made)
+    found = get_command(made)
+    if signal.getsignal(signal.SIGINT) is quit_at_once:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # there may be something to clean up
+    return found
 
 
 class CommandGroup(TyperGroup):
@@ -254,6 +259,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line; never returns."""
+    end_with_parent()
     _require_streams()
     try:
         try:

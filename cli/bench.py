@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
+from capplan.__main__ import INTERRUPTED
 from capplan.cli.console import Table, counted, number, percent, print_json, print_table
 from capplan.cli.options import (
     FAILED,
-    INTERRUPTED,
     ApiKey,
     AsJson,
     HtmlFile,

@@ -404,7 +404,6 @@ def member(kind: type[Member], name: str, flag: str) -> Member:
         raise InputError(f"must be one of {', '.join(kind)}", name, flag) from None
 
 
-INTERRUPTED: Final = 130  # 128 + SIGINT, as shells report it
 FAILED: Final = 1
 ENGINE: Final = ("fastapi", "prometheus_client", "safetensors", "tokenizers", "torch", "uvicorn")
 

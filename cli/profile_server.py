@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from capplan.__main__ import INTERRUPTED
 from capplan.cli.console import Table, counted, number, print_json, print_table
 from capplan.cli.options import (
     FAILED,
-    INTERRUPTED,
     ApiKey,
     AsJson,
     command,

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
+from capplan.__main__ import INTERRUPTED
 from capplan.cli.console import DASH, Table, number, print_json, print_table
 from capplan.cli.options import (
     ENGINE,
     FAILED,
-    INTERRUPTED,
     ApiKey,
     AsJson,
     HtmlFile,

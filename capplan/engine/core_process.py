@@ -24,7 +24,7 @@ from capplan.engine.engine import Engine
 from capplan.engine.messages import CoreReady, CoreRefused, CoreSettings, FrameReader, frame
 from capplan.engine.request import SamplingParams
 from capplan.errors import CapplanError
-from capplan.processes import end_by_kernel_with
+from capplan.processes import end_by_kernel_with, without_interrupts
 from capplan.serving import NONE
 from capplan.serving.refresh import compile_refresh
 
@@ -63,7 +63,7 @@ class CoreProcess:
 
     def __init__(self, settings: CoreSettings, cpus: Sequence[int] = ()) -> None:
         self.connection, inherited = socket.socketpair()
-        with inherited, bound_to(cpus):
+        with inherited, bound_to(cpus), without_interrupts():
             command = (*_COMMAND, str(inherited.fileno()), str(os.getpid()))
             self._process = subprocess.Popen(command, pass_fds=[inherited.fileno()])  # noqa: S603 - ourselves
         try:

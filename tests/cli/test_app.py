@@ -2,6 +2,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -191,3 +193,58 @@ def test_asking_for_help_loads_no_heavy_library(statement: str) -> None:
 def test_the_module_and_the_function_are_one_command_line(process: Process, run: Run) -> None:
     done = process("schema", "workload")
     assert (done.returncode, done.stdout) == (0, run("schema", "workload").stdout)
+
+
+@pytest.mark.parametrize("entry", ["module", "script"])
+@pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.3, 0.6, 1.0])
+def test_ctrl_c_is_one_line_from_the_first_import_on(tmp_path: Path, entry: str, delay_s: float) -> None:
+    """The case of ../shared/cases/37-sigint-start, from the first line of capplan's own code on."""
+    marker = tmp_path / "marker"
+    # A hook that tells when the package is imported; the signal then comes after a delay.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Hook:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'capplan.cli':\n"
+        f"            open({str(marker)!r}, 'w').close()\n"
+        "sys.meta_path.insert(0, Hook())\n"
+    )
+    script = tmp_path / "capplan"
+    script.write_text("import sys\nfrom capplan.__main__ import main\nsys.exit(main())\n")  # as pip writes it
+    words = ["-m", "capplan"] if entry == "module" else [str(script)]
+    workload = ROOT / "examples" / "chat-96" / "workload.yaml"
+    process = subprocess.Popen(
+        [sys.executable, *words, "plan", str(workload), "-o", str(tmp_path / "plan.json")],
+        env={**environment(), "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while not marker.exists() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(delay_s)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    lines = [line for line in err.splitlines() if not line.startswith("compiling the digital twin")]
+    assert (process.returncode, out, lines) == (130, "", ["interrupted"])
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_the_installed_command_starts_where_ctrl_c_is_handled() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"capplan": "capplan.__main__:main"}
+
+
+def test_a_job_whose_shell_ignores_ctrl_c_goes_on_ignoring_it() -> None:
+    program = (
+        "import signal\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "import sys; sys.argv = ['capplan', '--version']\n"
+        "from capplan.__main__ import main\n"
+        "try: main()\n"
+        "except SystemExit: print(signal.getsignal(signal.SIGINT).name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env=environment(), capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "SIG_IGN"

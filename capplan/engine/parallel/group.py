@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple, Self
 
 from capplan.engine.messages import FrameReader, frame
 from capplan.errors import CapplanError
+from capplan.processes import without_interrupts
 
 START_TIMEOUT_S: Final = 600.0
 """For a worker to load its part of a model, as for an engine of vLLM; and for a command afterwards."""
@@ -91,7 +92,7 @@ class WorkerGroup:
         self._connections: dict[int, socket.socket] = {}
         for rank in ranks:
             own, inherited = socket.socketpair()
-            with inherited:
+            with inherited, without_interrupts():
                 self._connections[rank] = own
                 self._processes[rank] = subprocess.Popen(  # noqa: S603 - ourselves
                     (*_COMMAND, str(inherited.fileno()), str(os.getpid()), str(rank)),
