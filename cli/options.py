@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, fields
@@ -257,6 +258,7 @@ def command(function: Callable[[Any], None]) -> Callable[..., None]:
 
     def invoke(**values: Any) -> None:
         args = options_type(**values)
+        _require_keys(args, hints)
         try:
             function(args)
         except InputError as error:
@@ -323,6 +325,25 @@ def command_line(name: str, args: Any, without: Sequence[str] = ()) -> str:
         if value != getattr(default, key)
     ]
     return " ".join([program, *raised, command, *map(shlex.quote, words)])
+
+
+def _require_keys(args: Any, hints: Mapping[str, Any]) -> None:
+    """Check the API keys of a command; to the parser an empty variable of the environment counts as unset."""
+    for field in fields(args):
+        if not field.name.endswith("api_key"):
+            continue
+        variable = str(_declaration(field, hints[field.name])[0].envvar)
+        value, variable_value = getattr(args, field.name), os.environ.get(variable)
+        is_flag = value not in (None, variable_value)
+        key = value if is_flag else variable_value
+        where = f"--{field.name.replace('_', '-')}" if is_flag else variable
+        if key is not None and not key.strip():
+            rule = (
+                "must not be empty" if is_flag else f"must not be empty; `unset {variable}` if there is none"
+            )
+            raise InputError(rule, location=where)
+        if key is not None and (key != key.strip() or not key.isprintable()):  # not shown
+            raise InputError("must be printable characters without spaces around them", location=where)
 
 
 def _declaration(field: Field[Any], hint: Any) -> tuple[ParameterInfo, Any, list[str]]:

@@ -241,3 +241,43 @@ def test_help_works_without_the_extra() -> None:
         [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=120
     )
     assert done.stdout.split() == ["0", "False"], done.stderr
+
+
+@pytest.mark.parametrize("key", ["", " ", "\t\n"])
+@pytest.mark.parametrize(
+    ("variable", "words"),
+    [
+        ("CAPPLAN_API_KEY", ["serve", "--model", "tiny-llama"]),
+        ("CAPPLAN_API_KEY", ["serve", "absent.json"]),
+        ("CAPPLAN_ADMIN_API_KEY", ["serve", "--model", "tiny-llama"]),
+        ("OPENAI_API_KEY", ["bench", "absent.yaml", "--url", "http://127.0.0.1:1"]),
+        ("OPENAI_API_KEY", ["validate", "absent.json", "--workload", "absent.yaml"]),
+        ("OPENAI_API_KEY", ["profile", "server", "http://127.0.0.1:1", "--model", "x", "-o", "absent"]),
+    ],
+)
+def test_an_empty_key_in_the_environment_is_refused(
+    run: Run,
+    started: list[InstanceConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    words: list[str],
+    key: str,
+) -> None:
+    """The case of ../shared/cases/35-empty-env-key: the server would be open to everyone."""
+    monkeypatch.setenv(variable, key)
+    line = error_line(run(*words))
+    assert line.startswith(f"error: {variable}: must not be empty")
+    assert started == []
+
+
+@pytest.mark.parametrize("key", ["secret\n", " secret", "sec\x1bret"])
+def test_a_key_that_no_client_could_send_is_refused_and_not_shown(
+    run: Run, started: list[InstanceConfig], monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("CAPPLAN_API_KEY", key)
+    line = error_line(run("serve", "--model", "tiny-llama"))
+    assert line == "error: CAPPLAN_API_KEY: must be printable characters without spaces around them"
+    given = error_line(run("serve", "--model", "tiny-llama", "--api-key", ""))
+    assert given == "error: --api-key: must not be empty"
+    run("serve", "--model", "tiny-llama", "--api-key", "right")  # takes precedence
+    assert [instance.server.api_key for instance in started] == ["right"]
