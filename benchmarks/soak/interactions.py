@@ -37,6 +37,8 @@ class Interaction:
         Number of connections that send them at the same time.
     pause_s
         Time between two parts.
+    rounds
+        Times that every connection is made, one after the other.
     reads
         Whether to read the response; otherwise the connection is held for `hold_s` and aborted.
     """
@@ -44,14 +46,18 @@ class Interaction:
     name: str
     parts: Callable[[], Iterable[bytes]]
     connections: int = 1
+    rounds: int = 1
     pause_s: float = 0.0
     reads: bool = True
     hold_s: float = 0.0
 
     async def run(self, host: str, port: int, timeout_s: float) -> list[int]:
         """Return the status of each connection; `CLOSED` for one without a response."""
-        runs = (self._run_one(host, port, timeout_s) for _ in range(self.connections))
-        return list(await asyncio.gather(*runs))
+        statuses: list[int] = []
+        for _ in range(self.rounds):
+            runs = (self._run_one(host, port, timeout_s) for _ in range(self.connections))
+            statuses += await asyncio.gather(*runs)
+        return statuses
 
     async def _run_one(self, host: str, port: int, timeout_s: float) -> int:
         received = b""
@@ -169,6 +175,13 @@ _MALFORMED: Final = {
     "negative chunk": b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n",
     "unknown encoding": b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
     "unknown expectation": b"POST /v1/completions HTTP/1.1\r\nExpect: x\r\nContent-Length: 2\r\n\r\n{}",
+    "HTTP/1.0 with chunks": b"POST /v1/completions HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0"
+    + _END,
+    "HTTP/1.0 that waits for 100": b"POST / HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 2" + _END,
+    "garbage after a request": b"GET /v1/nothing HTTP/1.1\r\nHost: x\r\n\r\n\0\xff" + _END,
+    "chunk extensions": b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2;a=b;c\r\n{}\r\n0;d" + _END,
+    "lower-case method": b"post /v1/completions HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}",
+    "length as a list": b"POST /v1/completions HTTP/1.1\r\nContent-Length: 2, 2\r\n\r\n{}",
     "response": b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n",
     "random bytes": bytes(range(256)) * 16,
 }
@@ -201,6 +214,7 @@ def _slow() -> Iterator[Interaction]:
     unread = request(_COMPLETIONS, json.dumps(stream).encode())
     yield _sends("20 clients that do not read a stream", unread, connections=20, reads=False, hold_s=3.0)
     yield _sends("20 clients that leave", unread, connections=20, reads=False)
+    yield _sends("20000 clients that leave in the midst of a stream", unread, connections=200, rounds=100)
     many = request("/v1/models", b"", method="GET") * 16
     yield _sends("100 clients that do not read", many, connections=100, reads=False, hold_s=1.0)
     yield _sends("40 requests for metrics", request("/metrics", b"", method="GET"), connections=40)

@@ -111,3 +111,47 @@ def test_the_application_is_told_once_that_its_client_is_gone() -> None:
 
     begun, left = asyncio.Event(), asyncio.Event()
     run(application, check)
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"2.0"])
+@pytest.mark.parametrize("field", [b"", b"Connection: keep-alive\r\n", b"Expect: 100-continue\r\n"])
+def test_a_body_of_unknown_length_ends_with_the_connection_before_http_1_1(
+    version: bytes, field: bytes
+) -> None:
+    """No chunks, no interim response: the client cannot read them."""
+
+    async def check(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(REQUEST.replace(b"1.1", version).replace(b"Host: x\r\n", b"Host: x\r\n" + field))
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert b"transfer-encoding" not in head
+        assert b"connection: close" in head
+        assert body == b"onetwobody"
+
+    async def application(_: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({**START, "headers": []})
+        for part in (b"one", b"", b"two"):
+            await send({**BODY, "body": part, "more_body": True})
+        await send(BODY)
+
+    run(application, check)
+
+
+@pytest.mark.parametrize(
+    "rest", [b"\0\xff garbage\r\n\r\n", b"get / http/1.1\r\n\r\n", b"GET / HTTP/1.1\r\nX : y\r\n\r\n"]
+)
+@pytest.mark.parametrize("requests", [1, 2])
+def test_whole_requests_are_answered_whatever_follows_them(rest: bytes, requests: int) -> None:
+    async def check(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(REQUEST * requests + rest)
+        received = await reader.read()
+        assert received.count(b"HTTP/1.1 200 OK") == received.count(b"\r\n\r\nbody") == requests
+
+    async def application(_: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await asyncio.sleep(0.05)
+        await send(START)
+        await send(BODY)
+
+    run(application, check)

@@ -146,6 +146,33 @@ def test_headers_that_do_not_come_in_time_end_the_connection(server: Live, sent:
         assert 0.2 < time.monotonic() - begin_s < 5
 
 
+def test_jumps_of_the_wall_clock_change_no_time_limit(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of a machine may be set while requests run: 30 years ahead, and back."""
+    real, jumps = time.time, iter(range(10**9))
+    monkeypatch.setattr(time, "time", lambda: real() + (-1) ** next(jumps) * 1e9)
+    for _ in range(3):
+        test_headers_that_do_not_come_in_time_end_the_connection(server, b"GET /health HTTP/1.1\r\nX: y")
+        with connected(server) as client:
+            fields = b'{"model": "base", "prompt": [1], "max_tokens": 300, "ignore_eos": true}'
+            head = POST + b"Content-Length: %d\r\n\r\n" % len(fields)
+            begin_s = time.monotonic()
+            status, document = answer(client, head + fields)
+            assert (status, document["usage"]["completion_tokens"]) == (200, 300)
+            assert time.monotonic() - begin_s < 20
+    with connected(server) as client:
+        client.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        page = b"".join(iter(lambda: client.recv(65536), b"")).decode()
+    latencies = [float(line.split()[-1]) for line in page.splitlines() if "latency_seconds_sum" in line]
+    assert latencies
+    assert all(0 <= seconds < 1000 for seconds in latencies)
+
+
+def test_a_length_may_have_spaces_around_it(server: Live) -> None:
+    fields = b'{"model": "base", "prompt": [1], "max_tokens": 1}'
+    with connected(server) as client:
+        assert answer(client, POST + b"Content-Length:   %d \t\r\n\r\n" % len(fields) + fields)[0] == 200
+
+
 def test_trickled_headers_do_not_extend_the_time(server: Live) -> None:
     with connected(server) as client:
         begin_s = time.monotonic()

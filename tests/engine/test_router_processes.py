@@ -1,8 +1,10 @@
 """`capplan serve PLAN` with real engine processes and the tiny model."""
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,9 +29,9 @@ from tests.engine.fake_instances import events, tiny_plan
 class Served:
     """A plan served by real processes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, port: int = 0) -> None:
         tiny_plan().to_json(folder / "plan.json")
-        arguments = ["serve", folder / "plan.json", "--model", "tiny-llama", "--port", 0, "--json"]
+        arguments = ["serve", folder / "plan.json", "--model", "tiny-llama", "--port", port, "--json"]
         self.errors = (folder / "stderr").open("w+")
         self.process = subprocess.Popen(
             command(arguments),
@@ -87,6 +89,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
 def test_a_served_plan_survives_a_killed_instance_and_drains(served: Served) -> None:
     """One test, because every start takes seconds."""
     check_shares(served)
+    check_http_1_0(served)
     killed, survivor = check_restart_after_kill(served)
     check_drain(served, killed, "b" if killed == "a" else "a", survivor)
 
@@ -103,6 +106,20 @@ def check_shares(served: Served) -> None:
     }
     assert abs(done["g0-1"] - 50) <= 1
     assert done["g0-1"] + done["g1-1"] == 200
+
+
+def check_http_1_0(served: Served) -> None:
+    """A stream of the router is not in chunks, and ends with the connection."""
+    body = b'{"model": "a", "prompt": [1], "max_tokens": 3, "stream": true}'
+    head = (
+        b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nAuthorization: Bearer secret\r\n"
+    )
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as client:
+        client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        fields, _, received = b"".join(iter(lambda: client.recv(65536), b"")).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in fields.lower()
+    assert events(received)[-1] == b"[DONE]"
 
 
 def check_restart_after_kill(served: Served) -> tuple[str, psutil.Process]:
@@ -149,6 +166,32 @@ def check_drain(served: Served, model: str, stopped_model: str, stopped: psutil.
     _, left = psutil.wait_procs(family, 10)
     assert left == []
     assert "Traceback" not in served.log()
+
+
+def test_a_killed_router_is_restarted_on_its_port_at_once(served: Served, tmp_path: Path) -> None:
+    """Clients in the midst of streams are cut off, and no instance of the first router is left."""
+    first = served.instances()
+    streams = [served.open(model, 400, stream=True) for model in ("a", "b") for _ in range(4)]
+    assert all(stream.readline().startswith(b"data: ") for stream in streams)
+    served.process.kill()
+    served.process.wait()
+    (tmp_path / "again").mkdir()
+    again = Served(tmp_path / "again", int(served.url.rpartition(":")[2]))
+    family = psutil.Process(again.process.pid).children(recursive=True)
+    try:
+        assert again.url == served.url
+        assert [again.status(model) for model in ("a", "b", "shared")] == [200] * 3
+        for stream in streams:
+            with contextlib.suppress(IncompleteRead, ConnectionError):
+                assert b"[DONE]" not in stream.read()
+        assert psutil.wait_procs(first, 20)[1] == []
+    finally:
+        again.process.terminate()
+        status = again.process.wait(60)
+        again.process.communicate()
+        again.errors.close()
+    assert status == 0
+    assert psutil.wait_procs(family, 20)[1] == []
 
 
 def test_an_engine_process_does_not_outlive_its_parent() -> None:

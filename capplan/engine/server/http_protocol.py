@@ -153,6 +153,25 @@ class _HeldHead:
         self._held = b""
 
 
+class _UnframedSend:
+    """`send` of a response to HTTP/1.0, without chunks: a body of unknown length ends with the connection."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._send = cycle.send
+        self._has_length = False
+
+    async def __call__(self, message: Any) -> None:
+        cycle = self._cycle
+        if message["type"] == "http.response.start":
+            self._has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            if not self._has_length:
+                cycle.chunked_encoding = False
+        elif not self._has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await self._send(message)
+
+
 class LimitedProtocol(HttpToolsProtocol):
     """HTTP connection with limits on its headers, and on the time in which a client sends and reads.
 
@@ -225,6 +244,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._stop_timer()
         super().on_headers_complete()
         self.cycle.transport = _HeldHead(self.transport, self.loop)  # type: ignore[assignment]
+        if self.scope["http_version"] != "1.1":
+            self.cycle.send = _UnframedSend(self.cycle)  # type: ignore[method-assign, assignment]
+            self.cycle.keep_alive = self.cycle.waiting_for_100_continue = False
         self.scope["extensions"] = {CLIENT: ClientLink()}  # type: ignore[dict-item]
         self._receives_body = True
         self._parts = 0
@@ -313,7 +335,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refuse(overloaded())
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse a request that is not HTTP or beyond a limit."""
+        """Refuse what is not HTTP or beyond a limit; whole requests before it are answered."""
+        if self._refusal is None and self._running is not None and not self._receives_body:
+            self.cycle.keep_alive = False  # of the last whole one; nothing is parsed any more
+            return
         self._refuse(self._refusal or ApiError(400, msg), has_begun=True)
 
     def _refuse(self, error: ApiError, has_begun: bool = False) -> None:

@@ -43,6 +43,8 @@ class RequestLimiter:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # the connection leaves the body out
+            scope = {**scope, "method": "GET"}
         try:
             self._check(scope)
         except ApiError as error:
@@ -72,7 +74,7 @@ class RequestLimiter:
             _require_key(headers, "admin API key", *_pool_keys(path, settings.admin_api_key))
         elif path.startswith("/v1/"):
             _require_key(headers, "API key", settings.api_key)
-        length = headers.get("content-length", "0")
+        length = headers.get("content-length", "0").strip()
         if not length.isdecimal() or int(length[:20]) > self._state.max_body_bytes:
             raise _too_large(self._state.max_body_bytes, self._state.refusals)
         if generates(scope):
