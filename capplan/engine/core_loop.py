@@ -237,17 +237,22 @@ class CoreLoop:
         logprobs: dict[int, TokenLogprobs] = {
             request.tag: request.logprobs[-1] for request in step.emitted if request.logprobs
         }
+        prompts = {
+            request.tag: request.prompt_logprobs
+            for request in step.emitted
+            if request.prompt_logprobs and len(request.output) == 1
+        }
         ended, self._ended = self._ended, {}
         record = step.record
         if record is not None and (probe_ms := self._probe.taken_ms()):
             record = record._replace(probe_ms=probe_ms)
-        self._send(StepTokens(record, tags, tokens, logprobs, ended))
+        self._send(StepTokens(record, tags, tokens, logprobs, prompts, ended))
 
     def _flush(self) -> None:
         """Send the ends of prompts that no step has sent."""
         if self._ended:
             ended, self._ended = self._ended, {}
-            self._send(StepTokens(None, array("q"), array("i"), {}, ended))
+            self._send(StepTokens(None, array("q"), array("i"), {}, {}, ended))
 
     def _send(self, message: Any) -> None:
         # It blocks only if the server is megabytes behind; the server never blocks on the core.

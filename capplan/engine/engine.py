@@ -188,7 +188,9 @@ class Engine:
         """
         if self._numbers.entry(request.adapter) != request.adapter_entry:
             raise InputError("must not have been removed", request.adapter_name, "adapter")
-        prefix, shared = self._prefix_ids.of(request.prompt, request.adapter)
+        # The logits of a cached prefix are not known.
+        is_scored = request.params.prompt_logprobs
+        prefix, shared = (0, 0) if is_scored else self._prefix_ids.of(request.prompt, request.adapter)
         return self.core.submit(request, prefix, shared)
 
     def abort(self, request: Request, reason: FinishReason = "abort") -> None:
@@ -288,6 +290,7 @@ class Engine:
             preemptions=request.preemptions,
             error=request.error,
             logprobs=tuple(request.logprobs) if request.params.logprobs is not None else None,
+            prompt_logprobs=tuple(request.prompt_logprobs),
             logits=torch.stack(request.logits) if request.logits else None,
         )
 

@@ -7,6 +7,7 @@ executes and measures them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import repeat
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from capplan.engine.lora.manager import AdapterLoads
 from capplan.engine.model_runner import Runner
 from capplan.engine.pool import BlockTables
 from capplan.engine.request import FinishReason, Request
-from capplan.engine.sampler import sample
+from capplan.engine.sampler import sample, token_logprobs
 from capplan.engine.scheduler_output import (
     Decision,
     ScheduledRequests,
@@ -35,6 +36,9 @@ from capplan.serving.stored import can_run, commit, schedule, store_engine, subm
 from capplan.spec import Scheduler
 
 _NOT_FINITE: Final = "the model's logits are not finite: weights or adapter overflow its dtype"
+
+_SCORED_TOKENS: Final = 64
+"""Of a prompt whose logits are in memory at a time."""
 
 
 class StepOutput(NamedTuple):
@@ -94,6 +98,7 @@ class EngineCore:
         self._lists = {name: getattr(state.lists, name) for name in ("admitted", "preempted", "finished")}
         self._steps = 0
         self._next_refresh_ns = limits.refresh_ns
+        self._scored: set[int] = set()  # rows of requests whose prompts get log-probabilities
         self._arrived: dict[int, tuple[Request, int, int]] = {}  # async: not visible yet, by number
 
     @property
@@ -134,6 +139,8 @@ class EngineCore:
         request.row = row
         self._token_ids[row, :size] = request.prompt
         self._by_row[row] = self.requests[request.number] = request
+        if request.params.prompt_logprobs:
+            self._scored.add(row)
         return True
 
     def _take_arrivals(self) -> None:
@@ -251,6 +258,8 @@ class EngineCore:
             # Otherwise the model's time counts as the sampler's. Adapter copies on their stream go on.
             torch.cuda.current_stream(self._device).synchronize()
         timer.lap("forward")
+        if self._scored:
+            self._score_prompts(scheduled[prepared.order])
         tokens, finite = sample(logits, requests)
         self._token_ids[prepared.rows, prepared.next_positions] = tokens
         non_finite = [requests[i] for i in np.flatnonzero(~finite).tolist()]
@@ -262,6 +271,31 @@ class EngineCore:
             request.output.append(token)
         timer.lap("sample")
         return requests, non_finite
+
+    def _score_prompts(self, scheduled: ScheduledRequests) -> None:
+        """Add log-probabilities of prompts whose tokens were computed, a few tokens at a time.
+
+        Parameters
+        ----------
+        scheduled
+            Requests of the step, in the order of their tokens.
+        """
+        ends = np.cumsum(scheduled["tokens"])
+        for found, end in zip(scheduled, ends.tolist(), strict=True):
+            request = self._by_row[found["row"]]
+            if request is None or request.row not in self._scored:
+                continue
+            known, start = len(request.prompt_logprobs), int(end - found["tokens"])
+            last = min(int(found["computed"] + found["tokens"]), request.prompt.size - 1)
+            # A request that was preempted computes its prompt again.
+            for at in range(max(known, int(found["computed"])), last, _SCORED_TOKENS):
+                positions = np.arange(at, min(at + _SCORED_TOKENS, last))
+                logits = self.runner.logits(positions - int(found["computed"]) + start)
+                following = request.prompt[positions + 1].tolist()
+                top = request.params.logprobs or 0
+                request.prompt_logprobs += map(token_logprobs, logits, following, repeat(top))
+            if last == request.prompt.size - 1:
+                self._scored.discard(request.row)
 
     def _finish(
         self, emitted: list[Request], non_finite: list[Request], errors: Mapping[int, str]
@@ -325,3 +359,4 @@ class EngineCore:
     def _release(self, request: Request) -> None:
         del self.requests[request.number]
         self._by_row[request.row] = None
+        self._scored.discard(request.row)

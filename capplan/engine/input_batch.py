@@ -116,6 +116,8 @@ class PreparedStep(NamedTuple):
     """Rows of the requests that get a new token."""
     next_positions: NDArray[np.int64]
     """Positions of their new tokens."""
+    order: NDArray[np.int64]
+    """Requests of the step, in the order of their tokens."""
 
 
 class _Buffers(NamedTuple):
@@ -208,7 +210,8 @@ class InputBatch:
             sampled=buffers.emitting[0, : n.emitting],
         )
         emitting = buffers.emitting[:, : n.emitting]
-        return PreparedStep(inputs, rows=emitting[1], next_positions=emitting[2])
+        order = buffers.order[: scheduled.size]
+        return PreparedStep(inputs, rows=emitting[1], next_positions=emitting[2], order=order)
 
     def _prefill(
         self, start: int, end: int, context: int, line: int

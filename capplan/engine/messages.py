@@ -124,6 +124,8 @@ class StepTokens(NamedTuple):
     tokens: array[int]
     logprobs: Mapping[int, TokenLogprobs]
     """By prompt, for those that requested them."""
+    prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]]
+    """Of the tokens after the first one, with the first new token of a prompt that requested them."""
     ended: Mapping[int, Ended]
 
 

@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from capplan.engine.input_batch import Decodes, ModelInputs, StepInputs
 from capplan.engine.kernels.cpu import CompiledAttention, CompiledLoRA, CompiledNorms
@@ -40,6 +42,10 @@ class Runner(Protocol):
 
     def run(self, step: StepInputs) -> torch.Tensor:
         """Store the KV of all tokens; return the logits of `step.sampled`, shape (requests, vocabulary)."""
+        ...
+
+    def logits(self, at: NDArray[np.int64]) -> torch.Tensor:
+        """Return the logits of some tokens of the last step, shape (tokens, vocabulary)."""
         ...
 
     def capture_graphs(self) -> None:
@@ -77,6 +83,7 @@ class ModelRunner:
         self._norms = norms
         self._collectives = collectives
         self._device = cache.pool.tensor.device
+        self._hidden: torch.Tensor | None = None
         self.graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
@@ -91,8 +98,20 @@ class ModelRunner:
             else:
                 uses_adapters = any(segment.adapter for segment in inputs.segments)
                 hidden = self.hidden(inputs, self._adapters(inputs) if uses_adapters else None)
-            logits = self._collectives.all_gather(self._weights.head(hidden[inputs.sampled]))
-            return logits[:, : self._weights.vocab_size]
+            self._hidden = hidden
+            return self._logits(hidden[inputs.sampled])
+
+    @torch.inference_mode()
+    def logits(self, at: NDArray[np.int64]) -> torch.Tensor:
+        """Return the logits of some tokens of the last step, shape (tokens, vocabulary)."""
+        if self._hidden is None:
+            raise RuntimeError("no step has run")
+        with self._on_device():
+            return self._logits(self._hidden[torch.from_numpy(at).to(self._device)])
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self._collectives.all_gather(self._weights.head(hidden))
+        return logits[:, : self._weights.vocab_size]
 
     @torch.inference_mode()
     def capture_graphs(self) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field
 
 from capplan.spec.validation import Count, Natural, NonNegative, SeedNumber, Share, SpecModel
 
@@ -23,12 +24,21 @@ class SamplingParams(SpecModel):
         Maximum number of output tokens.
     temperature
         0 is greedy.
+    min_tokens
+        Minimum number of output tokens: before it no stop token is sampled.
     top_p
         Sample from the smallest set of tokens whose probabilities reach this sum.
+    top_k
+        Sample from this many most likely tokens; 0: all.
+    min_p
+        Sample from tokens whose probability is at least this share of the highest one. As in vLLM it comes
+        before top_k, and both before top_p.
     seed
         Random seed; None: derived from the engine's seed and the request's number.
     logprobs
         Number of most likely tokens to report with each token; None: no log-probabilities.
+    prompt_logprobs
+        Report the log-probabilities of the prompt's tokens, too.
     ignore_eos
         Do not stop before `max_tokens`.
     stop_token_ids
@@ -38,10 +48,14 @@ class SamplingParams(SpecModel):
     """
 
     max_tokens: Count = 16
+    min_tokens: Natural = 0
     temperature: NonNegative = 0.0
     top_p: Share = 1.0
+    top_k: Natural = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     seed: SeedNumber | None = None
     logprobs: Natural | None = None
+    prompt_logprobs: bool = False
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     keep_logits: bool = False
@@ -77,6 +91,8 @@ class Request:
         None while it is in flight.
     greedy
         Whether only the most likely tokens are needed.
+    prompt_logprobs
+        Of the prompt's tokens after the first one, as far as the prompt is computed.
     predicted_tokens
         Predicted length of the output; 0: `max_tokens`.
     tag
@@ -98,6 +114,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     token_ns: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
     admitted_ns: int | None = None
     preemptions: int = 0
@@ -105,10 +122,17 @@ class Request:
     error: str | None = None
     tag: int = 0
     greedy: bool = field(init=False)
+    has_minimum: bool = field(init=False)
 
     def __post_init__(self) -> None:
         params = self.params
+        self.has_minimum = params.min_tokens > 0 and bool(self.stop_ids)
         self.greedy = params.temperature == 0 and params.logprobs is None and not params.keep_logits
+
+    @property
+    def is_short(self) -> bool:
+        """Whether it must not end yet."""
+        return len(self.output) < self.params.min_tokens
 
 
 @dataclass(frozen=True)
@@ -147,5 +171,7 @@ class Completion:
     error: str | None = None
     """Error message if `finish_reason` is ``error``: the adapter failed to load, or overflows."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's tokens after the first one; only with `prompt_logprobs`."""
     logits: torch.Tensor | None = None
     """Shape (tokens, vocabulary), float32; only with `keep_logits`."""

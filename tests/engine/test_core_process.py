@@ -219,5 +219,5 @@ def test_frames_are_whole_messages_however_they_arrive() -> None:
 
 
 def test_a_step_of_many_requests_is_a_short_message() -> None:
-    message = StepTokens(None, array("q", range(200)), array("i", range(200)), {}, {})
+    message = StepTokens(None, array("q", range(200)), array("i", range(200)), {}, {}, {})
     assert len(frame(message)) < 200 * 12 + 400

@@ -99,6 +99,33 @@ def test_an_adapter_added_at_run_time_gives_the_same_output(mode: str, tmp_path:
 
 
 @every_mode
+def test_prompts_are_scored_whatever_the_rules(mode: str) -> None:
+    """In chunks, after preemptions, and beside requests whose prefix is cached."""
+    prompts = [[9, 8, 7, 6, *range(at, at + 4 * at + 1)] for at in range(1, 9)]
+    names = ["a", "b", None, "a", "b", "a", "b", None]
+    with Engine(TINY, {"a": 3, "b": 8}, num_kv_blocks=200, max_lora_rank=8) as alone:
+        right = alone.generate(
+            prompts, names, max_tokens=12, ignore_eos=True, logprobs=2, prompt_logprobs=True
+        )
+        forced = alone.generate([prompts[3][:7]], "a", max_tokens=1, logprobs=300)[0].logprobs
+    assert forced is not None
+    assert right[3].prompt_logprobs[6].logprob == pytest.approx(dict(forced[0].top)[prompts[3][7]], abs=1e-4)
+    with tiny(mode, num_kv_blocks=30 if mode not in SLOTLESS else 40) as engine:
+        engine.generate(prompts, names, max_tokens=12, ignore_eos=True)  # fills a cache of prefixes
+        found = engine.generate(
+            prompts, names, max_tokens=12, ignore_eos=True, logprobs=2, prompt_logprobs=True
+        )
+        check_engine(engine)
+        assert not engine.core._scored
+    for prompt, done, expected in zip(prompts, found, right, strict=True):
+        assert done.token_ids == expected.token_ids
+        assert len(done.prompt_logprobs) == len(prompt) - 1
+        assert [each.logprob for each in done.prompt_logprobs] == pytest.approx(
+            [each.logprob for each in expected.prompt_logprobs], abs=1e-4
+        )
+
+
+@every_mode
 def test_a_reused_adapter_number_keeps_nothing_of_the_old_adapter(mode: str, tmp_path: Path) -> None:
     """Slot, host copy and cached prefixes of the old adapter are gone."""
     folders = [write_adapter(tmp_path / str(seed), seed=seed) for seed in range(3)]

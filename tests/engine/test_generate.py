@@ -15,6 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from capplan import InfeasibleError, InputError
 from capplan.engine import Engine, ModelConfig, SamplingParams
 from capplan.engine.models.config import config_from_hf
+from capplan.engine.request import Request
+from capplan.engine.sampler import sample
 from capplan.engine.timing import RecordFile
 from tests.engine.engines import TINY_MODEL, TimedRequest, check_engine, replay
 
@@ -491,3 +493,40 @@ def test_old_and_new_rope_fields_are_equivalent() -> None:
     for unknown in ({"hidden_act": "gelu"}, {"use_sliding_window": True}, {"rope_scaling": {"type": "yarn"}}):
         with pytest.raises(InputError):
             config_from_hf(fields | unknown)
+
+
+def test_top_k_and_min_p_leave_the_tokens_out_that_they_should() -> None:
+    """Samples come from exactly the tokens that the definitions keep, in the right proportions."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(1, 50, generator=generator) * 2
+    probabilities = torch.softmax(logits[0].double() / 0.8, dim=-1)
+    ranked = probabilities.argsort(descending=True).tolist()
+
+    def drawn(**settings: float) -> set[int]:
+        params = SamplingParams(temperature=0.8, **settings)
+        rng = np.random.default_rng(1)
+        prompt = np.zeros(1, np.int32)
+        request = Request(0, 0, None, 0, prompt, params, frozenset(), arrival_ns=0, rng=rng)
+        return {int(token) for _ in range(40) for token in sample(logits.repeat(64, 1), [request] * 64)[0]}
+
+    assert drawn(top_k=1) == {ranked[0]}
+    assert drawn(top_k=4) == set(ranked[:4])
+    assert drawn(top_k=50) == drawn()
+    share = float(probabilities[ranked[2]] / probabilities[ranked[0]]) * 0.999
+    assert drawn(min_p=share) == set(ranked[:3])
+    assert drawn(min_p=share, top_k=2) == set(ranked[:2])
+    two = float(probabilities[ranked[:2]].sum() / probabilities[ranked[:4]].sum())
+    assert drawn(top_k=4, top_p=two * 0.999) == set(ranked[:2])  # of the four, as in vLLM
+
+
+def test_no_stop_token_comes_before_the_minimum() -> None:
+    with Engine(TINY_MODEL, num_kv_blocks=64) as engine:
+        [free] = engine.generate([[1, 2, 3]], max_tokens=12, ignore_eos=True)
+        stops = free.token_ids[2], 299, 10**6
+        [short] = engine.generate([[1, 2, 3]], max_tokens=12, stop_token_ids=stops)
+        assert len(short.token_ids) == free.token_ids.index(stops[0]) + 1
+        [long] = engine.generate([[1, 2, 3]], max_tokens=12, stop_token_ids=stops, min_tokens=6, logprobs=2)
+        assert len(long.token_ids) >= 6
+        assert not {*long.token_ids[:6]} & {*stops}
+        assert long.logprobs is not None
+        assert long.logprobs[2].top[0][0] == stops[0]  # log-probabilities are the model's own

@@ -39,6 +39,7 @@ SMALL = {"num_kv_blocks": 100, "block_size": 4, "max_num_seqs": 8, "max_num_batc
 def answers(engine: Engine, new: Path) -> list[Completion]:
     """Return the completions of several adapters, one of which comes and goes."""
     sampling: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "keep_logits": True}
+    sampling["prompt_logprobs"] = True
     found = engine.generate(PROMPTS, NAMES, **sampling)
     for _ in range(2):
         engine.add_adapter("new", new)
@@ -69,6 +70,9 @@ def test_ranks_compute_what_one_does(tmp_path: Path, config: ModelConfig, settin
         assert not any(process.is_running() for process in processes)
     for alone, together in zip(*found, strict=True):
         assert together.token_ids == alone.token_ids
+        likelihoods = [[each.logprob for each in done.prompt_logprobs] for done in (together, alone)]
+        assert len(likelihoods[0]) == len(alone.prompt_token_ids) - 1
+        assert likelihoods[0] == pytest.approx(likelihoods[1], abs=1e-4)
         assert together.logits is not None
         assert alone.logits is not None
         error = float((together.logits - alone.logits).abs().max())

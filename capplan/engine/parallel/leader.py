@@ -161,6 +161,12 @@ class _LeadingRunner:
                 torch.cuda.current_stream(self._device).synchronize()
         return logits
 
+    def logits(self, at: NDArray[np.int64]) -> torch.Tensor:
+        """Return the logits of some tokens of the last step, computed on all ranks."""
+        self._group.tell("logits", at)
+        with self._group.watching():
+            return self._runner.logits(at)
+
     def capture_graphs(self) -> None:
         """Capture all graphs on all ranks."""
         captured = self._group.ask("capture_graphs")

@@ -101,6 +101,9 @@ class WorkerLoop:
         def run(step: Any) -> None:
             worker.runner.run(step)
 
+        def logits(at: Any) -> None:
+            worker.runner.logits(at)
+
         def evict(number: int) -> None:
             lora.evict(number)
 
@@ -109,6 +112,7 @@ class WorkerLoop:
             "allocate": worker.allocate,
             "measure": worker.measure,
             "run": run,
+            "logits": logits,
             "capture_graphs": lambda: worker.runner.capture_graphs(),
             **{name: getattr(lora, name) for name in ("register", "unregister", "read", "drop")},
             "evict": evict,
