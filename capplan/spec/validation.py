@@ -148,10 +148,10 @@ def check_unique(key: str, names: Iterable[str], field: str = "name") -> set[str
     return seen
 
 
-def unknown_key(key: object, valid: Iterable[str]) -> str:
+def unknown_key(key: object, valid: Iterable[str], likeness: float = 0.6) -> str:
     """Return the rule that an unknown key breaks, with the nearest valid one or all of them."""
     names = list(valid)
-    near = difflib.get_close_matches(str(key), names, n=1)
+    near = difflib.get_close_matches(str(key), names, n=1, cutoff=likeness)
     return (
         f"unknown key; did you mean {near[0]!r}?"
         if near

@@ -19,6 +19,7 @@ from capplan.engine import Engine
 from capplan.engine.engine_core import StepOutput
 from capplan.engine.lora import PeftFolder
 from capplan.engine.server import ServerLimits
+from capplan.engine.server.protocol import _ANY, _UNSUPPORTED, ChatRequest, CompletionRequest
 from tests.engine.live import ADMIN_KEY, SIZES, TINY, Live, live
 from tests.engine.test_generate import write_adapter
 
@@ -155,11 +156,26 @@ def test_an_invalid_body_is_refused(server: Live, body: bytes) -> None:
         ({"temperature": 1e308}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"top_p": 1.1}, "top_p"),
-        ({"seed": -1}, "seed"),
+        ({"seed": -2}, "seed"),
         ({"seed": 2**70}, "seed"),
-        ({"n": 2}, "n"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"n": 128, "prompt": [[1]] * 9}, "prompt"),
         ({"best_of": 3}, "best_of"),
-        ({"echo": True}, "echo"),
+        ({"echo": 1}, "echo"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"min_tokens": 5}, "min_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"max_completion_tokens": 510}, "max_tokens"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"priority": 1}, "priority"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"structured_outputs": {"regex": "x"}}, "structured_outputs"),
+        ({"messages": []}, "messages"),
+        ({"chat_template_kwargs": {}}, "chat_template_kwargs"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
         ({"stop": ""}, "stop"),
@@ -185,20 +201,40 @@ def test_the_largest_seed_of_openai_is_accepted(server: Live) -> None:
 
 
 def test_an_unknown_field_is_refused_with_the_nearest_name(server: Live) -> None:
-    assert "'temperature'" in complete(server, temprature=0.5).error["message"]
+    assert "did you mean 'temperature'" in complete(server, temprature=0.5).error["message"]
+    assert "did you mean 'top_k'" in complete(server, topk=1).error["message"]
+
+
+@pytest.mark.parametrize("name", [*_UNSUPPORTED, "chat_template_kwargs", "reasoning_budget", "guided_xyz"])
+def test_a_refused_field_suggests_none_that_means_something_else(server: Live, name: str) -> None:
+    if any(neutral not in (None, [], {}, True, False, 0, 1, "") for neutral in _UNSUPPORTED.get(name, ())):
+        return  # other tests refuse values of these
+    answer = complete(server, **{name: {"a": 5}})
+    assert (answer.status, answer.error["param"]) == (400, name)
+    assert "did you mean" not in answer.error["message"]
 
 
 def test_neutral_values_of_unsupported_fields_are_accepted(server: Live) -> None:
-    neutral = {
-        "n": 1,
-        "best_of": None,
-        "top_k": -1,
-        "repetition_penalty": 1.0,
-        "logit_bias": None,
-        "user": "me",
-    }
+    neutral = {name: values[-1] for name, values in _UNSUPPORTED.items() if values}
+    neutral = {name: "any" if value is _ANY else value for name, value in neutral.items()}
+    assert len(neutral) > 30
     plain = tokens_of(complete(server, return_token_ids=True))
     assert tokens_of(complete(server, return_token_ids=True, **neutral)) == plain
+    for values in ({"n": 1, "top_k": -1, "min_p": 0, "echo": False}, {"top_k": 0, "seed": -1}):
+        assert tokens_of(complete(server, return_token_ids=True, **values)) == plain
+
+
+def test_null_means_the_default_in_every_field(server: Live) -> None:
+    for model, path in ((CompletionRequest, "/v1/completions"), (ChatRequest, "/v1/chat/completions")):
+        needed = ("model", "prompt", "messages")
+        nulls = dict.fromkeys([*model.model_fields, *_UNSUPPORTED, "echo", "chat_template_kwargs"])
+        asked = {name: value for name, value in nulls.items() if name not in needed}
+        asked |= {"model": "a", "max_tokens": 3, "stream_options": None}
+        asked |= (
+            {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+        )
+        answer = post(server, path, **asked)
+        assert answer.status == 200, answer.body
 
 
 @pytest.mark.parametrize(
@@ -210,6 +246,10 @@ def test_neutral_values_of_unsupported_fields_are_accepted(server: Live) -> None
         ({"messages": [{"role": "user", "content": "x" * 600}]}, "prompt"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ({"echo": True}, "echo"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ],
 )
@@ -343,6 +383,57 @@ def test_adapters_are_loaded_and_unloaded_at_run_time(server: Live, root: Path) 
         assert tokens_of(got) == list(right.token_ids)
         assert unload(server, "new").status == 200
         assert complete(server, model="new").status == 404
+
+
+def load_in_place(server: Live, name: str, path: str, in_place: bool = True) -> Answer:
+    fields = json.dumps({"lora_name": name, "lora_path": path, "load_inplace": in_place}).encode()
+    return send(server, "POST", "/v1/load_lora_adapter", fields, Authorization=f"Bearer {ADMIN_KEY}")
+
+
+def test_an_adapter_is_replaced_in_place_unless_requests_use_it(server: Live, root: Path) -> None:
+    with Engine(TINY, num_kv_blocks=4) as engine:
+        write_adapter(root / "stronger", engine, scale=9.0)
+    assert load_in_place(server, "new", "good").status == 200  # there is none yet
+    first = tokens_of(complete(server, model="new", max_tokens=20, return_token_ids=True))
+    taken = load_in_place(server, "new", "stronger", in_place=False)
+    assert (taken.status, taken.error["code"]) == (400, "already_loaded")
+    assert load_in_place(server, "base", "stronger").status == 400
+    assert load_in_place(server, "new", "nothing").status == 404
+    assert tokens_of(complete(server, model="new", max_tokens=20, return_token_ids=True)) == first
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+    with contextlib.closing(connection):
+        asked = {"model": "new", "prompt": [1], "max_tokens": 500, "stream": True, "temperature": 0}
+        connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        response.readline()
+        assert load_in_place(server, "new", "stronger").status == 409
+        assert b"[DONE]" in response.read()
+    assert load_in_place(server, "new", "stronger").status == 200
+    changed = tokens_of(complete(server, model="new", max_tokens=20, return_token_ids=True))
+    assert changed != first
+    assert unload(server, "new").status == 200
+    assert load(server, "new", "stronger").status == 200
+    assert tokens_of(complete(server, model="new", max_tokens=20, return_token_ids=True)) == changed
+    assert unload(server, "new").status == 200
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_stop_string_before_the_minimum_does_not_end_the_output(server: Live, streamed: bool) -> None:
+    text = json.loads(complete(server, max_tokens=40).body)["choices"][0]["text"]
+    stop = text[1]
+    assert json.loads(complete(server, max_tokens=40, stop=stop).body)["usage"]["completion_tokens"] < 8
+    fields = {"max_tokens": 40, "stop": [stop, "never"], "min_tokens": 8, "ignore_eos": True}
+    if not streamed:
+        found = json.loads(complete(server, **fields).body)
+        got, tokens = found["choices"][0]["text"], found["usage"]["completion_tokens"]
+    else:
+        body = complete(server, stream=True, stream_options={"include_usage": True}, **fields).body.decode()
+        events = [json.loads(line[6:]) for line in body.split("\n\n") if line.startswith("data: {")]
+        got = "".join(choice["text"] for event in events for choice in event["choices"])
+        tokens = events[-1]["usage"]["completion_tokens"]
+    assert tokens >= 8
+    assert text.startswith(got)
+    assert stop in got
 
 
 def test_an_adapter_in_use_cannot_be_removed(server: Live) -> None:

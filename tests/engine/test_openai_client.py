@@ -238,3 +238,99 @@ def test_two_hundred_streams_over_sixteen_adapters_on_four_slots(server: Live, r
     answers = asyncio.run(all_at_once())
     assert len(answers) == 200
     assert [name for name, tokens in answers if tokens != expected[name]] == []
+
+
+def test_choices_differ_by_their_seeds_and_count_the_prompt_once(client: openai.OpenAI) -> None:
+    def asked(seed: int, n: int) -> dict[str, object]:
+        return {
+            "model": "a0",
+            "prompt": [[1, 2, 3], [4, 5]],
+            "max_tokens": 20,
+            "temperature": 1.5,
+            "seed": seed,
+            "n": n,
+        }
+
+    whole = client.completions.create(**asked(5, 2))  # type: ignore[call-overload]
+    texts = [choice.text for choice in whole.choices]
+    single = [
+        [choice.text for choice in client.completions.create(**asked(seed, 1)).choices]  # type: ignore[call-overload]
+        for seed in (5, 6)
+    ]
+    assert texts == [single[0][0], single[1][0], single[0][1], single[1][1]]
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    assert len(set(texts)) == 4
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (5, 80)
+    streamed = [""] * 4
+    for chunk in client.completions.create(**asked(5, 2), stream=True):  # type: ignore[call-overload]
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+    assert streamed == texts
+    chat = client.chat.completions.create(model="a0", messages=MESSAGES, max_tokens=5, n=3, seed=1)
+    assert len({choice.message.content for choice in chat.choices}) == 3
+
+
+@pytest.mark.parametrize("prompt", ["Dear Sir", [10, 20, 30, 40], [7]])
+@pytest.mark.parametrize("chunk", [2048, 5], ids=["whole", "chunked"])
+def test_an_echo_has_the_log_probabilities_of_teacher_forcing(prompt: str | list[int], chunk: int) -> None:
+    """The log-probability of each token of a prompt is that of a request that ends before it."""
+    with live({"a": 8}, {"max_num_batched_tokens": chunk, "max_num_seqs": 4}) as server:
+        connected = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+        with connected as client:
+            asked = {"model": "a", "max_tokens": 2, "temperature": 0, "logprobs": 20, "echo": True}
+            whole = client.completions.create(prompt=prompt, **asked).choices[0]
+            parts = [
+                chunk.choices[0] for chunk in client.completions.create(prompt=prompt, stream=True, **asked)
+            ]
+            tokens = list(prompt.encode()) if isinstance(prompt, str) else prompt
+            text = prompt if isinstance(prompt, str) else bytes(prompt).decode()
+            assert whole.text.startswith(text)
+            assert "".join(part.text for part in parts) == whole.text
+            found = whole.logprobs
+            assert found is not None
+            assert [
+                value for part in parts if part.logprobs for value in part.logprobs.token_logprobs or ()
+            ] == (found.token_logprobs)
+            assert found.token_logprobs is not None
+            assert found.top_logprobs is not None
+            assert found.token_logprobs[0] is None
+            assert found.top_logprobs[0] is None
+            assert len(found.token_logprobs) == len(found.tokens or ()) == len(tokens) + 2
+        server.check_idle()
+    with Engine(TINY, {"a": 8}, **SIZES) as engine:
+        for at in range(1, len(tokens)):
+            [done] = engine.generate([tokens[:at]], "a", max_tokens=1, logprobs=300)
+            assert done.logprobs is not None
+            right = dict(done.logprobs[0].top)
+            assert found.token_logprobs[at] == pytest.approx(right[tokens[at]], abs=1e-4)
+            best = sorted(right.values())[-20:]
+            assert max((found.top_logprobs[at] or {}).values()) == pytest.approx(best[-1], abs=1e-4)
+
+
+def test_an_echo_alone_needs_no_log_probabilities(client: openai.OpenAI, reference: Engine) -> None:
+    expected = answer(reference, PROMPT, "a1", 5).text
+    asked = {"model": "a1", "prompt": PROMPT, "max_tokens": 5, "temperature": 0, "echo": True}
+    assert client.completions.create(**asked).choices[0].text == PROMPT + expected
+    chunks = client.completions.create(**asked, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == PROMPT + expected
+
+
+@pytest.mark.parametrize("kind", ["completions", "chat"])
+def test_continuous_usage_counts_the_tokens_so_far(client: openai.OpenAI, kind: str) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    extra = {"return_token_ids": True}
+    asked = {"model": "a2", "max_tokens": 9, "stream": True, "stream_options": options, "extra_body": extra}
+    if kind == "chat":
+        chunks = list(client.chat.completions.create(messages=MESSAGES, **asked))
+    else:
+        chunks = list(client.completions.create(prompt=[[1, 2, 3], [4]], **asked))
+    counts = {0: 0, 1: 0}
+    for chunk in chunks[:-1]:
+        [choice] = chunk.choices
+        counts[choice.index] += len((choice.model_extra or {}).get("token_ids", []))
+        assert chunk.usage is not None
+        assert chunk.usage.completion_tokens == counts[choice.index]
+        assert chunk.usage.total_tokens == chunk.usage.prompt_tokens + counts[choice.index]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == sum(counts.values())

@@ -226,3 +226,18 @@ def test_an_endless_template_does_not_delay_other_requests(tmp_path: Path) -> No
     assert statistics.median(waits_s) < 2.0  # on the event loop, a conversation would take its 4 s
     for status, answer in (each.result() for each in chats):
         assert (status, answer["error"]["param"]) == (400, "messages")
+
+
+def test_variables_of_a_request_reach_the_template(tmp_path: Path) -> None:
+    source = (
+        "{{ messages[0].content }}"
+        "{% if enable_thinking is defined and not enable_thinking %} /quick{% endif %}"
+        "{{ bos_token }}{% if add_generation_prompt %}>{% endif %}"
+    )
+    found = chat_template(ByteTokenizer(300), folder_with(tmp_path, source))
+    turn = [ChatMessage(role="user", content="Hi")]
+    with contextlib.closing(found):
+        assert found.render(turn) == "Hi<s>>"
+        assert found.render(turn, {"enable_thinking": False}) == "Hi /quick<s>>"
+        assert found.render(turn, {"add_generation_prompt": False, "bos_token": ""}) == "Hi"
+        assert found.render(turn, {"messages": []}) == "Hi<s>>"  # the conversation is that of the request

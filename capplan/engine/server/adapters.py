@@ -85,26 +85,36 @@ class ServedAdapters:
         """Return all adapters, oldest first."""
         return list(self._adapters.values())
 
-    async def load(self, name: str, path: str) -> None:
+    async def load(self, name: str, path: str, *, in_place: bool = False) -> None:
         """Load an adapter from a folder below the root.
+
+        Parameters
+        ----------
+        in_place
+            Replace the adapter of this name, if one was loaded and no request uses it.
 
         Raises
         ------
         ApiError
-            If the name is invalid or taken, the folder is outside the root, the adapter is broken or does not
-            fit the model, or the time limit has passed.
+            If the name is invalid, taken or in use, the folder is outside the root, the adapter is broken or
+            does not fit the model, or the time limit has passed.
         """
         if not is_name(name):
             raise ApiError(400, f"lora_name {NAME_RULE}", "lora_name")
         if not is_printable(path):
             raise ApiError(400, f"lora_path must be without {NOT_PRINTABLE}", "lora_path")
         async with self._changing():
-            if name in self._adapters or name == self._base_name:
+            replaces = in_place and name in self._adapters and name not in self._folders
+            if name == self._base_name or (name in self._adapters and not replaces):
                 raise ApiError(400, f"The adapter {name!r} is loaded already", "lora_name", "already_loaded")
             try:
                 # A full read outside the engine core rejects broken adapters.
                 source = await self._read(path)
-                await self._add(name, source)
+                if not replaces:
+                    await self._add(name, source)
+                elif not await self._engine.call("replace_adapter", name, source):
+                    message = f"Requests use the adapter {name!r}"
+                    raise ApiError(409, message, "lora_name", "adapter_in_use")
             except InputError as error:
                 raise ApiError(400, str(error), "lora_path") from None
             self._adapters[name] = AdapterInfo(name)

@@ -113,7 +113,7 @@ class AsyncEngine:
             state.tag = next(self._tags)
             self._states[state.tag] = state
             stream, prompt = state.stream, array("i", state.prompt).tobytes()
-            requests.append(NewRequest(state.tag, prompt, stream.adapter, stream.params, stream.arrival_ns))
+            requests.append(NewRequest(state.tag, prompt, stream.adapter, state.params, stream.arrival_ns))
         self._idle.clear()
         if self.failure is None:
             self._send(AddRequests(requests))
@@ -193,6 +193,8 @@ class AsyncEngine:
             end_ns = step.record.begin_ns + step.record.duration_ns
             for state, token in zip(states, step.tokens, strict=True):
                 state.add_token(token, end_ns, step.logprobs.get(state.tag))
+                if state.tag in step.prompt_logprobs:
+                    state.prompt_logprobs = step.prompt_logprobs[state.tag]
         for state in states:
             if state.tag not in step.ended and not state.final_only:
                 state.stream.on_output(state.new_output())

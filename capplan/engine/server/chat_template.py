@@ -89,8 +89,13 @@ class ChatTemplate:
             except _RenderError as error:
                 raise InputError(f"chat template: {error}", location=location) from None
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
+    def render(self, messages: Sequence[ChatMessage], variables: Mapping[str, Any] | None = None) -> str:
         """Return the prompt of a conversation. Threads may call it side by side.
+
+        Parameters
+        ----------
+        variables
+            Further variables of the template.
 
         Raises
         ------
@@ -98,7 +103,12 @@ class ChatTemplate:
             If the template refuses the conversation, or takes too long.
         """
         turns = [{**message.model_dump(exclude_none=True), "content": message.text()} for message in messages]
-        context = {"messages": turns, "add_generation_prompt": True, **self._special_tokens}
+        context = {
+            "add_generation_prompt": True,
+            **self._special_tokens,
+            **(variables or {}),
+            "messages": turns,
+        }
         try:
             process = self._idle.pop() if self._idle else self._new_process()
             reply = process.exchange(context)

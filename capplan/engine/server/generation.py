@@ -14,6 +14,7 @@ from typing import Final, TypeAlias
 from fastapi import Request
 from starlette.types import Receive, Scope, Send
 
+from capplan.engine.request import SamplingParams
 from capplan.engine.server.output_stream import OutputStream
 from capplan.engine.server.protocol import (
     ApiError,
@@ -82,11 +83,15 @@ class Generation:
                 size = len(data)
                 del data
                 adapter = await service.served_adapter(body.model, size, held)
-                max_tokens = body.max_tokens or _COMPLETION_TOKENS
+                max_tokens = body.token_limit() or max(_COMPLETION_TOKENS, body.min_tokens or 0)
                 if not body.prompts():
                     raise ApiError(400, "There must be at least one prompt", "prompt")
-                prompts = await service.encode(body.prompts(), max_tokens)
-            return self._response(body, prompts, adapter, max_tokens, body.logprobs, CompletionFormat)
+                texts = body.prompts()
+                special = body.add_special_tokens is not False
+                prompts = await service.encode(texts, max_tokens, special=special, choices=body.n or 1)
+                echo = [service.text_of(each) for each in texts] if body.echo else []
+            params = self._params(body, max_tokens, body.logprobs, bool(body.echo))
+            return self._response(body, prompts, adapter, params, CompletionFormat, echo)
 
     async def chat_completions(self, request: Request) -> FullResponse:
         """Complete a conversation."""
@@ -97,30 +102,44 @@ class Generation:
                 size = len(data)
                 del data
                 adapter = await service.served_adapter(body.model, size, held)
-                limit = body.max_completion_tokens or body.max_tokens
-                text = await service.apply_chat_template(body.messages)
-                (prompt,) = await service.encode([text], limit, special=service.template.adds_special)
+                limit = body.token_limit()
+                text = await service.apply_chat_template(body.messages, body.chat_template_kwargs or {})
+                special = service.template.adds_special or bool(body.add_special_tokens)
+                (prompt,) = await service.encode([text], limit, special=special, choices=body.n or 1)
             logprobs = (body.top_logprobs or 0) if body.logprobs else None
             max_tokens = limit or service.max_model_len - len(prompt)
-            return self._response(body, [prompt], adapter, max_tokens, logprobs, ChatFormat)
+            params = self._params(body, max_tokens, logprobs)
+            return self._response(body, [prompt], adapter, params, ChatFormat)
+
+    def _params(
+        self, body: CompletionRequest | ChatRequest, max_tokens: int, logprobs: int | None, echo: bool = False
+    ) -> SamplingParams:
+        try:
+            return body.sampling(max_tokens, logprobs, prompt_logprobs=echo and logprobs is not None)
+        except InputError as error:
+            field = error.location.rpartition(".")[2]
+            raise bad_request(InputError(error.rule, error.value, field)) from None
 
     def _response(
         self,
         body: CompletionRequest | ChatRequest,
         prompts: Sequence[Sequence[int]],
         adapter: str | None,
-        max_tokens: int,
-        logprobs: int | None,
+        params: SamplingParams,
         format_type: type[ResponseFormat],
+        echo: Sequence[str] = (),
     ) -> FullResponse:
-        service = self._service
-        service.refuse_if_full(len(prompts))
-        try:
-            params = body.sampling(max_tokens, logprobs)
-        except InputError as error:
-            field = error.location.rpartition(".")[2]
-            raise bad_request(InputError(error.rule, error.value, field)) from None
+        service, choices = self._service, body.n or 1
+        service.refuse_if_full(len(prompts) * choices)
         tokenizer, streamed = service.tokenizer, bool(body.stream)
-        form = format_type(body.model, tokenizer, body.include_usage(), bool(body.return_token_ids))
-        stream = OutputStream(service.engine, tokenizer, prompts, adapter, params, body.stops(), streamed)
+        form = format_type(
+            body.model,
+            tokenizer,
+            with_usage=body.include_usage(),
+            continuous_usage=body.continuous_usage(),
+            with_tokens=bool(body.return_token_ids),
+            echo=[text for text in echo for _ in range(choices)],
+        )
+        stops = body.stops()
+        stream = OutputStream(service.engine, tokenizer, prompts, adapter, params, stops, streamed, choices)
         return EventStreamResponse(stream, form) if streamed else FullResponse(stream, form)

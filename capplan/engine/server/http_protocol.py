@@ -245,7 +245,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self.cycle.transport = _HeldHead(self.transport, self.loop)  # type: ignore[assignment]
         if self.scope["http_version"] != "1.1":
-            self.cycle.send = _UnframedSend(self.cycle)  # type: ignore[method-assign, assignment]
+            self.cycle.send = _UnframedSend(self.cycle)  # type: ignore[method-assign]
             self.cycle.keep_alive = self.cycle.waiting_for_100_continue = False
         self.scope["extensions"] = {CLIENT: ClientLink()}  # type: ignore[dict-item]
         self._receives_body = True

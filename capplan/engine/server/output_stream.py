@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -124,7 +125,8 @@ class RequestOutput(NamedTuple):
 
     state: RequestState
     tokens: Sequence[int] = ()
-    logprobs: Sequence[TokenLogprobs] = ()
+    logprobs: Sequence[TokenLogprobs | None] = ()
+    """None: of the first token of an echoed prompt."""
     finish_reason: FinishReason | None = None
     error: ApiError | None = None
     """Response if the prompt has failed."""
@@ -139,28 +141,36 @@ class RequestState:
     Attributes
     ----------
     index
-        Of the prompt in its HTTP request.
+        Of the choice in its HTTP request: every prompt has as many as the request's `n`.
+    params
+        Sampling parameters of the choice.
     tag
         Number of the prompt at the server.
     first_token_ns, last_token_ns
         On the engine's clock; None before the first token.
     token_count
         Tokens of the engine so far.
+    prompt_logprobs
+        Of the prompt's tokens after the first one, if the request wants them.
     tokens, logprobs, finish_reason, stop_reason
         Output so far, up to a stop string.
     """
 
-    def __init__(self, stream: OutputStream, index: int, prompt: Sequence[int]) -> None:
+    def __init__(
+        self, stream: OutputStream, index: int, prompt: Sequence[int], params: SamplingParams
+    ) -> None:
         self.stream = stream
         self.index = index
         self.prompt = prompt
+        self.params = params
         self.final_only = stream.final_only
         self.tag = -1
         self.first_token_ns: int | None = None
         self.last_token_ns: int | None = None
         self.token_count = 0
+        self.prompt_logprobs: Sequence[TokenLogprobs] = ()
         self.tokens: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
+        self.logprobs: list[TokenLogprobs | None] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
         self._new_tokens: list[int] = []
@@ -211,13 +221,16 @@ class RequestState:
         text = self._detokenizer.feed(output.tokens[:-1] if ended_by_token else output.tokens)
         if output.finish_reason is not None:
             text += self._detokenizer.finish()
-        text, stop = self._stops.feed(text)
+        if len(self.tokens) <= self.params.min_tokens:  # as in vLLM, a stop string does not begin before it
+            text, stop = self._stops.finish() + text, None
+        else:
+            text, stop = self._stops.feed(text)
         if stop is not None:
             self.finish_reason, self.stop_reason = "stop", stop
         elif output.finish_reason is not None:
             text += self._stops.finish()
             self.finish_reason = output.finish_reason
-            if ended_by_token and self.tokens[-1] in self.stream.params.stop_token_ids:
+            if ended_by_token and self.tokens[-1] in self.params.stop_token_ids:
                 self.stop_reason = self.tokens[-1]
         self._texts.append(text)
         return output._replace(text=text, finish_reason=self.finish_reason, stop_reason=self.stop_reason)
@@ -251,6 +264,8 @@ class OutputStream:
         Stop strings.
     stream
         Return outputs token by token; otherwise one per prompt.
+    choices
+        Outputs of every prompt; with a seed, the second one has the next one, and so on.
     """
 
     def __init__(
@@ -262,18 +277,22 @@ class OutputStream:
         params: SamplingParams,
         stops: Sequence[str],
         stream: bool,
+        choices: int = 1,
     ) -> None:
         self.tokenizer = tokenizer
         self.adapter = adapter
-        self.params = params
+        self.choices = choices
         self.stops = stops
         self.arrival_ns = engine.now_ns()
         self.final_only = not stream and not stops  # a stop string is detected while tokens arrive
-        self.states = [RequestState(self, index, prompt) for index, prompt in enumerate(prompts)]
+        seeds = [None if params.seed is None else (params.seed + i) % 2**63 for i in range(choices)]
+        each = [params if i == 0 else params.replace(seed=seed) for i, seed in enumerate(seeds)]
+        pairs = itertools.product(prompts, each)
+        self.states = [RequestState(self, index, *pair) for index, pair in enumerate(pairs)]
         self._engine = engine
         self._outputs: list[RequestOutput] = []
         self._waiter: asyncio.Future[None] | None = None
-        self._unfinished = len(prompts)
+        self._unfinished = len(self.states)
         self._disconnected = False
 
     @property

@@ -232,6 +232,10 @@ def model_card(name: str, created: int, parent: str | None, max_model_len: int) 
 
 
 _MAX_LOGPROBS: Final = 20  # vLLM's --max-logprobs
+_MAX_CHOICES: Final = 128  # OpenAI's
+_RANDOM_SEED: Final = -1  # vLLM's
+_LIKENESS: Final = 0.8
+"""Of an unknown field and the one that an error suggests: others that are alike mean something else."""
 _MAX_STOPS: Final = 16
 _MAX_STOP_LENGTH: Final = 1000
 _MAX_STOP_TOKENS: Final = 1024
@@ -245,41 +249,62 @@ _MAX_PARTS: Final = 1000
 _MAX_PROMPT_TOKENS: Final = 2**24
 """More than any model takes."""
 
-_WITHOUT_EFFECT: Final = frozenset(
-    ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user", "verbosity")
-)
-"""Fields without effect on the output."""
+_ANY: Final = object()
+"""Any value: the field has no effect on the output."""
 
-_NEUTRAL: Final = MappingProxyType(
+_UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
+    name: neutral
+    for neutral, names in (
+        (
+            (_ANY,),
+            "include_reasoning metadata parallel_tool_calls prompt_cache_key prompt_cache_retention "
+            "request_id safety_identifier service_tier session_id spaces_between_special_tokens store "
+            "truncation_side user verbosity",
+        ),
+        (
+            (),
+            "audio cache_salt chat_template guided_choice guided_grammar guided_json guided_regex mm_payload "
+            "prediction prompt_embeds prompt_logprobs reasoning_effort repetition_detection "
+            "routed_experts_prompt_start structural_tag structured_outputs thinking_token_budget "
+            "truncate_prompt_tokens watermarking web_search_options",
+        ),
+        ((0,), "frequency_penalty presence_penalty priority"),
+        ((1,), "best_of length_penalty repetition_penalty stream_interval"),
+        (([],), "allowed_token_ids bad_words documents functions logits_processors logprob_token_ids tools"),
+        (
+            ({},),
+            "ec_transfer_params kv_transfer_params logit_bias media_io_kwargs mm_processor_kwargs vllm_xargs",
+        ),
+        ((True,), "add_generation_prompt skip_special_tokens"),
+        (
+            (False,),
+            "continue_final_message include_stop_str_in_output return_mm_kwargs return_prompt_text "
+            "return_token_offsets return_tokens_as_token_ids use_beam_search",
+        ),
+        (("none", "auto"), "function_call tool_choice"),
+        ((["text"],), "modalities"),
+        (({"type": "text"},), "response_format"),
+        (("",), "suffix"),
+    )
+    for name in names.split()
+}
+"""Fields that the server does not support, and the values with which they change nothing, beside null."""
+
+_INSTEAD: Final = MappingProxyType(
     {
-        "add_special_tokens": (True,),
-        "best_of": (None, 1),
-        "echo": (False,),
-        "frequency_penalty": (None, 0),
-        "function_call": (None, "none"),
-        "functions": (None, []),
-        "include_stop_str_in_output": (False,),
-        "length_penalty": (1,),
-        "logit_bias": (None, {}),
-        "min_p": (None, 0),
-        "min_tokens": (0,),
-        "modalities": (None, ["text"]),
-        "n": (None, 1),
-        "parallel_tool_calls": (None, True, False),
-        "presence_penalty": (None, 0),
-        "repetition_penalty": (None, 1),
-        "response_format": (None, {"type": "text"}),
-        "skip_special_tokens": (True,),
-        "spaces_between_special_tokens": (True,),
-        "suffix": (None, ""),
-        "tool_choice": (None, "none"),
-        "tools": (None, []),
-        "top_k": (None, -1, 0),
-        "truncate_prompt_tokens": (None,),
-        "use_beam_search": (False,),
+        "prompt_logprobs": "echo with logprobs returns those of the prompt",
+        "reasoning_effort": "chat_template_kwargs passes it to the model's chat template",
     }
 )
-"""Unsupported fields and their neutral values."""
+"""What to use instead of an unsupported field."""
+
+_ONLY: Final = MappingProxyType(
+    {
+        **dict.fromkeys(("messages", "top_logprobs", "chat_template_kwargs"), "chat completions"),
+        **dict.fromkeys(("prompt", "echo"), "completions"),
+    }
+)
+"""Fields of one of the two kinds of requests."""
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -308,8 +333,9 @@ class _Body(BaseModel):
 class StreamOptions(_Body):
     """Options of a stream."""
 
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class _Generation(BaseModel):
@@ -319,24 +345,36 @@ class _Generation(BaseModel):
 
     model: Annotated[str, Field(max_length=MAX_MODEL_NAME)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
     stop: str | Annotated[list[str], Field(max_length=_MAX_STOPS, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=_MAX_STOP_TOKENS, fail_fast=True)] | None = None
+    add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         for name, value in (self.model_extra or {}).items():
-            if value is not None and name in _NEUTRAL and not any(_is(value, n) for n in _NEUTRAL[name]):
-                allowed = " or ".join(json.dumps(each) for each in _NEUTRAL[name])
-                raise _field_error(name, f"is not supported; it can only be {allowed}")
-            if name not in _NEUTRAL and name not in _WITHOUT_EFFECT:
-                raise _unknown_field(name, [*type(self).model_fields, *_NEUTRAL, *_WITHOUT_EFFECT])
+            if name in _UNSUPPORTED:
+                _require_neutral(name, value)
+            elif name in _ONLY and value in (None, False):
+                continue
+            elif name in _ONLY:
+                raise _field_error(name, f"is a field of {_ONLY[name]} only")
+            else:
+                raise _unknown_field(name, list(type(self).model_fields))
+        limit = self.max_completion_tokens or self.max_tokens
+        if limit is not None and (self.min_tokens or 0) > limit:
+            raise _field_error("min_tokens", f"must be at most max_tokens, {limit}")
         if self.stream_options is not None and not self.stream:
             raise _field_error("stream_options", "is only for streams")
         if any(not 1 <= len(stop) <= _MAX_STOP_LENGTH for stop in self.stops()):
@@ -349,17 +387,32 @@ class _Generation(BaseModel):
 
     def include_usage(self) -> bool:
         """Return whether a stream ends with token counts."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
+    def continuous_usage(self) -> bool:
+        """Return whether every event of a stream has the token counts so far."""
+        options = self.stream_options
+        return options is not None and bool(options.include_usage and options.continuous_usage_stats)
+
+    def token_limit(self) -> int | None:
+        """Return the maximum length of the output; None: the default."""
+        return self.max_completion_tokens or self.max_tokens
+
+    def sampling(
+        self, max_tokens: int, logprobs: int | None, *, prompt_logprobs: bool = False
+    ) -> SamplingParams:
         """Return the sampling parameters, with OpenAI's defaults."""
         return SamplingParams(
             max_tokens=max_tokens,
+            min_tokens=self.min_tokens or 0,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
-            seed=self.seed,
+            top_k=max(0, self.top_k or 0),
+            min_p=self.min_p or 0.0,
+            seed=None if self.seed == _RANDOM_SEED else self.seed,
             logprobs=logprobs,
-            ignore_eos=self.ignore_eos,
+            prompt_logprobs=prompt_logprobs,
+            ignore_eos=bool(self.ignore_eos),
             stop_token_ids=tuple(self.stop_token_ids or ()),
         )
 
@@ -368,6 +421,7 @@ class CompletionRequest(_Generation):
     """``POST /v1/completions``."""
 
     prompt: Prompts
+    echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
 
     def prompts(self) -> list[str] | list[list[int]]:
@@ -413,7 +467,8 @@ class ChatRequest(_Generation):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the model's chat template."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
 
@@ -429,6 +484,9 @@ class LoadAdapterRequest(_Body):
 
     lora_name: str
     lora_path: str
+    load_inplace: bool | None = None
+    """Replace the adapter of this name, if there is one."""
+    is_3d_lora_weight: Literal[False] | None = None
 
 
 class UnloadAdapterRequest(_Body):
@@ -454,8 +512,17 @@ def _is(value: Any, neutral: Any) -> bool:
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
+def _require_neutral(name: str, value: Any) -> None:
+    neutral = _UNSUPPORTED[name]
+    if value is None or _ANY in neutral or any(_is(value, each) for each in neutral):
+        return
+    allowed = [json.dumps(each) for each in (None, *neutral)]
+    hint = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
+    raise _field_error(name, f"is not supported; it can only be {' or '.join(allowed)}{hint}")
+
+
 def _unknown_field(name: str, known: Sequence[str]) -> PydanticCustomError:
-    return _field_error(name, unknown_key(clipped(name, _MAX_VALUE), known))
+    return _field_error(name, unknown_key(clipped(name, _MAX_VALUE), known, _LIKENESS))
 
 
 def _field_error(param: str, rule: str) -> PydanticCustomError:

@@ -10,13 +10,13 @@ import math
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Final
 
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from capplan.engine.request import TokenLogprobs
 from capplan.engine.server.http_protocol import CLIENT
 from capplan.engine.server.output_stream import ClientGoneError, OutputStream, RequestOutput, RequestState
 from capplan.engine.server.protocol import ApiError
@@ -26,6 +26,7 @@ _DONE: Final = b"data: [DONE]\n\n"
 _JSON: Final = b"application/json"
 _EVENTS: Final = b"text/event-stream; charset=utf-8"
 _dumps: Final = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+_UNFINISHED: Final = ',"logprobs":null,"finish_reason":null,"stop_reason":null'
 _quoted: Final = json.encoder.encode_basestring_ascii
 
 
@@ -38,8 +39,12 @@ class ResponseFormat(ABC):
         Model name of the request.
     with_usage
         Whether a stream ends with token counts.
+    continuous_usage
+        Whether every event has the token counts so far (vLLM's `continuous_usage_stats`).
     with_tokens
         Whether to include token ids (vLLM's `return_token_ids`).
+    echo
+        Texts of the prompts, which precede the output; none: they are not returned.
     """
 
     kind: str
@@ -48,10 +53,21 @@ class ResponseFormat(ABC):
     text_field: str
     """JSON of a chunk's text, with a placeholder for the quoted text."""
 
-    def __init__(self, model: str, tokenizer: Tokenizer, with_usage: bool, with_tokens: bool) -> None:
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        *,
+        with_usage: bool = False,
+        continuous_usage: bool = False,
+        with_tokens: bool = False,
+        echo: Sequence[str] = (),
+    ) -> None:
         self._tokenizer = tokenizer
         self._with_usage = with_usage
         self._with_tokens = with_tokens
+        self._echo = dict(enumerate(echo))
+        self._sent_tokens: Counter[int] | None = Counter() if continuous_usage else None
         self._id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = model
@@ -59,7 +75,6 @@ class ResponseFormat(ABC):
         head = _dumps(self._head(self.chunk_kind))[:-1]
         self._before = f'data: {head},"choices":[{{"index":'
         self._after = '}],"usage":null}\n\n' if with_usage else "}]}\n\n"
-        self._unfinished = f',"logprobs":null,"finish_reason":null,"stop_reason":null{self._after}'
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
@@ -70,7 +85,8 @@ class ResponseFormat(ABC):
 
     def event(self, output: RequestOutput) -> bytes:
         """Return the event of an output."""
-        return self._event(output, self.text_field % _quoted(output.text))
+        shown = self._with_prompt(output)
+        return self._event(shown, self.text_field % _quoted(shown.text), output.tokens)
 
     def closing(self, states: Sequence[RequestState]) -> bytes:
         """Return the events after the last token."""
@@ -83,11 +99,11 @@ class ResponseFormat(ABC):
         """Return the whole response."""
         choices = []
         for state in states:
-            logprobs = self._logprobs(state.index, state.tokens, state.logprobs) if state.logprobs else None
+            shown = self._with_prompt(RequestOutput(state, state.tokens, state.logprobs, text=state.text))
             choice = {
                 "index": state.index,
-                **self._content(state.text),
-                "logprobs": logprobs,
+                **self._content(shown.text),
+                "logprobs": self._logprobs(shown) if shown.logprobs else None,
                 "finish_reason": state.finish_reason,
                 "stop_reason": state.stop_reason,
             }
@@ -100,24 +116,44 @@ class ResponseFormat(ABC):
     def _content(self, text: str) -> dict[str, Any]:
         """Return the fields of a choice that hold the text."""
 
-    def _event(self, output: RequestOutput, content: str) -> bytes:
+    def _with_prompt(self, output: RequestOutput) -> RequestOutput:
+        """Return an output after its prompt, if it is the first of a choice and the prompt is echoed."""
+        state = output.state
+        prompt = self._echo.pop(state.index, None)
+        if prompt is None:
+            return output
+        tokens, logprobs = output.tokens, output.logprobs
+        if logprobs:  # the first token has none
+            tokens = [*state.prompt, *tokens]
+            logprobs = [None, *state.prompt_logprobs, *logprobs]
+        return output._replace(text=prompt + output.text, tokens=tokens, logprobs=logprobs)
+
+    def _end_of_event(self, state: RequestState, new_tokens: int) -> str:
+        """Return the end of an event, with the token counts of its choice so far if they are continuous."""
+        counts = self._sent_tokens
+        if counts is None:
+            return self._after
+        counts[state.index] += new_tokens
+        document = _dumps(_usage(len(state.prompt), counts[state.index]))
+        return f'}}],"usage":{document}}}\n\n'
+
+    def _event(self, output: RequestOutput, content: str, token_ids: Sequence[int] = ()) -> bytes:
         """Return an event; `content` is the field that holds the text."""
         index = output.state.index
+        after = self._end_of_event(output.state, len(token_ids))
         if output.finish_reason is None and not output.logprobs and not self._with_tokens:
-            return f"{self._before}{index},{content}{self._unfinished}".encode()
+            return f"{self._before}{index},{content}{_UNFINISHED}{after}".encode()
         more: dict[str, Any] = {
-            "logprobs": self._logprobs(index, output.tokens, output.logprobs) if output.logprobs else None,
+            "logprobs": self._logprobs(output) if output.logprobs else None,
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         }
         if self._with_tokens:
-            more["token_ids"] = list(output.tokens)
-        return f"{self._before}{index},{content},{_dumps(more)[1:-1]}{self._after}".encode()
+            more["token_ids"] = list(token_ids)
+        return f"{self._before}{index},{content},{_dumps(more)[1:-1]}{after}".encode()
 
     @abstractmethod
-    def _logprobs(
-        self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
-    ) -> dict[str, Any]:
+    def _logprobs(self, output: RequestOutput) -> dict[str, Any]:
         """Return log-probabilities in the form of this format."""
 
     def _word(self, token: int) -> str:
@@ -138,28 +174,30 @@ class CompletionFormat(ResponseFormat):
         events = []
         for state in states:
             prompt = _dumps({"text": "", "prompt_token_ids": list(state.prompt)})[1:-1]
-            events.append(f"{self._before}{state.index},{prompt}{self._after}".encode())
+            events.append(f"{self._before}{state.index},{prompt}{self._end_of_event(state, 0)}".encode())
         return b"".join(events)
 
     def _content(self, text: str) -> dict[str, Any]:
         return {"text": text}
 
-    def _logprobs(
-        self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
-    ) -> dict[str, Any]:
-        words = [self._word(token) for token in tokens]
+    def _logprobs(self, output: RequestOutput) -> dict[str, Any]:
+        index = output.state.index
+        words = [self._word(token) for token in output.tokens]
         offsets = [self._offsets.get(index, 0)]
         for word in words:
             offsets.append(offsets[-1] + len(word))
         self._offsets[index] = offsets[-1]
-        tops = []
-        for word, each in zip(words, logprobs, strict=True):
+        tops: list[dict[str, float] | None] = []
+        for word, each in zip(words, output.logprobs, strict=True):
+            if each is None:
+                tops.append(None)
+                continue
             # Of tokens with the same text the likelier one remains.
             top = {self._word(token): _finite(logprob) for token, logprob in reversed(each.top)}
             tops.append({word: _finite(each.logprob)} | top)
         return {
             "tokens": words,
-            "token_logprobs": [_finite(each.logprob) for each in logprobs],
+            "token_logprobs": [None if each is None else _finite(each.logprob) for each in output.logprobs],
             "top_logprobs": tops,
             "text_offset": offsets[:-1],
         }
@@ -181,11 +219,11 @@ class ChatFormat(ResponseFormat):
     def _content(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def _logprobs(
-        self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
-    ) -> dict[str, Any]:
+    def _logprobs(self, output: RequestOutput) -> dict[str, Any]:
         content = []
-        for token, each in zip(tokens, logprobs, strict=True):
+        for token, each in zip(output.tokens, output.logprobs, strict=True):
+            if each is None:  # of an echoed prompt, which chats do not have
+                continue
             top = [self._logprob(other, logprob) for other, logprob in each.top]
             content.append(self._logprob(token, each.logprob) | {"top_logprobs": top})
         return {"content": content, "refusal": None}
@@ -195,10 +233,13 @@ class ChatFormat(ResponseFormat):
         return {"token": word, "logprob": _finite(logprob), "bytes": list(word.encode())}
 
 
-def usage(states: Iterable[RequestState]) -> dict[str, int]:
-    """Return the token counts of a response."""
-    counts = [(len(state.prompt), len(state.tokens)) for state in states]
-    prompt, completion = sum(p for p, _ in counts), sum(c for _, c in counts)
+def usage(states: Sequence[RequestState]) -> dict[str, int]:
+    """Return the token counts of a response; a prompt counts once, whatever the number of its choices."""
+    prompts = states[:: states[0].stream.choices]
+    return _usage(sum(len(state.prompt) for state in prompts), sum(len(state.tokens) for state in states))
+
+
+def _usage(prompt: int, completion: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 

@@ -107,7 +107,7 @@ async def model(name: str, request: Request) -> dict[str, Any]:
 async def load_lora_adapter(request: Request) -> PlainTextResponse:
     """Load an adapter from a folder below the server's root."""
     body = parsed(await json_body(request), LoadAdapterRequest)
-    await _service(request).adapters.load(body.lora_name, body.lora_path)
+    await _service(request).adapters.load(body.lora_name, body.lora_path, in_place=bool(body.load_inplace))
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 

@@ -164,16 +164,28 @@ class Service(ServerState):
             raise self.refusal(429, "The queue is full", "queue_full", self._retry_after_s())
 
     async def encode(
-        self, prompts: Sequence[str | list[int]], max_tokens: int | None, *, special: bool = True
+        self,
+        prompts: Sequence[str | list[int]],
+        max_tokens: int | None,
+        *,
+        special: bool = True,
+        choices: int = 1,
     ) -> list[list[int]]:
-        """Return the tokens of prompts; `special`: add special tokens.
+        """Return the tokens of prompts.
+
+        Parameters
+        ----------
+        special
+            Whether to add special tokens.
+        choices
+            Outputs of every prompt.
 
         Raises
         ------
         ApiError
             400 if a prompt is empty, or too long together with `max_tokens`; 429 and 503 as `refuse_if_full`.
         """
-        self.refuse_if_full(len(prompts))
+        self.refuse_if_full(len(prompts) * choices)
 
         def encode_all() -> list[list[int]]:
             return [self._encode(prompt, max_tokens, special) for prompt in prompts]
@@ -183,8 +195,12 @@ class Service(ServerState):
         with self._prepared(len(prompts)):
             return await asyncio.to_thread(encode_all)
 
-    async def apply_chat_template(self, messages: Sequence[ChatMessage]) -> str:
-        """Return a conversation as one prompt.
+    def text_of(self, prompt: str | list[int]) -> str:
+        """Return the text of a prompt."""
+        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+
+    async def apply_chat_template(self, messages: Sequence[ChatMessage], variables: Mapping[str, Any]) -> str:
+        """Return a conversation as one prompt; `variables`: further ones of the template.
 
         Raises
         ------
@@ -195,7 +211,7 @@ class Service(ServerState):
         try:
             with self._prepared(1):
                 async with self._template_places:
-                    return await asyncio.to_thread(self.template.render, messages)
+                    return await asyncio.to_thread(self.template.render, messages, variables)
         except InputError as error:
             raise ApiError(400, str(error), "messages") from None
 
