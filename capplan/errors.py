@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar, Final, Literal, TypeAlias
 
 InfeasibleReason: TypeAlias = Literal["memory", "starvation", "slo", "gpus", "time"]
 
 _VALUE_LIMIT: Final = 80  # characters of a value shown in a message
 _LOCATION_LIMIT: Final = 1024
+_PASSWORD: Final = re.compile(
+    r"((?:\b[a-z][\w+.-]*:/{1,2}|//)[^\s:@/]*:)\S*(?=@)"  # of a URL, up to the last @; one slash: as a path
+    r"|(?<!\w)((?:ssl)?pass(?:word|wd)?=|pwd=)[^\s&;'\"]+",
+    re.IGNORECASE,
+)
 
 
 class NoValue:
@@ -86,17 +92,23 @@ class InfeasibleError(CapplanError):
 
 def _clipped(location: str) -> str:
     """Return a location without the middle of a key that is longer than any path."""
+    location = redacted(location)
     half = _LOCATION_LIMIT // 2
     return location if len(location) <= _LOCATION_LIMIT else f"{location[:half]}...{location[-half:]}"
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    text = redacted(repr(value))
     return text if len(text) <= _VALUE_LIMIT else f"{text[: _VALUE_LIMIT - 3]}..."
 
 
 def _one_line(text: str) -> str:
-    return printable(" ".join(text.split()))
+    return printable(redacted(" ".join(text.split())))
+
+
+def redacted(text: str) -> str:
+    """Return text with asterisks in place of passwords: in URLs, and behind keys such as ``password=``."""
+    return _PASSWORD.sub(r"\1\2***", text)
 
 
 def printable(text: str) -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 RegistryUrl: TypeAlias = Annotated[
     str,
     typer.Option(
-        "--registry", metavar="URL", envvar="CAPPLAN_REGISTRY", help="SQLite file or SQLAlchemy URL."
+        "--registry", metavar="URL", envvar="CAPPLAN_REGISTRY", help="SQLite file, or URL of PostgreSQL."
     ),
 ]
 _DEFAULT = "adapters.db"
@@ -115,7 +115,7 @@ def list_(args: ListArgs) -> None:
     """List the adapters of a registry."""
     from capplan.spec.registry import AdapterRegistry
 
-    with AdapterRegistry(args.registry) as registry:
+    with AdapterRegistry(args.registry, read_only=True) as registry:
         if args.server is not None and args.server not in registry.servers():
             raise InputError("must be the name of a server", args.server, registry.location)
         found = registry.adapters(args.base_model, args.server)
@@ -152,7 +152,7 @@ def show(args: ShowArgs) -> None:
     """Show an adapter: properties, location, and the servers that store it."""
     from capplan.spec.registry import AdapterRegistry
 
-    with AdapterRegistry(args.registry) as registry:
+    with AdapterRegistry(args.registry, read_only=True) as registry:
         adapter = registry.get(args.name)
         servers = registry.servers()
     holders = {name: servers.get(name) for name in adapter.holders}

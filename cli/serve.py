@@ -97,7 +97,7 @@ class ServeArgs:
     registry: str | None = typer.Option(
         None,
         metavar="URL",
-        help="Adapter registry, an SQLite file or SQLAlchemy URL. With --lora-root its adapters are fetched "
+        help="Adapter registry: SQLite file, or URL of PostgreSQL. With --lora-root its adapters are fetched "
         "for their first request, and shared with other servers; without, it locates the adapters of a plan.",
     )
     server_name: str | None = typer.Option(
@@ -112,6 +112,12 @@ class ServeArgs:
         None,
         metavar="NAME",
         help="Host at which other machines reach the instances of a plan, which listen at --host then.",
+    )
+    allow_location: list[str] | None = typer.Option(
+        None,
+        metavar="URL",
+        help="Host, such as https://10.0.0.9:9000, from which locations in the registry may be fetched; "
+        "default: none, only folders. Repeatable.",
     )
     max_stored_gib: float | None = typer.Option(
         None,
@@ -335,9 +341,9 @@ def _pool(args: ServeArgs) -> PoolSettings | None:
     """Return the settings of the distributed pool; None without a registry."""
     from capplan.engine.server import PoolSettings
 
-    names = ("server_name", "server_url", "announce_host", "max_stored_gib")
+    names = ("server_name", "server_url", "announce_host", "max_stored_gib", "allow_location")
     chosen = {name: getattr(args, name) for name in names}
-    chosen = {name: value for name, value in chosen.items() if value is not None}
+    chosen = {name: value for name, value in chosen.items() if value not in (None, [])}
     for name in chosen:
         if None in (args.registry, args.lora_root):
             flag = f"--{name.replace('_', '-')}"
@@ -381,7 +387,7 @@ def _serve_plan(args: ServeArgs) -> int:
     file, plan = _plan_of(args, given)
     options = rebalance_options(vars(args), plan.rebalance)
     if args.registry is not None and args.lora_root is None:
-        with AdapterRegistry(args.registry) as registry:
+        with AdapterRegistry(args.registry, read_only=True) as registry:
             plan = with_locations(plan, registry)
     _require_queue(args)
     model_name = args.served_model_name or plan.base_model

@@ -84,7 +84,7 @@ def rebalancing(
     from capplan.spec.registry import AdapterRegistry
     from capplan.twin.cluster.plans import workload_of
 
-    with AdapterRegistry(options.registry) as registry:
+    with AdapterRegistry(options.registry, read_only=True) as registry:
         size_bytes = _sizes(registry, plan, groups, log)
     workload = None if options.workload is None else load_workload(options.workload)
     log("measuring operating points in the twin")

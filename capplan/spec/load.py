@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from capplan.spec.registry import RegisteredAdapter
 
+_REGISTRY_TIMEOUT_S: Final = 3.0
 _LENGTHS = ("prompt_tokens", "output_tokens")
 _OPTIONAL_COLUMNS: Final = ("path", "target_modules")
 
@@ -122,13 +123,13 @@ class _Reader:
         from capplan.spec.registry import AdapterRegistry
 
         where = entry.registry if "://" in entry.registry else str(self.folder / entry.registry)
-        with AdapterRegistry(where) as registry:
-            found = {adapter.name: adapter for adapter in registry.adapters(self.base_model)}
+        with AdapterRegistry(where, timeout_s=_REGISTRY_TIMEOUT_S, read_only=True) as registry:
+            adapters = registry.adapters(self.base_model, holders=False)
             location = registry.location
+        found = {adapter.name: adapter for adapter in adapters}
         if not found:
             rule = f"must hold adapters of base_model {self.base_model}"
             raise InputError(rule, location=self.locate(("adapters", "registry")))
-        _require_few(len(found), partial(self.locate, ("adapters", "registry")))
         for name in entry.rates_rps or ():
             if name not in found:
                 rule = "must be the name of an adapter of base_model in the registry"
@@ -191,6 +192,9 @@ class _Reader:
         return self._rows(name, ("name", "rank", "rate_rps"), ("adapters",))
 
     def _rows(self, name: str, columns: Sequence[str], key: Key) -> list[_AdapterRecord]:
+        if "://" in name:
+            rule = "must be a CSV file; a registry is {registry: URL}"
+            raise InputError(rule, location=self.locate(key))
         path = self.folder / name
         rows = read_adapters(path, columns, _OPTIONAL_COLUMNS, self.described_fields)
         return [_AdapterRecord(_fields(adapter, AdapterFields), key) for adapter in rows]

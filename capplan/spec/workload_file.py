@@ -120,7 +120,7 @@ class RegistryEntry(SpecModel):
     """Adapters of a registry: all of the base model, by name, with rates of this file."""
 
     registry: Text = Field(
-        description="Adapter registry: SQLite file, relative to the workload file, or SQLAlchemy URL."
+        description="Adapter registry: SQLite file, relative to the workload file, or URL of PostgreSQL."
     )
     rate_rps: NonNegative | None = Field(
         default=None, description="Mean arrival rate of each in requests per second."

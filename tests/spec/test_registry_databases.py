@@ -1,35 +1,53 @@
-"""Adapter registry on database servers: `CAPPLAN_DATABASE_URLS="URL URL" pytest -m databases`.
+"""Adapter registry on a PostgreSQL server, which the tests start: Debian's package `postgresql`."""
 
-The URLs are of users who may create databases, and name a database that exists; it is not touched.
-"""
-
-import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 import sqlalchemy as sa
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from benchmarks.scratch_database import disconnect_all, scratch_database
-from capplan import InputError
+from benchmarks.scratch_database import (
+    disconnect_all,
+    postgresql_programs,
+    postgresql_server,
+    run_command,
+    scratch_database,
+)
+from capplan import InputError, load_workload
+from capplan.spec.limits import InputLimits, limited
 from capplan.spec.registry import AdapterRegistry, RegisteredAdapter, RegistryUnavailableError
 from capplan.spec.registry.database import Database
 from tests.spec.test_registry import RegistryMachine, entry, line_of
 
+WORKLOAD = """
+base_model: org/model
+profile: p
+requests: {prompt_tokens: {mean: 10}, output_tokens: {mean: 5}}
+adapters: {registry: "%%s", %s}
+"""
 ROOT = Path(__file__).resolve().parents[2]
-URLS = os.environ.get("CAPPLAN_DATABASE_URLS", "").split()
 
+pytest.importorskip("psycopg", reason="PostgreSQL needs a driver (extra `databases`)")
 pytestmark = [
     pytest.mark.databases,
-    pytest.mark.skipif(not URLS, reason="no URLs of database servers in CAPPLAN_DATABASE_URLS"),
-    pytest.mark.parametrize("server", URLS, ids=[sa.make_url(url).drivername for url in URLS]),
+    pytest.mark.skipif(
+        postgresql_programs() is None, reason="needs a PostgreSQL server: apt-get install postgresql"
+    ),
 ]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with postgresql_server() as url:
+        yield url
 
 
 @pytest.fixture
@@ -56,7 +74,7 @@ def test_two_connections_agree_with_a_dictionary(server: str) -> None:
 
 
 def test_names_are_equal_if_all_their_characters_are(registry: AdapterRegistry) -> None:
-    """Collations differ by database: case, accents and spaces behind."""
+    """Case, accents, and spaces behind."""
     names = (
         "a",
         "A",
@@ -166,11 +184,101 @@ def test_a_reader_sees_one_state(where: str, registry: AdapterRegistry) -> None:
     assert torn == []
 
 
-def test_an_unreachable_server_is_one_line_without_the_password(server: str) -> None:
-    url = sa.make_url(server).set(port=1, password="secret")
+@pytest.mark.parametrize("password", ["secret", "se@cr/et?", "50%", "a b"])
+@pytest.mark.parametrize("port", [1, None], ids=["unreachable", "refused"])
+def test_a_server_that_cannot_be_used_is_one_line_without_the_password(
+    server: str, port: int | None, password: str
+) -> None:
+    url = sa.make_url(server).set(password=password)
+    text = url.set(port=port or url.port).render_as_string(hide_password=False)
     with pytest.raises(RegistryUnavailableError) as caught:
-        AdapterRegistry(url.render_as_string(hide_password=False), timeout_s=1.0)
-    assert "secret" not in line_of(caught.value)
+        AdapterRegistry(text, timeout_s=1.0)
+    line = line_of(caught.value)
+    assert password not in line
+    assert quote(password, safe="") not in line
+    assert ":***@127.0.0.1" in line
+
+
+NO_TABLES = {
+    "view": (
+        "CREATE VIEW capplan_adapters AS SELECT 'a' AS name, 'org/model' AS base_model, 8 AS rank, "
+        "NULL AS target_modules, NULL AS size_bytes, NULL AS digest, 'x' AS location "
+        "FROM generate_series(1, 1e12)",
+    ),
+    "materialized view": ("CREATE MATERIALIZED VIEW capplan_adapters AS SELECT * FROM former",),
+    "partitioned table": ("CREATE TABLE capplan_adapters (LIKE former) PARTITION BY LIST (name)",),
+    "parent": (
+        "ALTER TABLE former RENAME TO capplan_adapters",
+        "CREATE TABLE x () INHERITS (capplan_adapters)",
+    ),
+    "policy": (
+        "ALTER TABLE former RENAME TO capplan_adapters",
+        "ALTER TABLE capplan_adapters ENABLE ROW LEVEL SECURITY",
+    ),
+    "generated column": (
+        "ALTER TABLE former RENAME TO capplan_adapters",
+        "ALTER TABLE capplan_adapters DROP COLUMN location",
+        "ALTER TABLE capplan_adapters ADD COLUMN location text GENERATED ALWAYS AS (name || name) STORED",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NO_TABLES)
+def test_what_is_no_table_is_refused_before_it_is_read(kind: str, where: str) -> None:
+    AdapterRegistry(where, create=True).close()
+    run_command(where, "ALTER TABLE capplan_adapters RENAME TO former")
+    for command in NO_TABLES[kind]:
+        run_command(where, command)
+    for options in ({}, {"read_only": True}, {"create": True}):
+        with pytest.raises(RegistryUnavailableError, match=": capplan_adapters: must be a plain table"):
+            AdapterRegistry(where, **options)
+
+
+def test_a_registry_that_is_only_read_cannot_be_written(where: str, registry: AdapterRegistry) -> None:
+    registry.add(entry("a"))
+    with AdapterRegistry(where, read_only=True) as reader:
+        assert reader.adapters() == [reader.get("a")] == [entry("a")]
+        with pytest.raises(RegistryUnavailableError, match="read-only"):
+            reader.remove("a")
+    assert registry.get("a") == entry("a")
+
+
+def test_rows_are_counted_and_checked(where: str, registry: AdapterRegistry, tmp_path: Path) -> None:
+    run_command(
+        where,
+        "INSERT INTO capplan_adapters (name, base_model, rank, location) "
+        "SELECT 'a' || n, 'org/model', 8, 'x' FROM generate_series(1, 300000) AS n",
+    )
+    path = tmp_path / "w.yaml"
+    path.write_text(WORKLOAD % "rate_rps: 1" % where)
+    with limited(InputLimits(max_adapters=1000)), pytest.raises(InputError) as caught:
+        load_workload(path)
+    assert "must be at most 1,000 adapters; capplan --max-adapters" in line_of(caught.value)
+    run_command(where, "DELETE FROM capplan_adapters WHERE name <> 'a7'")
+    assert [each.name for each in load_workload(path).adapters] == ["a7"]
+    for column, value in (
+        ("rank", "0"),
+        ("location", "E'\\x1b[31m'"),
+        ("size_bytes", "-1"),
+        ("base_model", "'-x'"),
+    ):
+        run_command(where, f"UPDATE capplan_adapters SET {column} = {value}")
+        with pytest.raises(InputError, match=f"adapter a7: {column}: must"):
+            registry.adapters()
+        run_command(where, "UPDATE capplan_adapters SET rank = 8, location = 'x', size_bytes = 1")
+
+
+def test_a_statement_that_takes_too_long_ends(where: str, registry: AdapterRegistry) -> None:
+    """A lock of the table alone, which is no reason to wait for it."""
+    blocker = sa.create_engine(where)
+    with blocker.begin() as connection:
+        connection.exec_driver_sql("LOCK TABLE capplan_adapters")
+        with AdapterRegistry(where, timeout_s=60.0, read_only=True) as reader:
+            begin_s = time.monotonic()
+            with pytest.raises(RegistryUnavailableError, match="not read within 4 s"):
+                reader.adapters()
+            assert time.monotonic() - begin_s < 9
+    blocker.dispose()
 
 
 def test_a_database_without_a_registry_is_refused(where: str) -> None:

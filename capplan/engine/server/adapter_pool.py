@@ -86,7 +86,7 @@ class AdapterPool:
         self._timeout_s = settings.limits.lora_timeout_s
         self._params = params
         self._threads = ThreadPoolExecutor(_THREADS, "adapter-pool")
-        self._fetcher = Fetcher(params.transfers, served.readers, self._threads)
+        self._fetcher = Fetcher(params.transfers, served.readers, self._threads, pool.allow_location)
         self._places = asyncio.Semaphore(params.transfers.max_transfers)
         self._own = PoolServer(
             pool.server_name or url.partition("://")[2],

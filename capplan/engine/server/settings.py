@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -28,6 +29,8 @@ class PoolSettings:
         Where other servers reach this one, an http(s) URL; None: where it listens.
     announce_host
         Host at which other servers reach the port where this one listens, instead of `server_url`.
+    allow_location
+        URLs of hosts, such as ``https://10.0.0.9:9000``, from which adapters' locations are fetched.
     base_model
         Base model in the registry of the adapters to serve; None: the name of the server's.
     max_stored_gib
@@ -40,6 +43,7 @@ class PoolSettings:
     base_model: str | None = None
     max_stored_gib: float = 64.0
     announce_host: str | None = None
+    allow_location: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for name in ("registry", "server_name", "server_url", "announce_host"):
@@ -53,6 +57,10 @@ class PoolSettings:
         if self.announce_host is not None and not _is_reachable(_url(self.announce_host, 1)):
             rule = "must be a host at which other servers reach this machine, such as 10.0.0.3"
             raise InputError(rule, self.announce_host, "announce_host")
+        for url in self.allow_location:
+            if not _is_reachable(url) or urlsplit(url).path not in ("", "/"):
+                rule = "must be an http(s) URL of a host, such as https://10.0.0.9:9000"
+                raise InputError(rule, url, "allow_location")
         if not 0 < self.max_stored_gib < float("inf"):
             raise InputError("must be a finite number > 0", self.max_stored_gib, "max_stored_gib")
 
@@ -155,7 +163,7 @@ def _is_reachable(url: str) -> bool:
         host, _ = parts.hostname, parts.port
     except ValueError:  # a port that is none, or half of an IPv6 address
         return False
-    is_plain = is_printable(url) and not (" " in url or parts.query or parts.fragment)
+    is_plain = is_printable(url) and not (" " in url or parts.query or parts.fragment or "@" in parts.netloc)
     return parts.scheme in ("http", "https") and bool(host) and is_plain and not _is_wildcard(host or "")
 
 

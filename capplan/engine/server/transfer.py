@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+import ipaddress
+import socket
+from collections.abc import Collection, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
 
 from capplan.engine.lora.store import IncomingAdapter
 from capplan.engine.server.adapters import ReaderThreads
@@ -23,6 +26,8 @@ from capplan.spec.tensor_files import open_regular
 
 _PART_BYTES: Final = 2**20
 _MAX_ANSWER_BYTES: Final = 4096
+_HTTP: Final = ("http://", "https://")
+_PORTS: Final = {"http": 80, "https": 443}
 
 
 class TransferError(Exception):
@@ -96,6 +101,60 @@ def location(at: str) -> Source:
     return Source("location", "", at.removeprefix("file://"))
 
 
+def origin_of(url: str) -> tuple[str, str, int]:
+    """Return scheme, host and port of an HTTP URL.
+
+    Raises
+    ------
+    ValueError
+        If it is none, or holds a user or a password.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in _PORTS or not parts.hostname or "@" in parts.netloc:
+        raise ValueError("must be an http(s) URL without a user")
+    port = _PORTS[parts.scheme] if parts.port is None else parts.port
+    return parts.scheme, parts.hostname, port
+
+
+class _Resolver(AbstractResolver):
+    """Addresses of host names; those that no name of a store or server should have are left out.
+
+    The addresses that are checked are those that are connected to: a name that changes its address between
+    both (DNS rebinding) is no way around.
+    """
+
+    def __init__(self, kind: Literal["server", "location"]) -> None:
+        self._kind = kind
+        self._resolver = aiohttp.ThreadedResolver()
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        """Return the addresses of a name."""
+        may_be_loopback = self._kind == "server" or host == "localhost"
+        found = [
+            each
+            for each in await self._resolver.resolve(host, port, family)
+            if _is_public(each["host"], may_be_loopback)
+        ]
+        if not found:
+            raise OSError(None, "its name has no address that is allowed")
+        return found
+
+    async def close(self) -> None:
+        """Close the resolver."""
+        await self._resolver.close()
+
+
+def _is_public(address: str, may_be_loopback: bool) -> bool:
+    """Return whether an address may be that of a store or server."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    found = getattr(found, "ipv4_mapped", None) or found
+    if found.is_loopback:
+        return may_be_loopback
+    return not (found.is_link_local or found.is_multicast or found.is_unspecified)
+
+
 class Fetcher:
     """HTTP client and threads of transfers; it belongs to the event loop.
 
@@ -105,13 +164,22 @@ class Fetcher:
         Threads for folders.
     threads
         For writing.
+    allowed_locations
+        URLs of the hosts that locations may name.
     """
 
-    def __init__(self, params: TransferParams, readers: ReaderThreads, threads: Executor) -> None:
+    def __init__(
+        self,
+        params: TransferParams,
+        readers: ReaderThreads,
+        threads: Executor,
+        allowed_locations: Collection[str] = (),
+    ) -> None:
         self._params = params
         self._readers = readers
         self._threads = threads
-        self._session: aiohttp.ClientSession | None = None
+        self._allowed = {origin_of(url) for url in allowed_locations}
+        self._sessions: dict[str, aiohttp.ClientSession] = {}
 
     async def fetch(self, source: Source, adapter: IncomingAdapter, timeout_s: float) -> None:
         """Write the files of an adapter as a source has them.
@@ -125,7 +193,8 @@ class Fetcher:
         """
         with _reasons(self._params, timeout_s):
             async with asyncio.timeout(timeout_s):
-                if source.at.startswith(("http://", "https://")):
+                if source.at.startswith(_HTTP):
+                    self._require_allowed(source)
                     for name in ADAPTER_FILES:
                         await self._download(source, name, adapter)
                 elif "://" in source.at:
@@ -145,7 +214,8 @@ class Fetcher:
         timeout_s = self._params.stall_timeout_s + size_bytes / self._params.check_bytes_per_s
         timeout = aiohttp.ClientTimeout(timeout_s, self._params.connect_timeout_s)
         try:
-            answer = self._connected().post(
+            self._require_allowed(source)
+            answer = self._connected(source.kind).post(
                 source.at, headers=headers, timeout=timeout, allow_redirects=False
             )
             async with answer as response:
@@ -153,36 +223,57 @@ class Fetcher:
                 # Another server may listen at a former address.
                 is_own = isinstance(found, dict) and found.get("server") == source.name
                 return found.get("intact") is True if is_own and response.status == 200 else None
-        except (aiohttp.ClientError, TimeoutError, InputError, OSError, ValueError):
+        except (aiohttp.ClientError, TransferError, TimeoutError, InputError, OSError, ValueError):
             return None
+
+    def _require_allowed(self, source: Source) -> None:
+        """Check the host of a URL: one of a location is named by the operator of this server.
+
+        Raises
+        ------
+        TransferError
+            If it is not allowed.
+        """
+        scheme, host, port = origin_of(source.at)
+        if source.kind == "location":
+            if (scheme, host, port) not in self._allowed:
+                shown = f"[{host}]" if ":" in host else host
+                raise TransferError(f"--allow-location does not name {scheme}://{shown}:{port}")
+            return
+        with contextlib.suppress(ValueError):  # a name, which the resolver checks
+            if not _is_public(host, may_be_loopback=True):
+                raise TransferError(f"servers have no address such as {host}")
 
     async def _download(self, source: Source, name: str, adapter: IncomingAdapter) -> None:
         headers = {} if source.key is None else {"Authorization": f"Bearer {source.key}"}
         url = f"{source.at.rstrip('/')}/{quote(name)}"
-        # A redirect must not carry the key to another host.
-        answer = self._connected().get(url, headers=headers, allow_redirects=source.key is None)
+        # A redirect leads to hosts that nobody has allowed.
+        answer = self._connected(source.kind).get(url, headers=headers, allow_redirects=False)
         async with answer as response:
+            if 300 <= response.status < 400:
+                raise TransferError(f"status {response.status}: redirects are not followed")
             if response.status != 200:
                 raise TransferError(f"status {response.status}")
             async for part in response.content.iter_chunked(_PART_BYTES):
                 await asyncio.get_running_loop().run_in_executor(self._threads, _write, adapter, name, part)
 
-    def _connected(self) -> aiohttp.ClientSession:
-        if self._session is None:
+    def _connected(self, kind: Literal["server", "location"]) -> aiohttp.ClientSession:
+        if kind not in self._sessions:
             params = self._params
-            self._session = aiohttp.ClientSession(
+            self._sessions[kind] = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(resolver=_Resolver(kind)),
                 auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 timeout=aiohttp.ClientTimeout(
                     total=None, connect=params.connect_timeout_s, sock_read=params.stall_timeout_s
                 ),
             )
-        return self._session
+        return self._sessions[kind]
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._session is not None:
-            await self._session.close()
+        for session in self._sessions.values():
+            await session.close()
 
 
 def _copy(folder: Path, adapter: IncomingAdapter) -> None:

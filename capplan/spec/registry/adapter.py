@@ -6,20 +6,45 @@ import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Annotated, BinaryIO, Final, TypeAlias
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from capplan.errors import InputError
 from capplan.spec.lora_modules import ADAPTER_CONFIG, TargetModules
 from capplan.spec.peft_folder import WEIGHTS_FILE, PeftFiles, require_described
 from capplan.spec.tensor_files import open_regular
-from capplan.spec.validation import Count, Many, ModelId, Name, Rank, Sha256, SpecModel, Text
+from capplan.spec.validation import (
+    Count,
+    Many,
+    ModelId,
+    Name,
+    Natural,
+    Rank,
+    Sha256,
+    SpecModel,
+    Text,
+    rule_error,
+)
 
 ADAPTER_FILES: Final = (ADAPTER_CONFIG, WEIGHTS_FILE)
 """Files of an adapter, in the order of its digest."""
 
 _PART_BYTES: Final = 2**20
+
+
+_MAX_LOCATION: Final = 8192
+
+
+def _check_location(value: str) -> str:
+    if len(value) > _MAX_LOCATION:
+        raise rule_error(f"must have at most {_MAX_LOCATION} characters")
+    if "@" in value.partition("://")[2].partition("/")[0]:
+        raise rule_error("must not hold a user or password: lists, plans and reports show it")
+    return value
+
+
+Location: TypeAlias = Annotated[Text, AfterValidator(_check_location)]
 
 
 class RegisteredAdapter(SpecModel):
@@ -37,7 +62,7 @@ class RegisteredAdapter(SpecModel):
         description="SHA-256 of the output of sha256sum adapter_config.json adapter_model.safetensors; null: "
         "unknown, so that servers cannot fetch it.",
     )
-    location: Text = Field(description="Folder, URL or other reference of its files.")
+    location: Location = Field(description="Folder, URL or other reference of its files.")
     holders: Many[Name] = Field(default=(), description="Servers that store it.")
 
 
@@ -45,7 +70,9 @@ class RegisteredServer(SpecModel):
     """Server in a registry."""
 
     name: Name = Field(description="Name of the server.")
-    url: Text = Field(description="Where other servers reach it.")
+    url: Location = Field(description="Where other servers reach it.")
+    owner: Text | None = Field(default=None, description="Identity of the running server.")
+    renewals: Natural = Field(default=0, description="Number that grows while it runs.")
 
 
 def read_adapter(

@@ -6,12 +6,14 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
 import sqlalchemy as sa
 
 from capplan.errors import InputError
+from capplan.spec.limits import beyond, input_limits
 from capplan.spec.plan import Plan
 from capplan.spec.registry.adapter import RegisteredAdapter, RegisteredServer
 from capplan.spec.registry.database import ADAPTERS, HOLDERS, SERVERS, Database
@@ -47,11 +49,13 @@ class AdapterRegistry:
     Parameters
     ----------
     where
-        SQLite file (in WAL mode), or any SQLAlchemy URL where several machines share the registry.
+        SQLite file (in WAL mode), or URL of PostgreSQL where several machines share the registry.
     create
         Make the registry if there is none.
     timeout_s
         Time to wait for a lock of another process.
+    read_only
+        Read only, from one thread, and within bounds of time and bytes: for registries that a workload names.
 
     Raises
     ------
@@ -60,9 +64,14 @@ class AdapterRegistry:
     """
 
     def __init__(
-        self, where: str | os.PathLike[str], *, create: bool = False, timeout_s: float = 5.0
+        self,
+        where: str | os.PathLike[str],
+        *,
+        create: bool = False,
+        timeout_s: float = 5.0,
+        read_only: bool = False,
     ) -> None:
-        self._database = Database(os.fspath(where), create=create, timeout_s=timeout_s)
+        self._database = Database(os.fspath(where), create=create, timeout_s=timeout_s, read_only=read_only)
         self._lock = threading.Lock()
         self._changes: tuple[int, int] | None = None
         self._cached: dict[str, RegisteredAdapter] = {}
@@ -119,20 +128,33 @@ class AdapterRegistry:
         """Return the adapters whose files have a digest."""
         return self._several(sa.select(ADAPTERS).where(ADAPTERS.c.digest == digest))
 
-    def adapters(self, base_model: str | None = None, server: str | None = None) -> list[RegisteredAdapter]:
-        """Return all adapters, or those of a base model or on a server, by name."""
+    def adapters(
+        self, base_model: str | None = None, server: str | None = None, *, holders: bool = True
+    ) -> list[RegisteredAdapter]:
+        """Return all adapters, or those of a base model or on a server, by name.
+
+        Parameters
+        ----------
+        holders
+            Whether to read the servers that store them.
+
+        Raises
+        ------
+        InputError
+            If they are more than `InputLimits.max_adapters`, or a row breaks a rule.
+        """
         query = sa.select(ADAPTERS)
         if base_model is not None:
             query = query.where(ADAPTERS.c.base_model == base_model)
         if server is not None:
             query = query.join(HOLDERS).where(HOLDERS.c.server == server)
-        return self._several(query)
+        return self._several(query, holders=holders)
 
     def servers(self) -> dict[str, str]:
         """Return the URLs of servers by name."""
         with self._database.reading() as connection:
-            rows = connection.execute(sa.select(SERVERS.c.name, SERVERS.c.url)).all()
-        return {row.name: row.url for row in rows}
+            rows = list(self._database.rows(connection, sa.select(SERVERS)))
+        return {server.name: server.url for server in map(self._server, rows)}
 
     def add(self, *adapters: RegisteredAdapter, replace: bool = False) -> None:
         """Add adapters, all or none. Their holders are those of the registry.
@@ -214,11 +236,16 @@ class AdapterRegistry:
                 new = {"name": server, "url": url, "owner": owner, "renewals": 0}
                 connection.execute(sa.insert(SERVERS).values(**new))
                 return None
-            if owner is not None and row.owner not in (None, owner):
-                other = ServerOwner(row.owner, row.url, row.renewals)
+            before = self._server(row)
+            if owner is not None and before.owner not in (None, owner):
+                other = ServerOwner(before.owner, before.url, before.renewals)
                 if other != unrenewed:
                     return other
-            fields = {"url": url, "owner": owner or row.owner, "renewals": row.renewals + 1}
+            fields = {
+                "url": url,
+                "owner": owner or before.owner,
+                "renewals": before.renewals + 1,
+            }
             connection.execute(sa.update(SERVERS).where(known).values(**fields))
             return None
 
@@ -303,32 +330,51 @@ class AdapterRegistry:
         with self._database.writing() as connection:
             _drop(connection, name, server)
 
-    def _several(self, query: sa.Select[Any]) -> list[RegisteredAdapter]:
+    def _several(self, query: sa.Select[Any], *, holders: bool = True) -> list[RegisteredAdapter]:
         """Return the adapters of a query, by name, with their holders as of the same change."""
+        most = input_limits().max_adapters
+        held: dict[str, list[str]] = {}
         with self._database.reading() as connection:
-            rows = sorted(connection.execute(query).mappings(), key=lambda row: row["name"])
-            holders: dict[str, list[str]] = {}
-            held = sa.select(HOLDERS.c.adapter, HOLDERS.c.server)
-            if len(rows) <= _BATCH:
-                held = held.where(HOLDERS.c.adapter.in_([row["name"] for row in rows]))
-            for adapter, holder in connection.execute(held):
-                holders.setdefault(adapter, []).append(holder)
-        return [self._adapter(row, holders.get(row["name"], ())) for row in rows]
+            some = query.with_only_columns(sa.literal(1)).limit(most + 1).subquery()
+            if connection.execute(sa.select(sa.func.count()).select_from(some)).scalar_one() > most:
+                raise InputError(beyond(most, "adapters", "--max-adapters"), location=self.location)
+            rows = list(self._database.rows(connection, query))
+            if holders:
+                pairs = sa.select(HOLDERS.c.adapter, HOLDERS.c.server)
+                if len(rows) <= _BATCH:
+                    pairs = pairs.where(HOLDERS.c.adapter.in_([row.name for row in rows]))
+                for adapter, holder in self._database.rows(connection, pairs):
+                    held.setdefault(adapter, []).append(holder)
+        found = [self._adapter(row, held.get(row.name, ())) for row in rows]
+        found.sort(key=lambda adapter: adapter.name)
+        for first, second in pairwise(found):
+            if first.name == second.name:
+                raise InputError("must be unique", first.name, f"{self.location}: {ADAPTERS.name}: name")
+        return found
 
     def _known(self, connection: sa.Connection, names: Iterable[str]) -> dict[str, RegisteredAdapter]:
         """Return the adapters of some names, without holders."""
         wanted, found = list(names), {}
         for start in range(0, len(wanted), _BATCH):
             query = sa.select(ADAPTERS).where(ADAPTERS.c.name.in_(wanted[start : start + _BATCH]))
-            for row in connection.execute(query).mappings():
-                found[row["name"]] = self._adapter(row, ())
+            for row in self._database.rows(connection, query):
+                found[row.name] = self._adapter(row, ())
         return found
 
-    def _adapter(self, row: sa.RowMapping, holders: Iterable[str]) -> RegisteredAdapter:
-        modules = row["target_modules"]
-        fields = {**row, "target_modules": modules and modules.split(), "holders": sorted(holders)}
-        where = f"{self.location}: adapter {row['name']}"
+    def _adapter(self, row: sa.Row[Any], holders: Iterable[str]) -> RegisteredAdapter:
+        modules = row.target_modules
+        fields = {
+            **row._mapping,
+            "target_modules": modules.split() if isinstance(modules, str) else modules,
+            "holders": sorted(holders, key=repr),
+        }
+        where = f"{self.location}: adapter {row.name}"
         return validate_document(RegisteredAdapter, fields, lambda key: f"{where}: {format_key(key)}")
+
+    def _server(self, row: sa.Row[Any]) -> RegisteredServer:
+        where = f"{self.location}: server {row.name}"
+        fields = dict(row._mapping)
+        return validate_document(RegisteredServer, fields, lambda key: f"{where}: {format_key(key)}")
 
     def _unknown(self, name: str) -> InputError:
         return InputError("must be the name of an adapter in the registry", name, self.location)
