@@ -9,11 +9,9 @@ InfeasibleReason: TypeAlias = Literal["memory", "starvation", "slo", "gpus", "ti
 
 _VALUE_LIMIT: Final = 80  # characters of a value shown in a message
 _LOCATION_LIMIT: Final = 1024
-_PASSWORD: Final = re.compile(
-    r"((?:\b[a-z][\w+.-]*:/{1,2}|//)[^\s:@/]*:)\S*(?=@)"  # of a URL, up to the last @; one slash: as a path
-    r"|(?<!\w)((?:ssl)?pass(?:word|wd)?=|pwd=)[^\s&;'\"]+",
-    re.IGNORECASE,
-)
+_PASSWORD_KEY: Final = re.compile(r"(?<!\w)((?:ssl)?pass(?:word|wd)?|pwd)=[^\s&;'\"]+", re.IGNORECASE)
+_PASSWORD_IN_URL: Final = re.compile(r"((?:\b[a-z][\w+.-]*:/{1,2}|//)[^\s:@/]*:)\S*(?=@)", re.IGNORECASE)
+"""Up to the last @; one slash: of a URL that was taken for a path."""
 
 
 class NoValue:
@@ -108,7 +106,7 @@ def _one_line(text: str) -> str:
 
 def redacted(text: str) -> str:
     """Return text with asterisks in place of passwords: in URLs, and behind keys such as ``password=``."""
-    return _PASSWORD.sub(r"\1\2***", text)
+    return _PASSWORD_IN_URL.sub(r"\1***", _PASSWORD_KEY.sub(r"\1=***", text))
 
 
 def printable(text: str) -> str:

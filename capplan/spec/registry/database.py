@@ -13,15 +13,16 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import quote
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 import sqlalchemy as sa
 from sqlalchemy import event
 
 from capplan.errors import CapplanError, InputError, redacted
+from capplan.spec.limits import beyond, input_limits
 from capplan.spec.tensor_files import open_regular
 
 SCHEMA_VERSION: Final = 2
@@ -44,20 +45,21 @@ _DRIVERS: Final = {
 _QUERY_KEYS: Final = ("application_name",)
 """Keys of a PostgreSQL URL. Most others name files or services, or run commands, of this machine."""
 _HOST: Final = re.compile(r"[\w.-]+|[0-9A-Fa-f:.]+(%[\w.-]+)?")
-_USER: Final = re.compile(r"[^\s?&=/]+")
 _DATABASE: Final = re.compile(r"[\w.$-]+")
 _EXAMPLE: Final = "must be a file, or a URL such as postgresql+psycopg://USER@HOST/DATABASE"
 
 _READ_S: Final = 4.0
 _ROW_S: Final = 3e-5
 _READ_BYTES: Final = 2**26
-_MAX_READ_BYTES: Final = 3 * 2**27
-"""Of the rows of one transaction: a million adapters take 300 MiB."""
-_ROW_BYTES: Final = 64
+_MAX_READ_BYTES: Final = 2**27
+"""Of the rows of one transaction, beyond `_ROW_BYTES` of each."""
+_ROW_BYTES: Final = 512
+_MAX_ROWS_OF_ADAPTERS: Final = 2
+"""Rows of one query, as a multiple of `InputLimits.max_adapters`: holders."""
 _POLL_S: Final = 0.05
 _INSTRUCTIONS: Final = 10_000
 """Of SQLite's virtual machine, about 0.1 ms."""
-_MAX_VALUE_BYTES: Final = 2**20
+_MAX_VALUE_BYTES: Final = 2**16
 _JOURNAL_MAGIC: Final = b"\xd9\xd5\x05\xf9 \xa1c\xd7"
 _BYTES_RECEIVED: Final = 128
 """Place of `tcpi_bytes_received` in Linux's `struct tcp_info`."""
@@ -152,8 +154,8 @@ class _Budget:
 
     def take(self, row: sa.Row[Any]) -> None:
         """Count a row, for which there is some more time."""
-        size_bytes = _ROW_BYTES + sum(sys.getsizeof(value) for value in row if isinstance(value, str | bytes))
-        self._taken_bytes += size_bytes
+        size_bytes = sum(map(sys.getsizeof, row))
+        self._taken_bytes += max(0, size_bytes - _ROW_BYTES)
         self._max_received_bytes += 2 * size_bytes
         self._until_s += _ROW_S
         if self._taken_bytes > _MAX_READ_BYTES:
@@ -195,42 +197,46 @@ def _parse_url(where: str) -> tuple[sa.URL, str]:
     InputError
         If a part is not allowed, without the rest of the URL: a password may stand anywhere in it.
     """
-    scheme = where.partition("://")[0]
+    scheme, _, rest = where.partition("://")
     if scheme not in _DRIVERS:
         valid = ", ".join(_DRIVERS)
         raise InputError(f"{_EXAMPLE}; schemes are {valid}", location=f"{scheme[:40]}://...")
     location = f"{scheme}://..."
-    try:
-        url = sa.make_url(where)
-        query = list(url.query)
-    except (sa.exc.ArgumentError, ValueError):
-        raise InputError(_EXAMPLE, location=location) from None
-    is_sqlite = _DRIVERS[scheme] == "sqlite"
-    if not is_sqlite and "@" in f"{url.host}{url.database}{where.partition('?')[2].partition('@')[2]}":
-        raise InputError("must have '@' in user and password as %40", location=location)
-    allowed = () if is_sqlite else _QUERY_KEYS
-    for key in query:
-        if key not in allowed:
-            valid = f"; the keys are {', '.join(allowed)}" if allowed else ""
-            if key.startswith("ssl"):
-                valid += "; TLS is set up by the variables PGSSLMODE, PGSSLROOTCERT ... of libpq"
-            elif "pass" in key:
-                valid += "; USER:PASSWORD@HOST, PGPASSWORD or ~/.pgpass give it"
-            raise InputError(f"is not allowed in the URL of a registry{valid}", location=f"{location}?{key}")
-    if is_sqlite:
-        if url.host or url.username:
+    if _DRIVERS[scheme] == "sqlite":
+        path, _, query = rest.partition("?")
+        _require_keys(query, (), location)
+        if not path.startswith("/"):
             raise InputError("must name a file, as sqlite:///PATH", location=location)
-        return url, where
-    parts = (
-        ("user", url.username or "_", _USER),
-        ("host", url.host or "", _HOST),
-        ("database", url.database or "", _DATABASE),
-    )
-    for part, value, pattern in parts:
+        return sa.URL.create(scheme, database=path[1:]), where
+    try:
+        parts = urlsplit(f"//{rest}")
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        raise InputError(_EXAMPLE, location=location) from None
+    if parts.fragment or "@" in f"{parts.path}{parts.query}":
+        rule = "must have '/', '?', '#' and '@' in user and password as %2F, %3F, %23 and %40"
+        raise InputError(rule, location=location)
+    query = _require_keys(parts.query, _QUERY_KEYS, location)
+    for part, value, pattern in (("host", host, _HOST), ("database", parts.path[1:], _DATABASE)):
         if not pattern.fullmatch(value):
-            rule = f"must name a {part} by letters, digits, '.', '_' and '-'; '@' in a password is %40"
-            raise InputError(rule, location=location)
-    return url, url.set(query={}).render_as_string(hide_password=True)
+            raise InputError(f"must name a {part} by letters, digits, '.', '_' and '-'", location=location)
+    user, password = (value and unquote(value) for value in (parts.username, parts.password))
+    url = sa.URL.create(scheme, user, password, host, port, parts.path[1:])
+    return url.set(query=query), url.render_as_string(hide_password=True)
+
+
+def _require_keys(query: str, allowed: Sequence[str], location: str) -> dict[str, str]:
+    """Return the keys and values of the query of a URL; raise for the first key that is not allowed."""
+    found = dict(parse_qsl(query, keep_blank_values=True))
+    for key in found:
+        if key not in allowed:
+            hint = f"; the keys are {', '.join(allowed)}" if allowed else ""
+            if key.startswith("ssl"):
+                hint += "; TLS is set up by the variables PGSSLMODE, PGSSLROOTCERT ... of libpq"
+            elif "pass" in key:
+                hint += "; USER:PASSWORD@HOST, PGPASSWORD or ~/.pgpass give it"
+            raise InputError(f"is not allowed in the URL of a registry{hint}", location=f"{location}?{key}")
+    return found
 
 
 class Database:
@@ -314,7 +320,7 @@ class Database:
         path = quote(os.path.abspath(self._file or ""))  # noqa: PTH100 - keeps links
         mode = "rwc" if create else "rw"
         connection = sqlite3.connect(
-            f"file:{path}?mode={mode}", self._timeout_s, check_same_thread=False, uri=True
+            f"file://{path}?mode={mode}", self._timeout_s, check_same_thread=False, uri=True
         )
         connection.text_factory = lambda data: data.decode(errors="surrogateescape")
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
@@ -527,11 +533,13 @@ class Database:
         RegistryUnavailableError
             If one cannot be read, with its number; or if all of them take too long or too much memory.
         """
-        number = 0
+        number, most = 0, _MAX_ROWS_OF_ADAPTERS * input_limits().max_adapters
         try:
             # PostgreSQL's driver stores all rows of other queries first.
             for row in connection.execute(query.execution_options(stream_results=self._read_only)):
                 number += 1
+                if number > most:
+                    raise InputError(beyond(most, "rows", "--max-adapters"), location=self.location)
                 if self._read_only:
                     self._budget.take(row)
                 yield row

@@ -335,7 +335,7 @@ class AdapterRegistry:
         most = input_limits().max_adapters
         held: dict[str, list[str]] = {}
         with self._database.reading() as connection:
-            some = query.with_only_columns(sa.literal(1)).limit(most + 1).subquery()
+            some = query.with_only_columns(ADAPTERS.c.rank).limit(most + 1).subquery()
             if connection.execute(sa.select(sa.func.count()).select_from(some)).scalar_one() > most:
                 raise InputError(beyond(most, "adapters", "--max-adapters"), location=self.location)
             rows = list(self._database.rows(connection, query))

@@ -1,0 +1,3 @@
+from tests.cli.conftest import process, run
+
+__all__ = ["process", "run"]
