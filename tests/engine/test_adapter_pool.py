@@ -8,6 +8,7 @@ import socket
 import sqlite3
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,10 +19,11 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
 
-from capplan.engine.server import ServerLimits
+from capplan.engine.server import PoolSettings, ServerLimits
 from capplan.engine.server.adapter_copies import PoolParams
 from capplan.engine.server.limiter import transfer_key
 from capplan.engine.server.transfer import TransferParams
+from capplan.errors import InputError
 from capplan.spec.registry import RegisteredAdapter, read_adapter
 from tests.engine.adapter_fleet import (
     NAMES,
@@ -215,25 +217,167 @@ def test_a_server_that_is_gone_is_replaced_by_the_location(fleet: Fleet, right: 
         assert answer(s0, "a") == right["a"]
 
 
-def test_a_location_may_be_a_url(fleet: Fleet, right: dict[str, list[int]]) -> None:
-    known = fleet.registry.get("a")
-    source = fleet.top / "source" / "a"
-    files = {f"/x/{file.name}": file.read_bytes() for file in source.iterdir()}
+@contextlib.contextmanager
+def adapter_store(
+    fleet: Fleet,
+    send_file: Callable[[BaseHTTPRequestHandler, bytes], None] = lambda handler, data: reply(handler, data),
+    location: str = "http://127.0.0.1:{port}/x/",
+) -> Iterator[tuple[str, list[str]]]:
+    """Let adapter a have a location at an HTTP server; yield its URL and the paths of its requests."""
+    files = {file.name: file.read_bytes() for file in (fleet.top / "source" / "a").iterdir()}
+    paths: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            paths.append(self.path)
             assert "Authorization" not in self.headers, "the key is for servers of the fleet"
-            reply(self, files[self.path])
+            with contextlib.suppress(OSError):
+                send_file(self, files[self.path.rpartition("/")[2]])
 
         def log_message(self, *_: Any) -> None:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as store:
+        store.daemon_threads = True
         threading.Thread(target=store.serve_forever, args=(0.01,), daemon=True).start()
-        fleet.registry.add(known.replace(location=f"http://127.0.0.1:{store.server_port}/x/"), replace=True)
-        with fleet.server("s0") as s0:
-            assert answer(s0, "a") == right["a"]
+        known = fleet.registry.get("a").replace(location=location.format(port=store.server_port))
+        fleet.registry.add(known, replace=True)
+        yield f"http://127.0.0.1:{store.server_port}", paths
         store.shutdown()
+
+
+def test_a_location_may_be_a_url_of_an_allowed_host(fleet: Fleet, right: dict[str, list[int]]) -> None:
+    with adapter_store(fleet) as (url, _), fleet.server("s0", pool={"allow_location": [url]}) as s0:
+        assert answer(s0, "a") == right["a"]
+
+
+@pytest.mark.parametrize(
+    ("location", "allowed", "reason"),
+    [
+        ("http://127.0.0.1:{port}/x", (), "--allow-location does not name http://127.0.0.1:"),
+        ("http://127.0.0.1:{port}/x", ("http://127.0.0.1:1",), "--allow-location does not name"),
+        ("http://127.0.0.1:{port}/x", ("https://127.0.0.1:{port}",), "--allow-location does not name"),
+        ("http://127.1:{port}/x", ("http://127.0.0.1:{port}",), "--allow-location does not name"),
+        ("http://2130706433:{port}/x", ("http://127.0.0.1:{port}",), "--allow-location does not name"),
+        ("http://0.0.0.0:{port}/x", ("http://127.0.0.1:{port}",), "--allow-location does not name"),
+        ("http://[::ffff:127.0.0.1]:{port}/x", ("http://127.0.0.1:{port}",), "does not name http://[::ffff:"),
+        ("http://allowed.test@127.0.0.1:{port}/x", ("http://allowed.test",), None),
+        ("http://allowed.test:{port}/x", ("http://allowed.test:{port}",), "no address that is allowed"),
+        ("http://link.test:{port}/x", ("http://link.test:{port}",), "no address that is allowed"),
+        ("http://mapped.test:{port}/x", ("http://mapped.test:{port}",), "no address that is allowed"),
+        ("http://none.test:{port}/x", ("http://none.test:{port}",), "no address that is allowed"),
+        ("ftp://127.0.0.1:{port}/x", ("http://127.0.0.1:{port}",), "neither a folder nor an http(s) URL"),
+        ("HTTP://127.0.0.1:{port}/x", (), "neither a folder nor an http(s) URL"),
+        ("ws://127.0.0.1:{port}/x", ("http://127.0.0.1:{port}",), "neither a folder nor an http(s) URL"),
+    ],
+)
+def test_locations_reach_no_address_that_the_operator_has_not_allowed(
+    location: str,
+    allowed: tuple[str, ...],
+    reason: str | None,
+    fleet: Fleet,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Names of hosts that are allowed may be given other addresses by who answers for them."""
+    hosts = {
+        "allowed.test": "127.0.0.1",
+        "link.test": "169.254.169.254",
+        "mapped.test": "::ffff:127.0.0.1",
+        "none.test": "0.0.0.0",
+    }
+
+    async def resolve(_: Any, name: str, port: int, family: Any) -> list[dict[str, Any]]:
+        address = hosts[name]
+        kind = socket.AF_INET6 if ":" in address else socket.AF_INET
+        known = {"hostname": name, "host": address, "port": port, "family": kind}
+        return [{**known, "proto": 0, "flags": socket.AI_NUMERICHOST}]
+
+    monkeypatch.setattr("aiohttp.ThreadedResolver.resolve", resolve)
+    if reason is None:
+        with (
+            pytest.raises(InputError, match="must not hold a user or password"),
+            adapter_store(fleet, location=location),
+        ):
+            pass
+        return
+    with adapter_store(fleet, location=location) as (url, paths):
+        hosts_allowed = [each.format(port=url.rpartition(":")[2]) for each in allowed]
+        with fleet.server("s0", pool={"allow_location": hosts_allowed}) as s0:
+            assert refusal(s0, "a") == (503, "adapter_unavailable")
+            assert paths == []
+            assert reason in caplog.text
+            fleet.check("s0")
+
+
+@pytest.mark.parametrize(
+    "url", ["http://169.254.169.254", "http://[::]:80", "http://[::ffff:169.254.0.1]:80"]
+)
+def test_servers_are_not_asked_at_addresses_that_no_server_has(
+    url: str, fleet: Fleet, right: dict[str, list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet.registry.announce(PEER, url)
+    fleet.registry.hold("a", fleet.registry.get("a").digest or "", PEER)
+    with fleet.server("s0") as s0:
+        assert answer(s0, "a") == right["a"]
+        assert "servers have no address such as" in caplog.text
+
+
+def endless(handler: BaseHTTPRequestHandler, _: bytes) -> None:
+    handler.send_response(200)
+    handler.end_headers()
+    while True:
+        handler.wfile.write(b" " * 2**16)
+
+
+def many_headers(handler: BaseHTTPRequestHandler, _: bytes) -> None:
+    handler.send_response(200)
+    while True:
+        handler.wfile.write(b"X: " + b"y" * 1000 + b"\r\n")
+
+
+COMPRESSED = zlib.compress(b" " * 2**20)
+LIES: dict[str, tuple[Callable[[BaseHTTPRequestHandler, bytes], None], str]] = {
+    "redirected": (FAULTS["redirected"], "status 302: redirects are not followed"),
+    "stalled": (stall, "no bytes for 0.3 s"),
+    "trickling": (trickle, ""),
+    "endless": (endless, "must not be larger than the registry says"),
+    "endless headers": (many_headers, ""),
+    "too long": (lambda handler, data: reply(handler, data, 2**62), "not completed"),
+    "too short": (lambda handler, data: reply(handler, data, 10), "the connection failed"),
+    "negative": (lambda handler, data: reply(handler, data, -1), ""),
+    "cut off": (FAULTS["cut off"], ""),
+    "too many bytes": (FAULTS["too many bytes"], ""),
+    "no HTTP": (FAULTS["no HTTP"], ""),
+    "compressed": (lambda handler, data: reply(handler, COMPRESSED), "must have the digest"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_location_that_does_not_deliver_ends_with_a_reason(
+    lie: str, fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    send_file, reason = LIES[lie]
+    limits = ServerLimits(lora_timeout_s=1.5)
+    with (
+        adapter_store(fleet, send_file) as (url, paths),
+        fleet.server("s0", limits=limits, pool={"allow_location": [url]}) as s0,
+    ):
+        begin_s = time.monotonic()
+        assert refusal(s0, "a")[0] == 503
+        assert time.monotonic() - begin_s < 8
+        assert paths
+        assert all(path.startswith("/x/") for path in paths)
+        assert reason in caplog.text
+        assert all("\n" not in record.getMessage() for record in caplog.records)
+        fleet.check("s0")
+        s0.check_idle()
+
+
+@pytest.mark.parametrize("url", ["ftp://h", "http://", "http://h/x", "http://u@h", "http://0.0.0.0", "h", ""])
+def test_hosts_of_locations_are_urls_of_hosts(url: str) -> None:
+    with pytest.raises(InputError, match="allow_location: must be an http"):
+        PoolSettings("x.db", allow_location=(url,))
 
 
 def test_requests_of_an_adapter_share_one_transfer(fleet: Fleet, right: dict[str, list[int]]) -> None:

@@ -19,13 +19,14 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from capplan.engine.lora.store import IncomingAdapter
 from capplan.engine.server.adapters import ReaderThreads
 from capplan.engine.server.limiter import PEER_PATH, transfer_key
-from capplan.errors import InputError
+from capplan.errors import InputError, printable
 from capplan.spec.files import error_reason, parse_json
 from capplan.spec.registry.adapter import ADAPTER_FILES
 from capplan.spec.tensor_files import open_regular
 
 _PART_BYTES: Final = 2**20
 _MAX_ANSWER_BYTES: Final = 4096
+_MAX_REASON: Final = 200
 _HTTP: Final = ("http://", "https://")
 _PORTS: Final = {"http": 80, "https": 443}
 
@@ -304,7 +305,8 @@ def _reasons(params: TransferParams, timeout_s: float) -> Iterator[None]:
     except TimeoutError:
         raise TransferError(f"not complete within {timeout_s:.3g} s") from None
     except aiohttp.ClientError as error:
-        raise TransferError(f"the connection failed: {error}") from None
+        reason = printable(" ".join(str(error).split()))[:_MAX_REASON]  # may quote what the source sends
+        raise TransferError(f"the connection failed: {reason}") from None
     except InputError as error:
         raise TransferError(str(error)) from None
     except (OSError, ValueError) as error:
