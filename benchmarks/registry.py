@@ -10,7 +10,7 @@ replaced. Afterwards the file must be intact, each acknowledged pair there, no p
 adapter with a holder.
 
 ``--url postgresql+psycopg://user:password@host/postgres`` does both in databases of their own on this server,
-by any SQLAlchemy URL of a user who may create databases; warm look-ups have no bar then.
+by the URL of a user who may create databases; warm look-ups have no bar then.
 """
 
 from __future__ import annotations
