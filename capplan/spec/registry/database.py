@@ -173,7 +173,7 @@ class _Budget:
 
     def watch(self, descriptor: int) -> None:
         """Shut a TCP connection down when the transaction has to end: its driver waits without a limit."""
-        with socket.socket(fileno=os.dup(descriptor)) as connection:
+        with socket.socket(fileno=descriptor) as connection:
             while not self.closed.wait(_POLL_S):
                 if self.is_spent(_received_bytes(connection)):
                     with contextlib.suppress(OSError):
@@ -203,8 +203,8 @@ def _parse_url(where: str) -> tuple[sa.URL, str]:
         raise InputError(f"{_EXAMPLE}; schemes are {valid}", location=f"{scheme[:40]}://...")
     location = f"{scheme}://..."
     if _DRIVERS[scheme] == "sqlite":
-        path, _, query = rest.partition("?")
-        _require_keys(query, (), location)
+        path, _, keys = rest.partition("?")
+        _require_keys(keys, (), location)
         if not path.startswith("/"):
             raise InputError("must name a file, as sqlite:///PATH", location=location)
         return sa.URL.create(scheme, database=path[1:]), where
@@ -365,8 +365,8 @@ class Database:
             options["require_auth"] = os.environ.get("PGREQUIREAUTH", "!password")
         connection = psycopg.connect(**options)
         if self._read_only:
-            thread = threading.Thread(target=self._budget.watch, args=(connection.fileno(),), daemon=True)
-            thread.start()
+            copy = os.dup(connection.fileno())
+            threading.Thread(target=self._budget.watch, args=(copy,), daemon=True).start()
         return connection
 
     def _prepare(self, connection: Any, _record: Any) -> None:
