@@ -296,6 +296,8 @@ def server_settings(fields: dict[str, Any]) -> ServerSettings:
     from capplan.engine.server import PoolSettings, ServerLimits, ServerSettings
 
     limits, root, pool = (fields.pop(name) for name in ("limits", "lora_root", "pool"))
+    if pool is not None:
+        pool["allow_location"] = tuple(pool["allow_location"])
     if root is not None:
         Path(root).mkdir(exist_ok=True)  # another machine than the router's
     return ServerSettings(
