@@ -22,6 +22,11 @@ OF_VLLM = {
     *("--async-scheduling", "--no-async-scheduling", "--fully-sharded-loras", "--lora-target-modules"),
     *("--save-result", "--save-detailed"),
 }
+OF_LOAD_TOOLS = {
+    *("--backend", "--base-url", "--constraint", "--dataset-name", "--endpoint-type", "--ignore-eos"),
+    *("--streaming", "--tasks", "--tokenizer", "--use-server-token-count"),
+}
+"""Flags of GuideLLM, AIPerf, lm-eval and `vllm bench serve`."""
 PROGRAMS = (
     "start/first-plan.md",
     "how-it-works/twin.md",
@@ -148,7 +153,11 @@ def test_every_flag_in_the_pages_is_one_of_some_program() -> None:
     files = [*ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("profiling/**/*.py")]
     code = "".join(file.read_text(encoding="utf-8") for file in files)
     known = (
-        flags(typer.main.get_command(app)) | set(re.findall(r'"(--[a-z-]+)"', code)) | OF_VLLM | {"--flag"}
+        flags(typer.main.get_command(app))
+        | set(re.findall(r'"(--[a-z-]+)"', code))
+        | OF_VLLM
+        | OF_LOAD_TOOLS
+        | {"--flag"}
     )
     for page in PAGES:
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", page.read_text(encoding="utf-8")))

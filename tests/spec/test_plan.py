@@ -344,12 +344,18 @@ def test_a_plan_written_in_another_order_and_layout_keeps_its_digest(tmp_path):
     assert Plan.from_json(path).is_verified
 
 
-def test_a_plan_without_a_digest_keeps_its_text_and_its_verdict():
+def test_a_plan_without_a_digest_is_not_verified():
     plan = Plan(**SIMULATED)
     assert "digest" not in plan.model_dump(mode="json")["verification"]
-    assert plan.is_verified
-    assert plan.changed_after_verification() == ""
-    plan.require_verified()
+    assert not plan.is_verified
+    assert plan.changed_after_verification() == "the plan has no digest of its verification"
+    assert plan.with_digest().is_verified
+
+
+@pytest.mark.parametrize(("ok", "verdict"), [(True, "failed"), (True, "undecided"), (False, "verified")])
+def test_a_verdict_agrees_with_ok(ok, verdict):
+    with pytest.raises(InputError, match=r"verification\.ok: must be (true|false) if the verdict is"):
+        Plan(**edited(("verification", "ok"), ok, edited(("verification", "verdict"), verdict)))
 
 
 def test_a_verdict_without_simulations_is_no_verification():

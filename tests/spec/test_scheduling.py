@@ -253,13 +253,11 @@ def small() -> Workload:
 @pytest.mark.parametrize(
     ("queues", "digest"),
     [
-        (QueueConfig(), "a7b6e8b27dc6902c5d5cb09863b43a13cfd4780dce1f6f2c0a99314343fc7bce"),
-        (QueueConfig(max_queues=2), "65f3abda19f0bf7348023f2821d3260510295e6701c8a2002fd30a196140a51f"),
+        (QueueConfig(), "a85eb063d2bda0633f99af7c4e39770de553131cc0c429744ae77492b669cc3a"),
+        (QueueConfig(max_queues=2), "6cb4430d2f100eb7bd27a35ef163c671769f90523853762ce90febb69fd5f589"),
     ],
 )
-def test_queues_of_before_the_weight_of_the_prompt_keep_their_digest(
-    queues: QueueConfig, digest: str
-) -> None:
+def test_the_default_weight_of_the_prompt_is_not_in_the_digest(queues: QueueConfig, digest: str) -> None:
     assert small().replace(queues=queues).digest() == digest
     assert small().replace(queues=queues.replace(prompt_weight=0.5)).digest() != digest
 
