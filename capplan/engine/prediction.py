@@ -57,10 +57,8 @@ class OutputPredictor:
         predicted = 0
         if self._model is not None:
             hour = self._time_s() // _S_PER_HOUR % _HOURS
-            model, tokens, known = self._model
-            number = known.get(adapter, math.nan)
-            scores = model.inplace_predict(np.array([[prompt_tokens, number, hour]], np.float32))
-            predicted = int(tokens[np.argmax(scores)])
+            number = self._model.adapters.get(adapter, math.nan)
+            predicted = int(self._model.predict(np.array([[prompt_tokens, number, hour]], np.float32))[0])
         elif self._kind == "classes":
             predicted = self._drawn(declared)
         return min(predicted, declared)

@@ -7,7 +7,6 @@ output of the class. Chameleon's proxy model puts about 80 % of the requests int
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -15,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.errors import InputError
+from capplan.compile import jit
+from capplan.errors import NO_VALUE, InputError
 from capplan.spec import Predictor, read_text
+from capplan.spec.files import parse_json
+from capplan.spec.validation import MAX_TOKENS
 
 if TYPE_CHECKING:
-    from xgboost import Booster
-
     from capplan.workload.requests import Requests
 
 CUT_PERCENTILES: Final = (25.0, 50.0, 75.0, 99.0)
@@ -37,6 +37,18 @@ ADAPTERS: Final = "adapters"
 _STREAM: Final = 0x70726564  # keeps the draws apart from those of other users of a seed
 _NS_PER_HOUR: Final = 3_600_000_000_000
 _HOURS: Final = 24
+
+_MAX_BYTES: Final = 16 * 2**20
+"""Of a learned predictor's file; 300 trees of depth 4 take 1 MiB."""
+_MODEL: Final = "learner.gradient_booster.model"
+_TREE: Final = (
+    *("left_children", "right_children", "parents", "split_indices", "split_conditions", "default_left"),
+    "split_type",
+)
+"""Arrays of a tree that predictions depend on, in XGBoost's JSON."""
+_LEAF: Final = -1
+_NO_PARENT: Final = 2**31 - 1
+_MOST_FLOAT32: Final = float(np.finfo(np.float32).max)
 
 
 class LengthClasses(NamedTuple):
@@ -97,7 +109,8 @@ def predicted_tokens(
         return outputs
     if predictor.kind == "classes":
         return _of_classes(outputs, predictor.accuracy, seed)
-    return _of_model(requests, read_predictor(str(predictor.file)), adapters)
+    learned = read_predictor(str(predictor.file))
+    return learned.predict(predictor_features(requests, adapters, learned.adapters))
 
 
 def _of_classes(outputs: NDArray[np.int64], accuracy: float, seed: int) -> NDArray[np.int64]:
@@ -138,49 +151,214 @@ def predictor_features(
     return np.stack([column.astype(np.float32) for column in columns], axis=1)
 
 
+class _Trees(NamedTuple):
+    """Boosted trees one after the other; the margin of a class is its base plus the leaves of its trees."""
+
+    roots: NDArray[np.int32]
+    """First node of each tree, shape (trees,); tree `i` is of the class `i` modulo the classes."""
+    base: NDArray[np.float32]
+    """Shape (classes,)."""
+    feature: NDArray[np.int64]
+    """Shape (nodes,)."""
+    condition: NDArray[np.float32]
+    """Go left where the feature is below; the value of a leaf."""
+    is_missing_left: NDArray[np.int64]
+    left: NDArray[np.int64]
+    """`_LEAF` in leaves."""
+    right: NDArray[np.int64]
+
+
+@jit
+def _fill_classes(
+    trees: _Trees, features: NDArray[np.float32], margins: NDArray[np.float32], chosen: NDArray[np.int64]
+) -> None:
+    """Write the class of the largest margin of every row; sums are those of XGBoost, in its order."""
+    classes = margins.size
+    for row in range(chosen.size):
+        for kind in range(classes):
+            margins[kind] = trees.base[kind]
+        for tree in range(trees.roots.size):
+            root = trees.roots[tree]
+            node = root
+            while trees.left[node] != _LEAF:
+                x = features[row, trees.feature[node]]
+                is_left = trees.is_missing_left[node] != 0 if np.isnan(x) else x < trees.condition[node]
+                node = root + (trees.left[node] if is_left else trees.right[node])
+            margins[tree % classes] += trees.condition[node]
+        best = 0
+        for kind in range(1, classes):
+            if margins[kind] > margins[best]:
+                best = kind
+        chosen[row] = best
+
+
 class LearnedPredictor(NamedTuple):
     """The content of a learned predictor's file."""
 
-    model: Booster
+    trees: _Trees
     tokens: NDArray[np.int64]
     """Prediction of each class."""
     adapters: Mapping[str | None, float]
     """Numbers of the adapters that it was trained on, by name."""
 
-
-def _of_model(requests: Requests, learned: LearnedPredictor, adapters: Sequence[str]) -> NDArray[np.int64]:
-    """Return the predictions of a learned predictor."""
-    from xgboost import DMatrix
-
-    model, tokens, known = learned
-    features = DMatrix(predictor_features(requests, adapters, known), feature_names=list(FEATURES))
-    scores = np.asarray(model.predict(features)).reshape(-1, tokens.size)
-    predicted: NDArray[np.int64] = tokens[np.argmax(scores, axis=1)]
-    return predicted
+    def predict(self, features: NDArray[np.float32]) -> NDArray[np.int64]:
+        """Return the predicted tokens of requests, from their features, shape (requests, 3)."""
+        chosen = np.zeros(len(features), np.int64)
+        _fill_classes(self.trees, features, np.zeros(self.tokens.size, np.float32), chosen)
+        return self.tokens[chosen]
 
 
 def read_predictor(file: str) -> LearnedPredictor:
     """Return the content of a learned predictor's file.
 
+    The trees are evaluated here: XGBoost trusts the indices in its files, and a wrong one ends the process.
+
     Raises
     ------
     InputError
-        If the file cannot be read, or was not written by ``capplan workload predictor``.
+        If the file cannot be read, or is not as ``capplan workload predictor`` writes it; names the key.
     """
-    from xgboost import Booster
-    from xgboost.core import XGBoostError
+    document = parse_json(read_text(file, _MAX_BYTES), file)
+    tokens = _attribute(document, CLASS_TOKENS, file)
+    adapters = _attribute(document, ADAPTERS, file)
+    classes = len(tokens)
+    is_whole = all(type(value) is int and 0 < value <= MAX_TOKENS for value in tokens)
+    if classes < 2 or not is_whole or tokens != sorted(tokens):
+        rule = f"must be two or more whole numbers from 1 to {MAX_TOKENS} that ascend"
+        raise _wrong(rule, tokens, f"learner.attributes.{CLASS_TOKENS}", file)
+    if not all(isinstance(name, str) for name in adapters):
+        raise _wrong("must be names", adapters, f"learner.attributes.{ADAPTERS}", file)
+    trees = _at(document, f"{_MODEL}.trees", file)
+    if not isinstance(trees, list) or not trees or len(trees) % classes:
+        raise _wrong(f"must be a list with trees of all {classes} classes", None, f"{_MODEL}.trees", file)
+    _require(
+        document,
+        {
+            "learner.feature_names": list(FEATURES),
+            "learner.objective.name": "multi:softprob",
+            "learner.objective.softmax_multiclass_param.num_class": str(classes),
+            "learner.learner_model_param.num_class": str(classes),
+            "learner.learner_model_param.num_feature": str(len(FEATURES)),
+            "learner.learner_model_param.num_target": "1",
+            "learner.gradient_booster.name": "gbtree",
+            f"{_MODEL}.gbtree_model_param.num_trees": str(len(trees)),
+            f"{_MODEL}.gbtree_model_param.num_parallel_tree": "1",
+            f"{_MODEL}.tree_info": [tree % classes for tree in range(len(trees))],
+            f"{_MODEL}.iteration_indptr": list(range(0, len(trees) + 1, classes)),
+            **({f"{_MODEL}.cats.{name}": [] for name in _at(document, f"{_MODEL}.cats", file, {})}),
+        },
+        file,
+    )
+    columns = [_tree_columns(document, f"{_MODEL}.trees.{number}", file) for number in range(len(trees))]
+    sizes = [len(tree["left_children"]) for tree in columns]
+    whole = {name: np.concatenate([tree[name] for tree in columns]) for name in _TREE}
+    return LearnedPredictor(
+        _Trees(
+            np.cumsum([0, *sizes[:-1]]).astype(np.int32),
+            _base(document, classes, file),
+            whole["split_indices"].astype(np.int64),
+            whole["split_conditions"].astype(np.float32),
+            *(whole[name].astype(np.int64) for name in ("default_left", "left_children", "right_children")),
+        ),
+        np.array(tokens, np.int64),
+        numbered_adapters(adapters),
+    )
 
-    content = read_text(file)
-    wrong = InputError("must be a file written by capplan workload predictor", location=file)
-    try:
-        if not isinstance(json.loads(content), Mapping):
-            raise wrong
-        model = Booster()
-        model.load_model(bytearray(content.encode()))
-        tokens = np.array(json.loads(model.attr(CLASS_TOKENS) or "null"), np.int64)
-        adapters = numbered_adapters(json.loads(model.attr(ADAPTERS) or "null"))
-    except (ValueError, TypeError, XGBoostError):
-        raise wrong from None
-    if tokens.ndim != 1 or tokens.size < 2 or tokens.min() < 1 or model.num_features() != len(FEATURES):
-        raise wrong
-    return LearnedPredictor(model, tokens, adapters)
+
+def _wrong(rule: str, value: object, key: str, file: str) -> InputError:
+    made = "; make the file again with capplan workload predictor"
+    return InputError(rule + made, NO_VALUE if value is None else value, f"{file}: {key}")
+
+
+def _at(document: Any, key: str, file: str, default: Any = None) -> Any:
+    """Return the value at a dotted key; without a default, its absence is an error."""
+    value = document
+    for part in key.split("."):
+        if isinstance(value, list):
+            value = value[int(part)] if part.isdigit() and int(part) < len(value) else None
+        else:
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is None and default is None:
+            raise _wrong("is required", None, key, file)
+    return default if value is None else value
+
+
+def _require(document: Any, expected: Mapping[str, object], file: str) -> None:
+    for key, value in expected.items():
+        given = _at(document, key, file)
+        if given != value:
+            raise _wrong(f"must be {str(value)[:60]}", given, key, file)
+
+
+def _attribute(document: Any, name: str, file: str) -> list[Any]:
+    key = f"learner.attributes.{name}"
+    text = _at(document, key, file)
+    values = parse_json(text, f"{file}: {key}") if isinstance(text, str) else None
+    if not isinstance(values, list):
+        raise _wrong("must be a JSON list", text, key, file)
+    return values
+
+
+def _numbers(values: object, size: int, key: str, file: str) -> NDArray[np.float64]:
+    """Return a list of so many numbers that float32 holds."""
+    if not isinstance(values, list) or len(values) != size:
+        raise _wrong(f"must be a list of {size} numbers", None, key, file)
+    for value in values:
+        if type(value) not in (int, float) or not abs(value) <= _MOST_FLOAT32:
+            raise _wrong("must hold finite numbers", value, key, file)
+    return np.array(values, np.float64)
+
+
+def _base(document: Any, classes: int, file: str) -> NDArray[np.float32]:
+    """Return the margins before any tree; XGBoost up to 3.0 writes a number for all classes."""
+    key = "learner.learner_model_param.base_score"
+    text = _at(document, key, file)
+    score = parse_json(text, f"{file}: {key}") if isinstance(text, str) else None
+    return _numbers(score if isinstance(score, list) else [score] * classes, classes, key, file).astype(
+        np.float32
+    )
+
+
+def _tree_columns(document: Any, key: str, file: str) -> dict[str, NDArray[np.float64]]:
+    """Return the arrays of a tree, whose walk goes forward from the root to nodes that exist."""
+    tree = _at(document, key, file)
+    nodes = len(_at(document, f"{key}.left_children", file)) if isinstance(tree, dict) else 0
+    if not nodes:
+        raise _wrong("must have nodes", None, key, file)
+    none = {name: [] for name in tree if name.startswith("categories")}
+    sizes = {"num_nodes": str(nodes), "num_feature": str(len(FEATURES)), "size_leaf_vector": "1"}
+    _require(
+        document,
+        {f"{key}.{name}": value for name, value in none.items()}
+        | {f"{key}.tree_param.{name}": value for name, value in sizes.items()},
+        file,
+    )
+    columns = {
+        name: _numbers(_at(document, f"{key}.{name}", file), nodes, f"{key}.{name}", file)
+        for name in (*_TREE, *(name for name in tree if isinstance(tree[name], list) and name not in none))
+    }
+    left, right = columns["left_children"], columns["right_children"]
+    at, inner = np.arange(nodes), left != _LEAF
+    for name, bad, rule in (
+        ("left_children", inner & ~((left > at) & (left < nodes)), "must be later nodes of the tree"),
+        ("right_children", inner & ~((right > at) & (right < nodes)), "must be later nodes of the tree"),
+        ("right_children", ~inner & (right != _LEAF), f"must be {_LEAF} in a leaf"),
+        ("split_indices", ~np.isin(columns["split_indices"], range(len(FEATURES))), "must be features"),
+        ("default_left", ~np.isin(columns["default_left"], (0, 1)), "must be 0 or 1"),
+        ("split_type", columns["split_type"] != 0, "must be 0: no categories"),
+        *(
+            (name, columns[name] % 1 != 0, "must be whole numbers")
+            for name in _TREE
+            if name != "split_conditions"
+        ),
+    ):
+        if bad.any():
+            raise _wrong(rule, columns[name][bad][0], f"{key}.{name}[{int(bad.argmax())}]", file)
+    reached = np.concatenate([left[inner], right[inner]]).astype(np.int64)
+    parents = np.full(nodes, _NO_PARENT)
+    parents[reached] = np.tile(at[inner], 2)
+    if np.unique(reached).size != nodes - 1 or np.any(parents != columns["parents"]):
+        raise _wrong(
+            "must be the parents of all nodes but the first, by their children", None, f"{key}.parents", file
+        )
+    return columns

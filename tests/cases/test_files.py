@@ -1,0 +1,317 @@
+"""Files that a command reads or writes: damaged predictors, caches, devices, configs, modes, encodings."""
+
+import copy
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import capplan.compile as compile_
+from capplan import InputError
+from capplan.models.training.length_predictor import PredictorOptions, train_predictor
+from capplan.workload import Requests
+from capplan.workload.predictors import FEATURES, read_predictor
+from tests.cli.conftest import error_line, run  # noqa: F401 - a fixture
+
+CASES = Path(__file__).resolve().parents[3] / "shared" / "cases"
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Callable[[str], Path]:
+    """Return a writable copy of a case's folder."""
+
+    def copied(name: str) -> Path:
+        if not (CASES / name).is_dir():
+            pytest.skip("no ../shared/cases beside the checkout: the cases are missing")
+        return Path(shutil.copytree(CASES / name, tmp_path / name, copy_function=shutil.copyfile))
+
+    return copied
+
+
+@pytest.fixture(scope="module")
+def trained() -> bytes:
+    """A learned predictor whose trees use all features, with missing values on both sides."""
+    rng = np.random.default_rng(1)
+    adapters, prompts, hours = rng.integers(0, 4, 3000), rng.integers(1, 200, 3000), rng.integers(0, 24, 3000)
+    requests = Requests(
+        np.arange(3000, dtype=np.int64) * 24 * 3_600_000_000_000 + hours * 3_600_000_000_000,
+        adapters.astype(np.int32),
+        prompts.astype(np.int32),
+        (10 + 90 * adapters + prompts + 5 * hours).astype(np.int32),
+    )
+    return train_predictor(requests, ["a", "b", "c"], PredictorOptions(trees=8)).content
+
+
+def features(count: int) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    columns = (
+        rng.integers(1, 400, count),
+        rng.choice([0, 1, 2, 3, np.nan], count),
+        rng.integers(0, 24, count),
+    )
+    return np.stack(columns, axis=1).astype(np.float32)
+
+
+def test_predictions_are_those_of_xgboost(trained: bytes, tmp_path: Path) -> None:
+    import xgboost
+
+    (tmp_path / "good.json").write_bytes(trained)
+    learned = read_predictor(str(tmp_path / "good.json"))
+    model = xgboost.Booster(model_file=bytearray(trained))
+    rows = xgboost.DMatrix(features(20_000), feature_names=list(FEATURES))
+    chosen = np.argmax(model.predict(rows, output_margin=True), axis=1)
+    assert len(set(chosen)) == learned.tokens.size
+    assert np.array_equal(learned.predict(features(20_000)), learned.tokens[chosen])
+
+
+MODEL = "learner.gradient_booster.model"
+DAMAGE: dict[str, tuple[str, Any]] = {
+    "oob": (f"{MODEL}.trees.0.left_children.0", 10**6),
+    "cyc": (f"{MODEL}.trees.0.left_children.0", 0),
+    "oobf": (f"{MODEL}.trees.0.split_indices.0", 2**30),
+    "info": (f"{MODEL}.tree_info.3", 10**6),
+    "inf2": (f"{MODEL}.tree_info.3", -(10**6)),
+    "cats": (f"{MODEL}.trees.0.split_type.0", 1),
+    "cls": ("learner.learner_model_param.num_class", "3"),
+    "ntok": ("learner.attributes.class_tokens", "[1]"),
+    "hugetok": ("learner.attributes.class_tokens", "[1, 2, 3, 4, 99999999999999999999]"),
+    "indptr": (f"{MODEL}.iteration_indptr.1", 10**9),
+    "short": (f"{MODEL}.trees.0.split_conditions", [1.0]),
+    "objective": ("learner.objective.softmax_multiclass_param.num_class", "3000000"),
+    "base": ("learner.learner_model_param.base_score", "[0.5, 0.5]"),
+    "base text": ("learner.learner_model_param.base_score", "x"),
+    "leaf": (f"{MODEL}.trees.0.split_conditions.0", 1e39),
+    "half a node": (f"{MODEL}.trees.0.left_children.0", 1.5),
+    "a tree in a tree": (f"{MODEL}.trees.0.right_children.0", 1),
+    "parents": (f"{MODEL}.trees.1.parents.1", 5),
+    "deleted": (f"{MODEL}.trees.1.tree_param.num_nodes", "3"),
+    "vector leaves": (f"{MODEL}.trees.1.tree_param.size_leaf_vector", "5"),
+    "categories": (f"{MODEL}.trees.1.categories", [3]),
+    "encoded": (f"{MODEL}.cats.enc", [1]),
+    "no trees": (f"{MODEL}.trees", []),
+    "an object as trees": (f"{MODEL}.trees", {}),
+    "dart": ("learner.gradient_booster.name", "dart"),
+    "names": ("learner.feature_names", ["a", "b", "c"]),
+    "adapters": ("learner.attributes.adapters", '["a", 1]'),
+    "no attributes": ("learner.attributes", {}),
+    "a number as learner": ("learner", 3),
+}
+
+
+def damaged(content: bytes, key: str, value: Any) -> str:
+    """Return a predictor's file with one value replaced."""
+    document = json.loads(content)
+    *parents, last = (int(part) if part.isdigit() else part for part in key.split("."))
+    part = document
+    for each in parents:
+        part = part[each]
+    part[last] = value
+    return json.dumps(document)
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_predictor_is_refused_by_the_name_of_its_damaged_part(
+    name: str, trained: bytes, tmp_path: Path
+) -> None:
+    key, value = DAMAGE[name]
+    file = tmp_path / "damaged.json"
+    file.write_text(damaged(trained, key, value))
+    with pytest.raises(InputError) as refused:
+        read_predictor(str(file))
+    line = str(refused.value)
+    assert line.startswith(f"{file}: learner")
+    shown = refused.value.location.partition(": ")[2]
+    assert key.startswith(shown[: len(MODEL)]) or shown.startswith(key)
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("name", ["oob", "cyc", "oobf", "info", "inf2", "cats", "cls", "ntok", "hugetok"])
+def test_25_a_damaged_predictor_of_a_workload_ends_in_one_line(
+    name: str,
+    trained: bytes,
+    case,
+    run,  # noqa: F811
+) -> None:
+    folder = case("25-xgboost-json")
+    (folder / f"{name}.json").write_text(damaged(trained, *DAMAGE[name]))
+    refused = run("simulate", folder / f"w-{name}.yaml", "--duration", "30", "--workers", "1")
+    assert f"{name}.json: learner." in error_line(refused)
+
+
+def test_25_a_deeply_nested_predictor_is_refused_and_an_undamaged_one_works(trained, case, run) -> None:  # noqa: F811
+    folder = case("25-xgboost-json")
+    (folder / "good.json").write_bytes(trained)
+    (folder / "deep.json").write_text('{"learner": ' * 100_000 + "1" + "}" * 100_000)
+    (folder / "short.json").write_bytes(trained[: len(trained) // 2])
+    for name in ("deep", "short"):
+        refused = run("simulate", folder / f"w-{name}.yaml", "--duration", "30", "--workers", "1")
+        assert f"{name}.json" in error_line(refused)
+    good = run("simulate", folder / "w-good.yaml", "--duration", "30", "--workers", "1")
+    assert good.exit_code == 0, good.output
+
+
+def test_a_predictor_with_any_node_replaced_is_refused_or_predicts_known_classes(trained, tmp_path) -> None:
+    """500 changes at random places of the JSON, by values that fit nowhere or almost."""
+    rng = random.Random(25)
+    document = json.loads(trained)
+    places: list[tuple[Any, Any]] = []
+
+    def collect(part: Any) -> None:
+        for key in list(part) if isinstance(part, dict) else range(len(part)):
+            places.append((part, key))
+            if isinstance(part[key], dict | list):
+                collect(part[key])
+
+    collect(document)
+    values = [
+        -1,
+        0,
+        1,
+        2,
+        2**31 - 1,
+        2**31,
+        -(2**63),
+        10**400,
+        1e38,
+        1e308,
+        0.5,
+        True,
+        None,
+        "",
+        "1",
+        [],
+        [0],
+        {},
+    ]
+    values += ["NaN", "[1, 2]", "[" * 5000, [[0]] * 9]
+    refusals = []
+    file = tmp_path / "damaged.json"
+    for _ in range(500):
+        part, key = rng.choice(places)
+        before = part[key]
+        part[key] = copy.deepcopy(rng.choice(values))
+        file.write_text(json.dumps(document))
+        part[key] = before
+        try:
+            learned = read_predictor(str(file))
+        except InputError as error:
+            refusals.append(str(error))
+        else:
+            assert set(learned.predict(features(50))) <= set(learned.tokens.tolist())
+    assert len(refusals) > 250
+    assert not any("\n" in line for line in refusals)
+
+
+def plus_1(x: int) -> int:
+    return x + 1
+
+
+@pytest.fixture
+def fresh_cache() -> Iterator[None]:
+    """Read the variables of the cache folder again, during the test and after it."""
+
+    def clear() -> None:
+        for known in (compile_.cache_dir, compile_._is_cache_usable):
+            known.cache_clear()
+
+    clear()
+    yield
+    clear()
+
+
+@pytest.mark.usefixtures("fresh_cache")
+@pytest.mark.parametrize("given", ["", ".", "cache"])
+@pytest.mark.parametrize("caches", ["", ".", "cache", "/absolute"])
+def test_26_an_empty_or_relative_cache_folder_counts_as_unset(given, caches, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("CAPPLAN_CACHE_DIR", given)
+    monkeypatch.setenv("XDG_CACHE_HOME", caches)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    expected = Path(caches) if caches == "/absolute" else tmp_path / ".cache"
+    assert compile_.cache_dir().parent == expected / "capplan"
+
+
+@pytest.mark.usefixtures("fresh_cache")
+def test_26_no_cache_is_kept_below_a_relative_home_folder(monkeypatch, tmp_path) -> None:
+    for name, value in {"CAPPLAN_CACHE_DIR": "", "XDG_CACHE_HOME": "", "HOME": "."}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    assert compile_.jit(plus_1)(41) == 42
+    assert list(tmp_path.iterdir()) == []
+
+
+def writable_by_others(cache: Path) -> None:
+    cache.chmod(0o666)
+
+
+def writable_by_the_group(cache: Path) -> None:
+    cache.chmod(0o660)
+
+
+def in_a_writable_folder(cache: Path) -> None:
+    cache.parent.chmod(0o777)
+
+
+def in_a_writable_cache(cache: Path) -> None:
+    cache.parent.parent.chmod(0o777)
+
+
+def below_a_writable_root(cache: Path) -> None:
+    cache.parents[2].chmod(0o777)
+
+
+def behind_a_link(cache: Path) -> None:
+    cache.rename(cache.with_suffix(".elsewhere"))
+    cache.symlink_to(cache.with_suffix(".elsewhere"))
+
+
+def in_a_linked_folder(cache: Path) -> None:
+    cache.parent.rename(cache.parents[1] / "elsewhere")
+    cache.parent.symlink_to(cache.parents[1] / "elsewhere")
+
+
+def of_another_owner(cache: Path) -> None:
+    try:
+        os.chown(cache, 65534, 65534)
+    except PermissionError:
+        pytest.skip("only root can give files away")
+
+
+@pytest.mark.usefixtures("fresh_cache")
+@pytest.mark.parametrize("ending", ["nbi", "nbc"])
+@pytest.mark.parametrize(
+    "planted",
+    [
+        *(None, writable_by_others, writable_by_the_group, in_a_writable_folder, in_a_writable_cache),
+        *(below_a_writable_root, behind_a_link, in_a_linked_folder, of_another_owner),
+    ],
+)
+def test_26_compiled_files_that_others_can_have_written_are_not_read(
+    planted: Callable[[Path], None] | None, ending: str, monkeypatch, tmp_path
+) -> None:
+    monkeypatch.setenv("CAPPLAN_CACHE_DIR", str(tmp_path / "root"))
+    before = os.umask(0)  # the cache sets modes of its own
+    try:
+        assert compile_.jit(plus_1)(41) == 42
+    finally:
+        os.umask(before)
+    (file,) = (tmp_path / "root").rglob(f"*.{ending}")
+    if planted is not None:
+        planted(file)
+        compile_._is_cache_usable.cache_clear()
+    again = compile_.jit(plus_1)
+    assert again(41) == 42
+    assert bool(again.stats.cache_hits) == (planted is None)
+
+
+def test_compiled_kernels_of_the_engine_use_the_checked_cache() -> None:
+    from capplan.engine.kernels import cpu
+
+    kernels = [each for each in vars(cpu).values() if hasattr(each, "py_func")]
+    assert kernels
+    assert all(isinstance(each._cache, compile_._Cache) for each in kernels)
