@@ -14,11 +14,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import itertools
 import os
 import pickle
 import re
-from collections.abc import Callable, Mapping
+import stat
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TypeVar, cast
@@ -26,7 +28,7 @@ from typing import Any, Final, TypeVar, cast
 import numba
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, event, types
-from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.caching import FunctionCache, IndexDataCacheFile, UserProvidedCacheLocator
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.registry import CPUDispatcher
@@ -64,6 +66,8 @@ _COMPILED_PACKAGES = ("serving", "models", "twin", "workload")
 _IMPORT = re.compile(r"^\s*from (capplan[\w.]*) import (\([^)]*\)|[^\n]*)", re.MULTILINE)
 
 _DIGEST_BYTES: Final = 32
+_PRIVATE_FOLDER: Final = 0o700
+_PRIVATE_FILE: Final = 0o600
 _numbers = itertools.count()
 _TWIN_FUNCTIONS: Final = 155
 """Approximate number of functions that the first simulation compiles."""
@@ -105,25 +109,51 @@ def source_digest() -> str:
 
 @functools.cache
 def cache_dir() -> Path:
-    """Return the folder of the compiled code, below ``$CAPPLAN_CACHE_DIR`` or ``~/.cache/capplan``."""
-    base = os.environ.get("CAPPLAN_CACHE_DIR")
-    root = Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "capplan"
+    """Return the folder of the compiled code, below ``$CAPPLAN_CACHE_DIR`` or ``~/.cache/capplan``.
+
+    A variable that is empty or a relative path counts as unset: others may have written below the working
+    directory.
+    """
+    root, caches = (Path(os.environ.get(name, "")) for name in ("CAPPLAN_CACHE_DIR", "XDG_CACHE_HOME"))
+    if not root.is_absolute():
+        home = os.path.expanduser("~")  # noqa: PTH111 - Path.home raises without a home folder
+        root = (caches if caches.is_absolute() else Path(home) / ".cache") / "capplan"
     return root / f"compiled-{source_digest()}"
 
 
 @functools.cache
-def _cache_is_writable() -> bool:
+def _is_cache_usable() -> bool:
     # Otherwise numba falls back to a folder without a digest.
+    folder = cache_dir()
+    if not folder.is_absolute():  # no home folder
+        return False
     try:
-        cache_dir().mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(_PRIVATE_FOLDER, parents=True, exist_ok=True)
+        folder.mkdir(_PRIVATE_FOLDER, exist_ok=True)
+        return _is_private(folder) and os.access(folder, os.W_OK)
     except OSError:
         return False
-    return os.access(cache_dir(), os.W_OK)
+
+
+def _is_private(path: Path) -> bool:
+    """Return whether nobody but the user can have written a path below the cache's root; no link is followed.
+
+    Files of the cache are unpickled and run.
+    """
+    root = cache_dir().parent
+    for part in (path, *path.parents):
+        found = part.stat() if part == root else part.lstat()
+        by_others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if found.st_uid != os.geteuid() or by_others or stat.S_ISLNK(found.st_mode):
+            return False
+        if part == root:
+            return True
+    return False
 
 
 def is_compiled(entry: str = "core.advance") -> bool:
     """Return whether an entry, by default the twin's, is in the cache of these sources."""
-    return any(cache_dir().rglob(f"{entry}*.nbc"))
+    return _is_cache_usable() and any(cache_dir().rglob(f"{entry}*.nbc"))
 
 
 def on_compiled(progress: Callable[[float], None] | None) -> None:
@@ -164,20 +194,26 @@ def _listener() -> _Listener:
 def jit(function: F) -> F:
     """Compile `function` as an entry, cached on disk under the digest of all compiled sources.
 
-    If the cache folder cannot be written, every process compiles for itself.
+    If the cache folder cannot be written, or others can write to it, every process compiles for itself.
     """
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # made at run time
         return function
+    entry = _Entry(function, targetoptions={"nopython": True, **_ENTRY_OPTIONS})
+    cache_on_disk(entry)
+    return cast("F", entry)
+
+
+def cache_on_disk(dispatcher: Any) -> None:
+    """Let a compiled function load its code from the cache folder and store it there, if that is usable."""
+    if not _is_cache_usable():
+        return
     config: Any = numba.config
     before = config.CACHE_DIR
-    entry = _Entry(function, targetoptions={"nopython": True, **_ENTRY_OPTIONS})
-    if _cache_is_writable():
-        config.CACHE_DIR = str(cache_dir())  # numba fixes a function's cache folder here
-        try:
-            entry.enable_caching()
-        finally:
-            config.CACHE_DIR = before
-    return cast("F", entry)
+    config.CACHE_DIR = str(cache_dir())  # numba fixes a function's cache folder here
+    try:
+        dispatcher._cache = _Cache(dispatcher.py_func)
+    finally:
+        config.CACHE_DIR = before
 
 
 def inner(function: F) -> F:
@@ -255,10 +291,6 @@ class _Entry(CPUDispatcher):
         super().__init__(function, **options)
         self._linked: Any = inner(function)
 
-    def enable_caching(self) -> None:
-        """Store compiled code on disk."""
-        self._cache = _Cache(self.py_func)
-
     @property
     def _numba_type_(self) -> Any:
         return types.Dispatcher(self._linked)
@@ -271,6 +303,11 @@ class _Cache(FunctionCache):
     """
 
     def __init__(self, function: Callable[..., object]) -> None:
+        below = UserProvidedCacheLocator.get_suitable_cache_subpath(inspect.getfile(function))
+        with contextlib.suppress(OSError):
+            (cache_dir() / below).mkdir(
+                _PRIVATE_FOLDER, exist_ok=True
+            )  # numba's modes are those of the umask
         super().__init__(function)
         impl = self._impl
         self._cache_file = _CheckedFiles(
@@ -288,21 +325,30 @@ class _CheckedFiles(IndexDataCacheFile):
 
     def _load_index(self) -> dict[Any, str]:
         try:
-            return dict(super()._load_index())
+            return dict(super()._load_index()) if _is_private(Path(self._index_path)) else {}
         except Exception:  # noqa: BLE001 - what unpickling any bytes raises
             return {}
 
     def _load_data(self, name: str) -> Any:
-        contents = Path(self._data_path(name)).read_bytes()
+        path = Path(self._data_path(name))
+        if not _is_private(path):
+            raise OSError("written by others")  # `load` compiles then, as for a missing file
+        contents = path.read_bytes()
         digest, code = contents[:_DIGEST_BYTES], contents[_DIGEST_BYTES:]
         if hashlib.sha256(code).digest() != digest:
-            raise OSError("damaged")  # `load` compiles then, as for a missing file
+            raise OSError("damaged")
         return pickle.loads(code)  # noqa: S301 - written by this class
 
     def _save_data(self, name: str, data: Any) -> None:
         code = self._dump(data)
         with self._open_for_write(self._data_path(name)) as file:
             file.write(hashlib.sha256(code).digest() + code)
+
+    @contextlib.contextmanager
+    def _open_for_write(self, filepath: str) -> Iterator[Any]:
+        with super()._open_for_write(filepath) as file:
+            Path(file.name).chmod(_PRIVATE_FILE)
+            yield file
 
 
 class _LinkedLibrary(JITCodeLibrary):

@@ -121,8 +121,10 @@ def _claim(stack: contextlib.ExitStack, cpu: int) -> bool:
     """Lock the file of a CPU; return False if another process holds it."""
     path = Path(tempfile.gettempdir()) / f"capplan-cpu{cpu}-{os.getuid()}.lock"
     with contextlib.ExitStack() as opened:
-        file = opened.enter_context(path.open("w"))
         try:
+            # Others can write to this folder: a link is not followed, a FIFO does not block.
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            file = opened.enter_context(os.fdopen(os.open(path, flags, 0o600), "rb"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return False

@@ -6,7 +6,6 @@ and other dtypes run in PyTorch.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from capplan.compile import cache_dir
+from capplan.compile import cache_on_disk
 from capplan.engine.input_batch import Decodes, ModelInputs, Segment
 from capplan.engine.kernels.torch_lora import GroupedLoRA, Views
 from capplan.engine.lora.adapter import GROUPS, SITES, A, AdapterLayout, B
@@ -29,15 +28,8 @@ F = TypeVar("F", bound=Callable[..., object])
 
 def fast(function: F) -> F:
     """Compile with fast math; only functions of this file may be called, as numba's cache requires."""
-    config: Any = numba.config
-    before = config.CACHE_DIR
-    config.CACHE_DIR = str(cache_dir())
-    try:
-        writable = os.access(cache_dir(), os.W_OK)
-        options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": True, "cache": writable}
-        compiled: F = numba.njit(**options)(function)
-    finally:
-        config.CACHE_DIR = before
+    compiled: F = numba.njit(nogil=True, error_model="numpy", fastmath=True)(function)
+    cache_on_disk(compiled)
     return compiled
 
 
