@@ -10,16 +10,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from capplan.errors import InputError
 from capplan.models.calibration.least_squares import LinearProblem, fit_linear, r_squared, smape
+from capplan.spec.files import open_stream
 
 COLUMNS: Final = (
     "kernel",
@@ -56,8 +57,9 @@ def read_kernel_table(path: str | os.PathLike[str]) -> pd.DataFrame:
     """
     name = os.fspath(path)
     try:
-        frame = pd.read_parquet(Path(path))
-    except (OSError, ValueError) as error:
+        with open_stream(path) as file:
+            frame = pd.read_parquet(file)
+    except (OSError, pa.ArrowException, ValueError) as error:
         raise InputError(f"must be a table of kernel timings: {error}", location=name) from None
     missing = [column for column in COLUMNS if column not in frame.columns]
     if missing:

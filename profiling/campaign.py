@@ -33,6 +33,7 @@ from capplan.profiling.campaign_page import (
     write_page,
 )
 from capplan.spec import read_text, write_text_atomic
+from capplan.spec.files import open_stream
 
 if TYPE_CHECKING:
     from capplan.profiling.validation.loop import ClosedLoop
@@ -162,7 +163,10 @@ def _start_s(setting: SliceSettings) -> float:
 def _read_table(file: Path) -> list[dict[str, Any]]:
     import pandas as pd
 
-    rows: list[Any] = pd.read_csv(file).to_dict("records") if file.exists() else []
+    if not file.exists():
+        return []
+    with open_stream(file) as opened:
+        rows: list[Any] = pd.read_csv(opened).to_dict("records")
     return rows
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from capplan.errors import InputError
 from capplan.spec import read_text, write_bytes_atomic, write_text_atomic
-from capplan.spec.files import error_reason
+from capplan.spec.files import error_reason, open_stream
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -67,7 +67,10 @@ class MeasurementFolder:
         if not file.exists():
             return None
         try:
-            return pd.read_parquet(file) if file.suffix == ".parquet" else pd.read_csv(file)
+            with open_stream(file) as opened:
+                return pd.read_parquet(opened) if file.suffix == ".parquet" else pd.read_csv(opened)
+        except InputError:
+            raise
         except (OSError, ValueError) as error:
             raise InputError(f"cannot be read: {error_reason(error)}", location=str(file)) from None
 

@@ -9,6 +9,7 @@ from typing import Final
 from tokenizers import Tokenizer as HfTokenizer
 
 from capplan.errors import InputError
+from capplan.spec import read_text
 
 _OTHER_FORMS: Final = ("tokenizer.model", "vocab.json", "tekken.json")
 
@@ -35,8 +36,9 @@ class FileTokenizer:
     """A model's ``tokenizer.json``; `special` of `encode` adds the special tokens of the model."""
 
     def __init__(self, file: Path) -> None:
+        text = read_text(file)
         try:
-            self._tokenizer = HfTokenizer.from_file(str(file))
+            self._tokenizer = HfTokenizer.from_str(text)
         except Exception as error:  # noqa: BLE001 - the library raises plain Exception
             raise InputError(f"cannot be read: {error}", location=str(file)) from None
         # The file may contain truncation and padding of a training run.

@@ -1,13 +1,15 @@
-"""Reading files: text, YAML with line numbers, and JSON."""
+"""Reading files: the rule for what may be opened, text, YAML with line numbers, and JSON."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, Final, TypeAlias
@@ -18,6 +20,11 @@ from capplan.errors import InputError
 from capplan.spec.validation import Key, format_key
 
 _PART_BYTES: Final = 2**20
+_FLAGS: Final = os.O_RDONLY | sum(
+    # O_NONBLOCK: a FIFO without a writer blocks its reader. O_BINARY is a flag of Windows.
+    getattr(os, name, 0)
+    for name in ("O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_BINARY")
+)
 MAX_BYTES: Final = 64 * 2**20  # a workload or plan beyond this is a mistake, not a document
 
 
@@ -27,18 +34,9 @@ def read_text(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> str:
     Raises
     ------
     InputError
-        When it is missing, a directory, unreadable, larger than ``max_bytes``, or not UTF-8.
+        When it is missing, no regular file, unreadable, larger than ``max_bytes``, or not UTF-8.
     """
-    try:
-        with open_stream(path) as file:
-            is_larger = os.fstat(file.fileno()).st_size > max_bytes
-            raw = b"" if is_larger else read_at_most(file, max_bytes)
-    except InputError:
-        raise
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        raise InputError(f"cannot be read: {error_reason(error)}", location=os.fspath(path)) from None
-    if is_larger or len(raw) > max_bytes:
-        raise InputError(f"must not be larger than {max_bytes / 2**20:g} MiB", location=os.fspath(path))
+    raw = read_bytes(path, max_bytes)
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -56,21 +54,85 @@ def read_at_most(file: BinaryIO, max_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-def open_stream(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a file or pipe for reading; a device other than a terminal, which may be endless, is refused.
+def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> bytes:
+    """Return the contents of a regular file.
 
     Raises
     ------
-    OSError, ValueError
-        If it cannot be opened.
     InputError
-        For a device.
+        When it is missing, no regular file, unreadable, or larger than ``max_bytes``.
     """
-    file = Path(path).open("rb")  # noqa: SIM115 - the caller closes it
-    if stat.S_ISCHR(os.fstat(file.fileno()).st_mode) and not file.isatty():
-        file.close()
-        raise InputError("must be a file, not a device", location=os.fspath(path))
-    return file
+    name = os.fspath(path)
+    with open_regular(path, None, name) as file:
+        is_larger = os.fstat(file.fileno()).st_size > max_bytes
+        try:
+            raw = b"" if is_larger else read_at_most(file, max_bytes)
+        except OSError as error:
+            raise InputError(f"cannot be read: {error_reason(error)}", location=name) from None
+    if is_larger or len(raw) > max_bytes:
+        raise InputError(f"must not be larger than {max_bytes / 2**20:g} MiB", location=name)
+    return raw
+
+
+def open_stream(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file for reading; see :func:`open_regular`."""
+    return io.BufferedReader(open_regular(path, None, os.fspath(path)))  # type: ignore[arg-type]  # a FileIO
+
+
+def open_regular(file: str | os.PathLike[str], root: Path | None, location: str) -> BinaryIO:
+    """Open a regular file without waiting; below a root, follow no link.
+
+    Every file that a user, a document or another file names is opened here. Other kinds may block or have no
+    end, as may the files of ``/proc`` and ``/sys``, which only look regular.
+
+    Parameters
+    ----------
+    root
+        Folder that holds `file`, with all links resolved; None: links are followed.
+
+    Raises
+    ------
+    InputError
+        If it cannot be opened, or is a folder, a FIFO, a socket, a device or a file of the kernel.
+    """
+    try:
+        number = (
+            os.open(file, _FLAGS) if root is None else _open_below(root, Path(file).relative_to(root).parts)
+        )
+        kind = _other_kind(os.fstat(number))
+        opened = None if kind else os.fdopen(number, "rb", buffering=0, closefd=True)
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the path
+        raise InputError(f"cannot be read: {error_reason(error)}", location=location) from None
+    if opened is None:
+        os.close(number)
+        raise InputError(f"must be a regular file, not a {kind}", location=location)
+    return opened
+
+
+def _other_kind(found: os.stat_result) -> str:
+    """Return the kind of a file that is not regular; empty for a regular one."""
+    if stat.S_ISREG(found.st_mode):
+        return "file of the kernel" if found.st_dev in _kernel_devices() else ""
+    kinds = {stat.S_IFDIR: "directory", stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket"}
+    return kinds.get(stat.S_IFMT(found.st_mode), "device")
+
+
+@cache
+def _kernel_devices() -> frozenset[int]:
+    return frozenset(Path(at).stat().st_dev for at in ("/proc", "/sys") if Path(at).is_mount())
+
+
+def _open_below(root: Path, parts: Sequence[str]) -> int:
+    """Open a file by its path below a folder; a link on the way is an error."""
+    folder = os.open(root, _FLAGS | os.O_DIRECTORY)
+    try:
+        for part in parts[:-1]:
+            inner = os.open(part, _FLAGS | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        return os.open(parts[-1], _FLAGS | os.O_NOFOLLOW, dir_fd=folder)
+    finally:
+        os.close(folder)
 
 
 def error_reason(error: Exception) -> str:

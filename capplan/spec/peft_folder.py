@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self
 
 from capplan.errors import NO_VALUE, InputError
-from capplan.spec.files import parse_json
+from capplan.spec.files import open_regular, parse_json
 from capplan.spec.lora_modules import ADAPTER_CONFIG, ALL_LINEAR, ATTENTION_MODULES, LORA_MODULES
-from capplan.spec.tensor_files import SafetensorsFile, TensorEntry, open_regular, read_whole
+from capplan.spec.tensor_files import SafetensorsFile, TensorEntry, read_whole
 from capplan.spec.validation import LORA_RANKS
 
 if TYPE_CHECKING:

@@ -173,8 +173,6 @@ def open_unpacked(path: Path) -> Iterator[io.BufferedReader]:
     """
     import pyarrow as pa
 
-    if path.is_dir():
-        raise InputError("must be a file", location=str(path))
     try:
         with ExitStack() as files:
             file = cast(io.BufferedReader, files.enter_context(open_stream(path)))
@@ -198,7 +196,7 @@ def _parquet(
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with pq.ParquetFile(path) as file:
+    with open_stream(path) as opened, pq.ParquetFile(opened) as file:
         if file.metadata.num_rows > limit[0]:
             raise InputError(limit[1], file.metadata.num_rows, str(path))
         schema = file.schema_arrow

@@ -1,4 +1,4 @@
-"""Files of adapters: regular files without links below a root, and tensors of safetensors files.
+"""Tensors of safetensors files.
 
 The bytes are read, not mapped: a file that is truncated while it is mapped kills the process.
 """
@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-import stat
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from types import MappingProxyType
 from typing import Any, BinaryIO, Final, NamedTuple
 
@@ -20,53 +18,7 @@ _MAX_HEADER_BYTES: Final = 4 * 2**20
 """Names and shapes of the 14 matrices of each of 126 layers take 0.3 MiB."""
 _MAX_SIZE: Final = 2**32
 """Of one dimension; products of a few remain small integers."""
-_FLAGS: Final = os.O_RDONLY | sum(
-    # O_NONBLOCK: a FIFO without a writer blocks its reader. O_BINARY is a flag of Windows.
-    getattr(os, name, 0)
-    for name in ("O_NONBLOCK", "O_CLOEXEC", "O_NOCTTY", "O_BINARY")
-)
 _TYPE_BYTES: Final = MappingProxyType({"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1})
-
-
-def open_regular(file: Path, root: Path | None, location: str) -> BinaryIO:
-    """Open a regular file without waiting; below a root, follow no link.
-
-    Parameters
-    ----------
-    root
-        Folder that holds `file`, with all links resolved; None: links are followed.
-
-    Raises
-    ------
-    InputError
-        If it cannot be opened, or is a folder, a FIFO, a socket or a device.
-    """
-    try:
-        number = os.open(file, _FLAGS) if root is None else _open_below(root, file.relative_to(root).parts)
-        opened = os.fdopen(number, "rb", buffering=0, closefd=True) if _is_regular(number) else None
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot be read: {error_reason(error)}", location=location) from None
-    if opened is None:
-        os.close(number)
-        raise InputError("must be a regular file", location=location)
-    return opened
-
-
-def _is_regular(number: int) -> bool:
-    return stat.S_ISREG(os.fstat(number).st_mode)
-
-
-def _open_below(root: Path, parts: Sequence[str]) -> int:
-    """Open a file by its path below a folder; a link on the way is an error."""
-    folder = os.open(root, _FLAGS | os.O_DIRECTORY)
-    try:
-        for part in parts[:-1]:
-            inner = os.open(part, _FLAGS | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
-            os.close(folder)
-            folder = inner
-        return os.open(parts[-1], _FLAGS | os.O_NOFOLLOW, dir_fd=folder)
-    finally:
-        os.close(folder)
 
 
 def read_whole(file: BinaryIO, size_bytes: int, location: str) -> bytearray:

@@ -36,6 +36,7 @@ from capplan.models.surrogates.surrogate import Domain, Intervals, SigmoidCalibr
 from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, Tree
 from capplan.models.surrogates.tree import PROBABILITY as CHANCE
 from capplan.spec import Profile
+from capplan.spec.files import read_bytes
 
 SURROGATE_VERSION: Final = 3
 
@@ -283,10 +284,10 @@ def read_surrogate(path: Path, profile: Profile, kind: str = "best") -> Surrogat
     """
     advice = f"make one with: capplan train {profile.name}"
     damaged = InputError(f"damaged; {advice}", location=str(path))
+    if not path.exists():
+        raise InputError(f"no surrogate; {advice}", location=str(path))
     try:
         document, arrays = _unpack(path)
-    except FileNotFoundError:
-        raise InputError(f"no surrogate; {advice}", location=str(path)) from None
     except _DAMAGE:
         raise damaged from None
     for key, expected in identity(profile, kind).items():
@@ -350,9 +351,7 @@ def _digest(document: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> 
 
 
 def _unpack(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    if path.stat().st_size > _MAX_BYTES:
-        raise ValueError("too large")
-    content = path.read_bytes()
+    content = read_bytes(path, _MAX_BYTES)
     arrays = {} if path.suffix == ".json" else _columns(content)
     document = json.loads(arrays.pop(_HEADER).item() if arrays else content)
     if not isinstance(document, dict):

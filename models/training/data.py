@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, ValidationError
 from capplan.errors import InputError
 from capplan.models.surrogates.features import FEATURES, feature_of
 from capplan.spec import STARVED_BELOW, read_text
-from capplan.spec.files import error_reason
+from capplan.spec.files import read_bytes
 
 MANIFEST: Final = "manifest.json"
 
@@ -295,10 +295,7 @@ def _read_folder(folder: Path) -> tuple[DatasetRequest, list[pa.Table]]:
 
 
 def _read_shard(path: Path, shard: Shard, asked: DatasetRequest) -> pa.Table:
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"cannot be read: {error_reason(error)}", location=str(path)) from None
+    raw = read_bytes(path)
     try:
         table = pq.read_table(pa.BufferReader(raw), use_threads=False)
         require_columns(table, str(path))

@@ -100,7 +100,7 @@ def test_an_endless_device_is_refused(tmp_path: Path, read: Callable[[str], obje
     link = tmp_path / "link.csv"
     link.symlink_to("/dev/zero")
     for path in ("/dev/zero", str(link)):
-        with pytest.raises(InputError, match="must be a file, not a device"):
+        with pytest.raises(InputError, match="must be a regular file, not a device"):
             read(path)
 
 

@@ -252,7 +252,7 @@ def test_aliases_cannot_exhaust_memory(tmp_path):
 
 def test_a_missing_file_and_a_folder_are_refused_on_one_line(tmp_path):
     assert refusal(tmp_path / "nowhere.yaml") == "nowhere.yaml: cannot be read: No such file or directory"
-    assert "cannot be read: Is a directory" in refusal(tmp_path)
+    assert "must be a regular file, not a directory" in refusal(tmp_path)
 
 
 def test_adapters_come_from_a_csv_file(tmp_path):

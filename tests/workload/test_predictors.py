@@ -135,5 +135,5 @@ def test_too_few_or_equal_outputs_cannot_be_learned():
 
 
 def test_a_file_without_an_end_is_refused():
-    with pytest.raises(InputError, match=r"/dev/zero: must be a file, not a device"):
+    with pytest.raises(InputError, match=r"/dev/zero: must be a regular file, not a device"):
         predicted_tokens(LONG_TAILED, Predictor(kind="learned", file="/dev/zero"), 0)

@@ -39,7 +39,7 @@ from capplan.models.training.data import (
     schema,
 )
 from capplan.spec import Profile, write_bytes_atomic, write_text_atomic
-from capplan.spec.files import error_reason
+from capplan.spec.files import error_reason, read_bytes
 from capplan.spec.limits import require_duration
 from capplan.twin.dataset.answers import NoRow, ScenarioRow, Span, parts_of, simulate_spans
 from capplan.twin.dataset.designs import DESIGNS
@@ -250,7 +250,7 @@ def _is_there(path: Path, asked: DatasetRequest, span: Span) -> bool:
     if found is None:
         return False
     right = _encoded(*found)
-    if path.read_bytes() != right:
+    if read_bytes(path) != right:
         write_bytes_atomic(path, right)
     return True
 
@@ -258,7 +258,7 @@ def _is_there(path: Path, asked: DatasetRequest, span: Span) -> bool:
 def _read(path: Path, asked: DatasetRequest, span: Span) -> tuple[pa.Table, _Label] | None:
     """Return a shard and its label; None if it is missing, damaged or of another request."""
     try:
-        table = pq.read_table(pa.BufferReader(path.read_bytes()), use_threads=False)
+        table = pq.read_table(pa.BufferReader(read_bytes(path)), use_threads=False)
         label = _Label(**json.loads((table.schema.metadata or {})[_KEY]))
         require_columns(table, str(path))
         is_valid = (label.asked, label.start, label.stop) == (_request_digest(asked), *span)

@@ -5,7 +5,6 @@ Under tensor parallelism each rank holds its part of every matrix, see `capplan.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch.nn import functional
 from capplan.engine.models.config import ModelConfig
 from capplan.engine.models.shard import WHOLE, ModelShard
 from capplan.errors import InputError
-from capplan.spec import read_text
+from capplan.spec.files import open_regular, read_json_object
 
 _PACK_FROM: Final = 2**17
 """Elements of a matrix from which a packed oneDNN product is faster than a plain one on a CPU."""
@@ -174,6 +173,7 @@ def load_weights(
 
 def _tensors(folder: Path) -> Iterator[tuple[Path, str, torch.Tensor]]:
     for file in _files(folder):
+        open_regular(file, None, str(file)).close()
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - no mapping
@@ -186,8 +186,8 @@ def _files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            names = {Path(name).name for name in json.loads(read_text(index))["weight_map"].values()}
-        except (json.JSONDecodeError, KeyError, AttributeError, TypeError):
+            names = {Path(name).name for name in read_json_object(index)["weight_map"].values()}
+        except (KeyError, AttributeError, TypeError):
             raise InputError("must be JSON with a weight_map", location=str(index)) from None
         return [folder / name for name in sorted(names)]
     if (folder / "model.safetensors").is_file():

@@ -20,9 +20,8 @@ from capplan.engine.lora.store import IncomingAdapter
 from capplan.engine.server.adapters import ReaderThreads
 from capplan.engine.server.limiter import PEER_PATH, transfer_key
 from capplan.errors import InputError, printable
-from capplan.spec.files import error_reason, parse_json
+from capplan.spec.files import error_reason, open_regular, parse_json
 from capplan.spec.registry.adapter import ADAPTER_FILES
-from capplan.spec.tensor_files import open_regular
 
 _PART_BYTES: Final = 2**20
 _MAX_ANSWER_BYTES: Final = 4096

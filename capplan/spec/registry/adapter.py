@@ -11,9 +11,9 @@ from typing import Annotated, BinaryIO, Final, TypeAlias
 from pydantic import AfterValidator, Field
 
 from capplan.errors import InputError
+from capplan.spec.files import open_regular
 from capplan.spec.lora_modules import ADAPTER_CONFIG, TargetModules
 from capplan.spec.peft_folder import WEIGHTS_FILE, PeftFiles, require_described
-from capplan.spec.tensor_files import open_regular
 from capplan.spec.validation import (
     Count,
     Many,
