@@ -5,6 +5,8 @@ import json
 import os
 import random
 import shutil
+import signal
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from capplan import InputError
 from capplan.models.training.length_predictor import PredictorOptions, train_predictor
 from capplan.workload import Requests
 from capplan.workload.predictors import FEATURES, read_predictor
-from tests.cli.conftest import error_line, run  # noqa: F401 - a fixture
+from tests.cli.conftest import error_line
 
 CASES = Path(__file__).resolve().parents[3] / "shared" / "cases"
 
@@ -136,7 +138,7 @@ def test_25_a_damaged_predictor_of_a_workload_ends_in_one_line(
     name: str,
     trained: bytes,
     case,
-    run,  # noqa: F811
+    run,
 ) -> None:
     folder = case("25-xgboost-json")
     (folder / f"{name}.json").write_text(damaged(trained, *DAMAGE[name]))
@@ -144,7 +146,7 @@ def test_25_a_damaged_predictor_of_a_workload_ends_in_one_line(
     assert f"{name}.json: learner." in error_line(refused)
 
 
-def test_25_a_deeply_nested_predictor_is_refused_and_an_undamaged_one_works(trained, case, run) -> None:  # noqa: F811
+def test_25_a_deeply_nested_predictor_is_refused_and_an_undamaged_one_works(trained, case, run) -> None:
     folder = case("25-xgboost-json")
     (folder / "good.json").write_bytes(trained)
     (folder / "deep.json").write_text('{"learner": ' * 100_000 + "1" + "}" * 100_000)
@@ -315,3 +317,141 @@ def test_compiled_kernels_of_the_engine_use_the_checked_cache() -> None:
     kernels = [each for each in vars(cpu).values() if hasattr(each, "py_func")]
     assert kernels
     assert all(isinstance(each._cache, compile_._Cache) for each in kernels)
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def bound_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as each:
+        each.bind(str(path))
+
+
+OTHERS: dict[str, Callable[[Path], None]] = {
+    "FIFO": fifo,
+    "socket": bound_socket,
+    "directory": Path.mkdir,
+    "kernel log": lambda path: path.symlink_to("/proc/kmsg"),
+    "zeros": lambda path: path.symlink_to("/dev/zero"),
+    "nothing": lambda path: path.symlink_to("absent"),
+    "loop": lambda path: path.symlink_to(path),
+}
+FIELDS = {
+    "adapters": "{other}",
+    "trace": {"file": "{other}", "format": "table"},
+    "trace ": {"file": "{other}.jsonl"},
+    "trace  ": {"file": "{other}.parquet"},
+    "trace   ": {"file": "{other}.json"},
+    "trace    ": {"file": "trace.csv", "ranks": "{other}"},
+    "profile": "{other}",
+    "previous_plan": "{other}",
+    "scheduler": {"policy": "sjf", "predictor": {"kind": "learned", "file": "{other}"}},
+    "requests": {"prompt_tokens": {"file": "{other}", "column": "a"}, "output_tokens": {"mean": 4}},
+}
+PROFILE_NAME = "h100-64g/llama-3.1-8b/vllm-0.8.5"
+FLAGS = (
+    ("plan", "{other}"),
+    ("plan", "w.yaml", "--previous", "{other}"),
+    ("simulate", "w.yaml", "--profile", "./{other}", "--a-max", "1"),
+    ("simulate", "--plan", "{other}", "w.yaml", "--duration", "9"),
+    ("explain", "{other}"),
+    ("export", "{other}", "--target", "vllm", "-o", "out"),
+    ("report", "{other}", "-o", "out.html"),
+    ("profiles", "./{other}"),
+    ("validate", "{other}", "--workload", "w.yaml"),
+    ("bench", "--read", "{other}"),
+    ("calibrate", "--steps", "{other}", "--base", PROFILE_NAME, "-o", "out.json"),
+    ("calibrate", "--steps", "{other}.parquet", "--base", PROFILE_NAME, "-o", "out.json"),
+    ("calibrate", "--runs", "{other}", "--base", PROFILE_NAME, "-o", "out.json"),
+    ("calibrate", "--memory", "{other}", "--base", PROFILE_NAME, "-o", "out.json"),
+    (
+        "profile",
+        "roofline",
+        "--gpu",
+        "h200",
+        "--model-config",
+        "{other}",
+        "--base-model",
+        "o/m",
+        "-o",
+        "o.json",
+    ),
+    ("profile", "compose", "--gpu", "h100-80g", "--model-config", "{other}", "-o", "o.json"),
+    ("serve", "--model", "{other}", "--port", "0"),
+    ("serve", "{other}"),
+    ("registry", "list", "--registry", "{other}"),
+    ("compare", "{other}"),
+    ("tune", "{other}"),
+    ("capacity", "{other}"),
+    ("workload", "predictor", "{other}", "-o", "out.json"),
+    ("train", "{other}"),
+)
+
+
+@pytest.fixture
+def in_time() -> Iterator[None]:
+    """Fail a test that blocks."""
+
+    def late(_number: int, _frame: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def named(value: Any, other: str) -> Any:
+    """Return a value with the name of the other file in every text."""
+    return json.loads(json.dumps(value).replace("{other}", other))
+
+
+def folder_with(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Make a folder with a file of a kind under all names, go there, and return a workload."""
+    monkeypatch.chdir(tmp_path)
+    for ending in ("", ".jsonl", ".json", ".parquet"):
+        OTHERS[kind](tmp_path / f"other{ending}")
+    (tmp_path / "trace.csv").write_text("arrival_s,adapter,prompt_tokens,output_tokens\n0,a,1,1\n")
+    workload: dict[str, Any] = json.loads((CASES / "32-blocking-files" / "wf.yaml").read_text())
+    workload["adapters"] = [{"name": "a", "rank": 8, "rate_rps": 0.1}]
+    (tmp_path / "w.yaml").write_text(json.dumps(workload))
+    return workload
+
+
+@pytest.mark.usefixtures("in_time", "case")
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("field", FIELDS)
+def test_32_a_field_that_names_no_regular_file_is_refused_at_once(
+    field: str,
+    kind: str,
+    run,
+    monkeypatch,
+    tmp_path,
+) -> None:
+    workload = folder_with(tmp_path, kind, monkeypatch)
+    workload[field.strip()] = named(FIELDS[field], "other")
+    if field.startswith("trace"):
+        del workload["requests"]
+    if "ranks" in workload.get("trace", {}):
+        del workload["adapters"]
+    (tmp_path / "w.yaml").write_text(json.dumps(workload))
+    refused = error_line(run("plan", "w.yaml"))
+    assert "other" in refused
+
+
+@pytest.mark.usefixtures("in_time", "case")
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("words", FLAGS, ids=" ".join)
+def test_32_a_flag_that_names_no_regular_file_is_refused_at_once(
+    words: tuple[str, ...],
+    kind: str,
+    run,
+    monkeypatch,
+    tmp_path,
+) -> None:
+    folder_with(tmp_path, kind, monkeypatch)
+    refused = error_line(run(*named(words, "other")))
+    assert "other" in refused
+    assert not list(tmp_path.glob("o*t*.json"))[1:]
