@@ -10,6 +10,7 @@ import functools
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Final
 
 from pydantic import Field
@@ -28,8 +29,18 @@ _EMBEDDING_ADAPTERS: Final = (
 )
 """Architectures whose slots also hold embedding and output head (vLLM: ``embedding_modules``)."""
 
-_MOST: Final = 2**40  # of a size of a model
 _POSITIONS: Final = "max_position_embeddings"
+_MOST: Final = MappingProxyType(
+    {
+        "num_hidden_layers": 2**10,
+        "num_attention_heads": 2**10,
+        "num_key_value_heads": 2**10,
+        "head_dim": 2**10,
+    }
+    | {"hidden_size": 2**17, "intermediate_size": 2**20, "vocab_size": 2**24, _POSITIONS: 2**24}
+)
+"""Largest sizes of a model, far above those of any; products of a few of them stay far inside int64."""
+_MOST_OTHERS: Final = 2**30
 
 _QK_NORM: Final = ("Qwen3ForCausalLM", "Gemma3ForCausalLM")
 """Architectures that normalize queries and keys per head."""
@@ -153,17 +164,21 @@ def arch_of(config: Mapping[str, Any], hf_id: str, location: str) -> ModelArch:
     heads = whole_number(config, "num_attention_heads", location)
     hidden = whole_number(config, "hidden_size", location)
     architectures = architectures_of(config, location)
+    kv_heads = whole_number(config, "num_key_value_heads", location, heads)
+    if heads % kv_heads:
+        rule = f"must divide num_attention_heads, {heads}"
+        raise InputError(rule, kv_heads, f"{location}: num_key_value_heads")
     return ModelArch(
         name=hf_id.rsplit("/", maxsplit=1)[-1],
         hf_ids=(hf_id,),
         layers=whole_number(config, "num_hidden_layers", location),
         hidden_size=hidden,
         heads=heads,
-        kv_heads=whole_number(config, "num_key_value_heads", location, heads),
+        kv_heads=kv_heads,
         head_dim=whole_number(config, "head_dim", location, hidden // heads),
         intermediate_size=whole_number(config, "intermediate_size", location),
         vocab_size=whole_number(config, "vocab_size", location),
-        tied_embeddings=bool(config.get("tie_word_embeddings", _is_of(config, _TIED))),
+        tied_embeddings=flag(config, "tie_word_embeddings", location, default=_is_of(config, _TIED)),
         lora_on_embeddings=any(each in _EMBEDDING_ADAPTERS for each in architectures),
         qk_norm=any(each in _QK_NORM for each in architectures),
         sliding_window=_sliding_window(config, location),
@@ -209,7 +224,8 @@ def _sliding_window(config: Mapping[str, Any], location: str) -> int | None:
 
     Qwen2 and Qwen3 have windows only where the config turns them on.
     """
-    is_on = config.get("use_sliding_window", not _is_of(config, _OPTIONAL_WINDOW))
+    default = not _is_of(config, _OPTIONAL_WINDOW)
+    is_on = flag(config, "use_sliding_window", location, default=default)
     if config.get("sliding_window") is None or not is_on:
         return None
     return whole_number(config, "sliding_window", location)
@@ -232,8 +248,19 @@ def whole_number(config: Mapping[str, Any], key: str, location: str, default: in
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InputError("must be a whole number above 0", value, f"{location}: {key}")
-    if value > _MOST:
-        raise InputError(f"must be at most {_MOST}", value, f"{location}: {key}")
+    most = _MOST.get(key, _MOST_OTHERS)
+    if value > most:
+        raise InputError(f"must be at most {most}", value, f"{location}: {key}")
+    return value
+
+
+def flag(config: Mapping[str, Any], key: str, location: str, *, default: bool = False) -> bool:
+    """Return a field that is true or false; null and absent ones have the default."""
+    value = config.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise InputError("must be true or false", value, f"{location}: {key}")
     return value
 
 

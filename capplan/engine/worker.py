@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -37,7 +38,8 @@ from capplan.engine.models.shard import WHOLE, ModelShard, require_shardable
 from capplan.engine.parallel.collectives import Collectives
 from capplan.engine.pool import KvCache, PagePool, kv_page_elements
 from capplan.engine.settings import EngineOptions
-from capplan.errors import InfeasibleError
+from capplan.errors import InfeasibleError, InputError
+from capplan.serving.memory import weight_bytes
 from capplan.spec import EngineArgs
 
 
@@ -87,12 +89,25 @@ def load_model(model: str | Path | ModelConfig, options: EngineOptions, shard: M
         config, folder = model_config(model), Path(model) if Path(model).is_dir() else None
     require_shardable(config, shard.size)
     dtype = options.torch_dtype(config)
+    _require_memory(config, dtype, device, shard)
     free_unused(device)  # of earlier engines of this process
     if folder is None:
         weights = random_weights(config, dtype, device, options.seed, shard)
     else:
         weights = load_weights(config, folder, dtype, device, shard)
     return LoadedModel(config, packed(weights), folder)
+
+
+def _require_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device, shard: ModelShard) -> None:
+    """Check that the weights of a rank are not larger than all memory of the device."""
+    need = weight_bytes(config.arch(dtype.itemsize), shard.size)
+    if device.type == "cuda":
+        most = torch.cuda.mem_get_info(device)[1]
+    else:
+        most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if need > most:
+        rule = f"must have weights of at most {most / 2**30:,.1f} GiB, the memory of {device}"
+        raise InputError(rule, f"{need / 2**30:,.1f} GiB", f"{config.name}: weights")
 
 
 class Worker:

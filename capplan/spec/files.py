@@ -379,20 +379,30 @@ def parse_json(text: str, name: str) -> Any:
     InputError
         For the first fault, with its line where the parser knows it.
     """
+    constants: list[str] = []  # NaN and infinities; in the data this list takes their place
 
-    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def holds_constant(value: Any) -> bool:
+        return value is constants or (isinstance(value, list) and any(map(holds_constant, value)))
+
+    def checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields: dict[str, Any] = {}
         for key, value in pairs:
             if key in fields:
                 raise InputError("duplicate key", key, name)
+            if constants and holds_constant(value):
+                raise InputError("must hold finite numbers only", constants[0], f"{name}: {key}")
             fields[key] = value
         return fields
 
-    def no_constant(constant: str) -> Any:
-        raise InputError("must hold finite numbers only", constant, name)
+    def constant(text: str) -> Any:
+        constants.append(text)
+        return constants
 
     try:
-        return json.loads(text, object_pairs_hook=no_duplicates, parse_constant=no_constant)
+        parsed = json.loads(text, object_pairs_hook=checked, parse_constant=constant)
+        if constants:
+            raise InputError("must hold finite numbers only", constants[0], name)
+        return parsed
     except json.JSONDecodeError as error:
         raise InputError(f"must be JSON: {error.msg}", location=f"{name}:{error.lineno}") from None
     except (RecursionError, ValueError) as error:

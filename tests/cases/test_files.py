@@ -413,7 +413,7 @@ def folder_with(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> d
     monkeypatch.chdir(tmp_path)
     for ending in ("", ".jsonl", ".json", ".parquet"):
         OTHERS[kind](tmp_path / f"other{ending}")
-    (tmp_path / "trace.csv").write_text("arrival_s,adapter,prompt_tokens,output_tokens\n0,a,1,1\n")
+    (tmp_path / "trace.csv").write_text("arrival_s,adapter,prompt_tokens,output_tokens\n0,a,1,1\n1,a,1,1\n")
     workload: dict[str, Any] = json.loads((CASES / "32-blocking-files" / "wf.yaml").read_text())
     workload["adapters"] = [{"name": "a", "rank": 8, "rate_rps": 0.1}]
     (tmp_path / "w.yaml").write_text(json.dumps(workload))
@@ -455,3 +455,95 @@ def test_32_a_flag_that_names_no_regular_file_is_refused_at_once(
     refused = error_line(run(*named(words, "other")))
     assert "other" in refused
     assert not list(tmp_path.glob("o*t*.json"))[1:]
+
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    **{"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"intermediate_size": 128, "vocab_size": 320, "max_position_embeddings": 512},
+}
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+BAD_SIZES = (
+    "0",
+    "-5",
+    "1e9",
+    "1000000000",
+    "1099511627776",
+    "9" * 400,
+    "9" * 5000,
+    "true",
+    "1.5",
+    '"4"',
+    "[]",
+    "NaN",
+)
+BAD_NUMBERS = ("0", "-1", "1e400", "1e300", "NaN", "-Infinity", "true", '"x"', "[]", "9" * 400)
+BAD_FLAGS = ("1", '"false"', "[]", "NaN")
+BAD_FIELDS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys((*SIZES, "intermediate_size", "vocab_size", "max_position_embeddings"), BAD_SIZES),
+    **dict.fromkeys(("rope_theta", "rms_norm_eps"), BAD_NUMBERS),
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"), BAD_FLAGS),
+    "num_key_value_heads ": ("3", "8"),
+    "head_dim ": ("3",),
+    "rope_scaling": (
+        *("3", '"x"', '{"rope_type": "yarn"}', '{"rope_type": []}', '{"rope_type": "linear", "factor": 0}'),
+        *('{"rope_type": "linear", "factor": 1e400}', '{"rope_type": "linear", "factor": NaN}'),
+        '{"rope_type": "llama3", "low_freq_factor": 4, "high_freq_factor": 4}',
+        '{"rope_type": "llama3", "low_freq_factor": -1}',
+        '{"rope_type": "llama3", "original_max_position_embeddings": 0}',
+        '{"rope_type": "default", "rope_theta": 0}',
+        '{"partial_rotary_factor": 0.5}',
+    ),
+    "rope_parameters": ("[1]", '{"rope_theta": 0}', '{"rope_theta": "x"}'),
+    "dtype": ('"int4"', "3", "[]", '"../x"'),
+    "torch_dtype": ('"float8"', "{}", "true"),
+    "eos_token_id": ('"x"', "[true]", "1.5", "9" * 400, "[[1]]"),
+    "layer_types": ("3", '"sliding_attention"', '["sliding_attention"]'),
+    "hidden_act": ('"gelu"', "3", "[]"),
+    "partial_rotary_factor": ("0.5", '"x"'),
+    "quantization_config": ("{}", "3"),
+    "model_type": ('"evil"', "null", "3", "[]"),
+    "num_experts": ("8",),
+}
+CONFIGS = [(key.strip(), value) for key, values in BAD_FIELDS.items() for value in values]
+
+
+@pytest.mark.usefixtures("in_time")
+@pytest.mark.parametrize(("key", "value"), CONFIGS, ids=lambda text: text[:20])
+def test_a_model_config_is_refused_by_its_key_before_anything_is_allocated(key, value, run, tmp_path) -> None:
+    text = json.dumps(LLAMA | {key: "\0"}).replace(json.dumps("\0"), value)
+    (tmp_path / "config.json").write_text(text)
+    words = ("serve", "--model", tmp_path / "config.json", "--port", 0, "--max-model-len", 128)
+    refused = error_line(run(*words))
+    assert key.removeprefix("torch_") in refused or "rope" in key or "endless numbers" in refused
+
+
+@pytest.mark.usefixtures("in_time")
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        *(
+            ("negative", "intermediate_size"),
+            ("hidden1e9", "hidden_size"),
+            ("layers1e7", "num_hidden_layers"),
+        ),
+        *(("vocab2^40", "vocab_size"), ("eps nan", "rms_norm_eps"), ("rope0", "rope_theta")),
+        *(("heads0", "num_attention_heads"), ("headdim3", "head_dim"), ("auto_map", "model_type")),
+    ],
+)
+def test_31_a_model_config_without_bounds_is_refused(name: str, key: str, case, run) -> None:
+    file = case("31-model-config") / f"m_{name}" / "config.json"
+    refused = error_line(run("serve", "--model", file, "--port", 0, "--max-model-len", 128))
+    assert f"{file}: {key}: must" in refused
+    assert "(got " in refused
+
+
+@pytest.mark.usefixtures("in_time")
+def test_weights_larger_than_all_memory_are_refused(run, tmp_path) -> None:
+    large = {"hidden_size": 2**17, "intermediate_size": 2**20, "num_hidden_layers": 1024, "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | large))
+    refused = error_line(
+        run("serve", "--model", tmp_path / "config.json", "--port", 0, "--max-model-len", 128)
+    )
+    assert "weights: must have weights of at most" in refused

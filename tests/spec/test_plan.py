@@ -229,7 +229,7 @@ def test_a_key_is_found_on_its_line(tmp_path):
         ("", "plan.json:1: must be JSON: "),
         ('{"a": 1,\n}', "plan.json:"),
         ('{"a": 1, "a": 2}', "plan.json: duplicate key (got 'a')"),
-        ('{"a": NaN}', "plan.json: must hold finite numbers only (got 'NaN')"),
+        ('{"a": NaN}', "plan.json: a: must hold finite numbers only (got 'NaN')"),
         ("[]", "plan.json:1: must be a mapping"),
         ("[" * 100_000, "plan.json: must be JSON without deep nesting"),
         ('{"a": ' + "9" * 10_000 + "}", "plan.json"),

@@ -15,12 +15,15 @@ from typing import Any, Final, Self
 
 from pydantic import model_validator
 
-from capplan.datasets.catalog import arch_of, hf_config, whole_number
+from capplan.datasets.catalog import arch_of, flag, hf_config, whole_number
 from capplan.errors import InputError
 from capplan.spec import ModelArch
 from capplan.spec.files import read_json_object
 from capplan.spec.validation import rule_error
 
+_POSITIONS: Final = "max_position_embeddings"
+_MOST_NUMBER: Final = 1e15  # of rope_theta and factors; the largest in use is 1e9
+_MOST_ID: Final = 2**31 - 1
 _ROPE_TYPES: Final = ("default", "linear", "llama3")
 _BUILTIN: Final = (
     "meta-llama/Llama-2-7b-hf",
@@ -127,44 +130,60 @@ def config_from_hf(fields: Mapping[str, Any], location: str = "config.json") -> 
         raise InputError("must be llama or qwen2", family, f"{location}: model_type")
     _refuse_unknown_features(fields, location)
     name = str(fields.get("_name_or_path") or Path(location).parent.name or family)
-    attention_bias = bool(fields.get("attention_bias", False))
+    attention_bias = flag(fields, "attention_bias", location)
     default = 2048 if family == "llama" else 32768
-    positions = whole_number(fields, "max_position_embeddings", location, default)
+    positions = whole_number(fields, _POSITIONS, location, default)
     arch = arch_of(fields, name, location).model_dump()
+    if arch["head_dim"] % 2:
+        rule = "must be even: rotary positions turn pairs"
+        raise InputError(rule, arch["head_dim"], f"{location}: head_dim")
     return ModelConfig(
         **(arch | {"name": name, "max_positions": positions}),
-        rms_eps=_number(fields, "rms_norm_eps", location, 1e-6),
+        rms_eps=_number(fields, "rms_norm_eps", location, 1e-6, most=1.0),
         rope=_rope(fields, location),
         qkv_bias=family == "qwen2" or attention_bias,
         o_bias=family == "llama" and attention_bias,
-        mlp_bias=family == "llama" and bool(fields.get("mlp_bias", False)),
-        dtype=str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch."),
+        mlp_bias=family == "llama" and flag(fields, "mlp_bias", location),
+        dtype=_dtype(fields, location),
         eos_token_ids=_token_ids(fields.get("eos_token_id"), f"{location}: eos_token_id"),
     )
 
 
 def _token_ids(value: Any, location: str) -> tuple[int, ...]:
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if any(not isinstance(each, int) or isinstance(each, bool) for each in ids):
+    if any(type(each) is not int or abs(each) > _MOST_ID for each in ids):
         raise InputError("must be a token id or a list of them", value, location)
     return tuple(ids)
 
 
-def _number(fields: Mapping[str, Any], key: str, location: str, default: float) -> float:
-    value = fields.get(key, default)
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise InputError("must be a number", value, f"{location}: {key}")
+def _number(
+    fields: Mapping[str, Any], key: str, location: str, default: float, most: float = _MOST_NUMBER
+) -> float:
+    value = default if fields.get(key) is None else fields[key]
+    if type(value) not in (int, float) or not 0 < value <= most:
+        raise InputError(f"must be a number above 0, at most {most:g}", value, f"{location}: {key}")
     return float(value)
+
+
+def _dtype(fields: Mapping[str, Any], location: str) -> str:
+    key = "dtype" if fields.get("dtype") is not None else "torch_dtype"
+    name = "float32" if fields.get(key) is None else fields[key]
+    if not isinstance(name, str):
+        raise InputError("must be the name of a dtype", name, f"{location}: {key}")
+    return name.removeprefix("torch.")
 
 
 def _refuse_unknown_features(fields: Mapping[str, Any], location: str) -> None:
     if fields.get("hidden_act", "silu") != "silu":
         raise InputError("must be silu", fields["hidden_act"], f"{location}: hidden_act")
     kinds = fields.get("layer_types") or ["full_attention"]
-    if fields.get("use_sliding_window") or any(kind != "full_attention" for kind in kinds):
-        raise InputError(
-            "must be off: only full attention is implemented", True, f"{location}: use_sliding_window"
-        )
+    if not isinstance(kinds, list):
+        raise InputError("must be a list of names", kinds, f"{location}: layer_types")
+    if any(kind != "full_attention" for kind in kinds):
+        raise InputError("must be full_attention, for all layers", kinds, f"{location}: layer_types")
+    if flag(fields, "use_sliding_window", location):
+        rule = "must be off: only full attention is implemented"
+        raise InputError(rule, True, f"{location}: use_sliding_window")
     if fields.get("quantization_config") is not None:
         raise InputError(
             "must be absent: weights are float32, float16 or bfloat16",
@@ -177,21 +196,30 @@ def _rope(fields: Mapping[str, Any], location: str) -> Rope:
     scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if not isinstance(scaling, dict):
         raise InputError("must be a JSON object", scaling, f"{location}: rope_scaling")
-    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
+    key = "rope_type" if scaling.get("rope_type") is not None else "type"
+    kind = "default" if scaling.get(key) is None else scaling[key]
     if kind not in _ROPE_TYPES:
-        raise InputError(f"must be one of {', '.join(_ROPE_TYPES)}", kind, f"{location}: rope_type")
+        raise InputError(f"must be one of {', '.join(_ROPE_TYPES)}", kind, f"{location}: {key}")
     if (scaling.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0) != 1.0:
         raise InputError("must be 1", location=f"{location}: partial_rotary_factor")
     scaling = {key: value for key, value in scaling.items() if value is not None}
     known = {key: value for key, value in {**fields, **scaling}.items() if value is not None}
-    positions = _number(known, "original_max_position_embeddings", location, 0.0)
+    scales = (
+        _number(scaling, "low_freq_factor", location, 1.0),
+        _number(scaling, "high_freq_factor", location, 4.0),
+    )
+    if kind == "llama3" and scales[0] >= scales[1]:
+        raise InputError(
+            f"must be above low_freq_factor, {scales[0]:g}", scales[1], f"{location}: high_freq_factor"
+        )
+    positions = whole_number(fields, _POSITIONS, location, 8192)
     return Rope(
         theta=_number(known, "rope_theta", location, 10000.0),
         kind=kind,
         factor=_number(scaling, "factor", location, 1.0),
-        low_freq_factor=_number(scaling, "low_freq_factor", location, 1.0),
-        high_freq_factor=_number(scaling, "high_freq_factor", location, 4.0),
-        original_positions=int(positions or _number(fields, "max_position_embeddings", location, 8192)),
+        low_freq_factor=scales[0],
+        high_freq_factor=scales[1],
+        original_positions=whole_number(known, f"original_{_POSITIONS}", location, positions),
     )
 
 
