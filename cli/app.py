@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import errno
+import io
 import os
 import signal
 import sys
@@ -271,7 +272,10 @@ def main() -> None:
 
 
 def _require_streams() -> None:
-    """Open what is closed of the standard streams, whose numbers files would get; stdout must be open."""
+    """Open what is closed of the standard streams, whose numbers files would get; stdout must be open.
+
+    Characters that a terminal cannot show are replaced.
+    """
     if sys.stdout is None:
         typer.echo("error: standard output: is closed", err=True)
         raise SystemExit(InputError.exit_code)
@@ -280,6 +284,9 @@ def _require_streams() -> None:
             os.open(os.devnull, flags)
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - until the end of the process
+    for output in (sys.stdout, sys.stderr):
+        if isinstance(output, io.TextIOWrapper):
+            output.reconfigure(errors="replace")
 
 
 def _discard_stdout() -> None:

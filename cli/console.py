@@ -80,7 +80,8 @@ def print_table(table: Table) -> None:
 
 def print_json(document: Any) -> None:
     """Print a document as JSON on stdout; numbers that are not finite become null."""
-    typer.echo(json.dumps(finite(document), indent=2, ensure_ascii=False, allow_nan=False))
+    shows_all = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "") == "utf8"
+    typer.echo(json.dumps(finite(document), indent=2, ensure_ascii=not shows_all, allow_nan=False))
 
 
 def finite(value: Any) -> Any:

@@ -6,6 +6,7 @@ import inspect
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, Field, asdict, fields
 from enum import StrEnum
 from importlib.util import find_spec
@@ -259,6 +260,7 @@ def command(function: Callable[[Any], None]) -> Callable[..., None]:
     def invoke(**values: Any) -> None:
         args = options_type(**values)
         _require_keys(args, hints)
+        _require_other_files(args, hints)
         try:
             function(args)
         except InputError as error:
@@ -271,6 +273,29 @@ def command(function: Callable[[Any], None]) -> Callable[..., None]:
     invoke.__name__, invoke.__module__ = function.__name__, function.__module__
     invoke.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return invoke
+
+
+def _require_other_files(args: Any, hints: Mapping[str, Any]) -> None:
+    """Check that no option names the document that the command is about, which an output would replace."""
+    declared = [(field.name, *_declaration(field, hints[field.name])) for field in fields(args)]
+    documents = [
+        getattr(args, name)
+        for name, info, _, _ in declared
+        if isinstance(info, ArgumentInfo) and info.metavar in ("PLAN", "WORKLOAD")
+    ]
+    for name, info, _, _ in declared:
+        path = getattr(args, name)
+        if isinstance(info, ArgumentInfo) or info.metavar != "FILE" or not isinstance(path, str):
+            continue
+        if any(_is_same_file(path, document) for document in documents):
+            flag = f"--{name.removesuffix('_').replace('_', '-')}"
+            raise InputError("must be another file than the one that is read", path, flag)
+
+
+def _is_same_file(path: str, other: str) -> bool:
+    with suppress(OSError, ValueError, TypeError):  # one is missing, not given, or no path
+        return Path(path).samefile(other)
+    return False
 
 
 _OPTIONS: Final = {

@@ -12,7 +12,7 @@ from typing import Any
 
 from capplan.cli.console import finite
 from capplan.errors import InputError
-from capplan.spec.durable import write_folder_atomic, write_text_atomic
+from capplan.spec.durable import resolved_output, write_folder_atomic, write_text_atomic
 from capplan.spec.files import error_reason
 
 
@@ -26,7 +26,7 @@ def require_writable_files(*paths: str | None) -> None:
     """
     for path in (each for each in paths if each is not None):
         with _write_errors(path):
-            target = Path(os.path.realpath(path))
+            target = resolved_output(path)
             if target.is_dir():
                 raise InputError("cannot be written: it is a directory", location=path)
             if target.exists() and not target.is_file():  # a device or a pipe, which opening might block

@@ -14,7 +14,9 @@ from typing import Any, Final, NamedTuple, Self
 import numpy as np
 
 from capplan.engine.scheduler_output import SchedulerOutput
-from capplan.spec.durable import replace_durably, unused_beside
+from capplan.errors import InputError
+from capplan.spec.durable import create_beside, replace_durably, resolved_output
+from capplan.spec.files import error_reason
 
 _ROWS_PER_GROUP: Final = 10_000
 _PROBE_LOOPS: Final = 400
@@ -220,8 +222,11 @@ class RecordFile:
     """Parquet file of records, which is moved to its path at the end."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._partial = unused_beside(path)
+        try:
+            self._path = resolved_output(path)
+            self._partial = create_beside(self._path)
+        except OSError as error:
+            raise InputError(f"cannot be written: {error_reason(error)}", location=str(path)) from None
         self._records: list[StepRecord] = []
         self._writer: Any = None
 

@@ -12,6 +12,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,8 @@ from capplan.errors import InputError
 from capplan.spec.files import error_reason
 
 _READ_AND_RUN: Final = 0o755
+_NEW_FILE: Final = 0o666  # less the umask
+_PRIVATE: Final = 0o600
 _LONGEST_STEM: Final = 100  # characters; file systems allow names of 255 bytes
 _WITHOUT_SYNC: Final = (errno.EINVAL, errno.ENOTSUP)  # file systems that cannot flush a folder
 _WITHOUT_EXCHANGE: Final = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
@@ -40,7 +43,8 @@ def write_text_atomic(path: str | os.PathLike[str], text: str) -> None:
 def write_bytes_atomic(path: str | os.PathLike[str], data: bytes) -> None:
     """Write ``data`` so that readers see the old file or the new one, never a part.
 
-    The data is written beside the target and renamed. A device or a pipe is written to directly.
+    The data is written beside the target and renamed; see :func:`create_beside`. A device, or a pipe that is
+    read, is written to directly.
 
     Raises
     ------
@@ -48,14 +52,17 @@ def write_bytes_atomic(path: str | os.PathLike[str], data: bytes) -> None:
         When the file cannot be written; an existing file is then left as it was.
     """
     try:
-        target = Path(os.path.realpath(path))  # a link stays a link, and what it points to is replaced
+        target = resolved_output(path)
         if target.exists() and not target.is_file():
-            target.write_bytes(data)
-            return
-        beside = unused_beside(target)
-        try:
-            with beside.open("xb") as file:
+            # A FIFO that nobody reads would block.
+            flags = os.O_WRONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+            with os.fdopen(os.open(target, flags), "wb") as file:
+                os.set_blocking(file.fileno(), True)
                 file.write(data)
+            return
+        beside = create_beside(target)
+        try:
+            beside.write_bytes(data)
             replace_durably(beside, target)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -63,6 +70,47 @@ def write_bytes_atomic(path: str | os.PathLike[str], data: bytes) -> None:
             raise
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         raise InputError(f"cannot be written: {error_reason(error)}", location=os.fspath(path)) from None
+
+
+def resolved_output(path: str | os.PathLike[str]) -> Path:
+    """Return the path that an output is written to: a link stays, and what it points to is replaced.
+
+    Raises
+    ------
+    OSError
+        For links in a loop.
+    """
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+    return target
+
+
+def create_beside(target: Path) -> Path:
+    """Create an empty hidden file in the folder of ``target``, to be filled and put in its place.
+
+    It has mode and owner of an existing target, as far as this user may set the owner, from the start.
+    Other hard links to the target keep the old contents.
+
+    Raises
+    ------
+    OSError
+        If it cannot be created, or the target exists and is no regular file, which a rename would replace.
+    """
+    before = target.stat() if target.exists() else None
+    if before is not None and not stat.S_ISREG(before.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file")
+    beside = unused_beside(target)
+    mode = _NEW_FILE if before is None else _PRIVATE
+    number = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        if before is not None:
+            with contextlib.suppress(PermissionError):
+                os.fchown(number, before.st_uid, before.st_gid)
+            os.fchmod(number, stat.S_IMODE(before.st_mode))
+    finally:
+        os.close(number)
+    return beside
 
 
 def unused_beside(target: Path) -> Path:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from capplan.errors import InputError
 from capplan.profiling.load.requests import Schedule
-from capplan.spec.durable import replace_durably, unused_beside
+from capplan.spec.durable import create_beside, replace_durably, resolved_output
 from capplan.spec.files import error_reason
 
 FINISHED: Final = "finished"
@@ -181,8 +181,11 @@ class RequestFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(os.path.realpath(path))
-        self._beside = unused_beside(self.path)
+        try:
+            self.path = resolved_output(path)
+            self._beside = create_beside(self.path)
+        except OSError as error:
+            raise InputError(f"cannot be written: {error_reason(error)}", location=os.fspath(path)) from None
         self._writer: Any = None
         # Arrow loads much on first use, which later would delay requests.
         none, numbers = np.empty(0, np.int32), np.empty(0, np.int64)

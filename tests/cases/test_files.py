@@ -1,5 +1,6 @@
 """Files that a command reads or writes: damaged predictors, caches, devices, configs, modes, encodings."""
 
+import contextlib
 import copy
 import json
 import os
@@ -7,7 +8,9 @@ import random
 import shutil
 import signal
 import socket
+import stat
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,10 @@ import pytest
 
 import capplan.compile as compile_
 from capplan import InputError
+from capplan.engine.timing import RecordFile
 from capplan.models.training.length_predictor import PredictorOptions, train_predictor
+from capplan.profiling.load.record import RequestFile
+from capplan.spec import write_text_atomic
 from capplan.workload import Requests
 from capplan.workload.predictors import FEATURES, read_predictor
 from tests.cli.conftest import error_line
@@ -353,7 +359,7 @@ PROFILE_NAME = "h100-64g/llama-3.1-8b/vllm-0.8.5"
 FLAGS = (
     ("plan", "{other}"),
     ("plan", "w.yaml", "--previous", "{other}"),
-    ("simulate", "w.yaml", "--profile", "./{other}", "--a-max", "1"),
+    ("simulate", "w.yaml", "--profile", "./{other}", "--max-loras", "1"),
     ("simulate", "--plan", "{other}", "w.yaml", "--duration", "9"),
     ("explain", "{other}"),
     ("export", "{other}", "--target", "vllm", "-o", "out"),
@@ -547,3 +553,130 @@ def test_weights_larger_than_all_memory_are_refused(run, tmp_path) -> None:
         run("serve", "--model", tmp_path / "config.json", "--port", 0, "--max-model-len", 128)
     )
     assert "weights: must have weights of at most" in refused
+
+
+ROOFLINE = ("profile", "roofline", "--gpu", "h200", "--model", "llama-3.1-8b", "-o")
+
+
+def test_33_an_output_keeps_mode_and_owner_of_the_file_that_it_replaces(run, tmp_path) -> None:
+    old = tmp_path / "m.yaml"
+    old.touch(0o600)
+    with contextlib.suppress(PermissionError):  # only root can give files away
+        os.chown(old, 65534, 65534)
+    owner = old.stat().st_uid
+    written = run(*ROOFLINE, old)
+    assert written.exit_code == 0, written.output
+    assert old.stat().st_size > 0
+    assert (stat.S_IMODE(old.stat().st_mode), old.stat().st_uid) == (0o600, owner)
+
+
+def test_33_a_new_output_has_the_mode_of_the_umask(tmp_path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_text_atomic(tmp_path / "new", "new")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o640
+
+
+def test_33_a_loop_of_links_is_an_error_and_nothing_is_replaced(run, tmp_path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    assert "symbolic links" in error_line(run(*ROOFLINE, tmp_path / "a"))
+    assert (tmp_path / "a").is_symlink()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.usefixtures("in_time")
+@pytest.mark.parametrize("kind", ["FIFO", "socket", "directory", "loop"])
+def test_an_output_that_cannot_be_replaced_is_refused_at_once(kind, run, tmp_path) -> None:
+    OTHERS[kind](tmp_path / "out")
+    assert "out: cannot be written: " in error_line(run(*ROOFLINE, tmp_path / "out"))
+    with pytest.raises((InputError, OSError)):
+        RecordFile(tmp_path / "out")
+    with pytest.raises(InputError):
+        RequestFile(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("kept", [RecordFile, RequestFile])
+def test_records_of_requests_and_steps_keep_modes_and_links(kept, tmp_path) -> None:
+    (tmp_path / "target").touch(0o600)
+    (tmp_path / "link").symlink_to("target")
+    with kept(tmp_path / "link") as file:
+        (beside,) = tmp_path.glob(".*")
+        assert stat.S_IMODE(beside.stat().st_mode) == 0o600
+        if isinstance(file, RequestFile):
+            file.keep()
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "target").stat().st_size > 0
+    assert stat.S_IMODE((tmp_path / "target").stat().st_mode) == 0o600
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_no_device_is_replaced_by_a_file_of_records() -> None:
+    before = Path("/dev/null").stat()
+    with pytest.raises(InputError, match="no regular file"):
+        RequestFile("/dev/null")
+    assert Path("/dev/null").stat().st_rdev == before.st_rdev
+
+
+@pytest.mark.parametrize("flag", ["--output", "--html"])
+def test_an_output_never_replaces_the_workload_that_is_read(flag, run, monkeypatch, tmp_path) -> None:
+    folder_with(tmp_path, "nothing", monkeypatch)
+    before = (tmp_path / "w.yaml").read_bytes()
+    os.link("w.yaml", "same.yaml")
+    words = ("plan",) if flag == "--output" else ("compare",)
+    refused = error_line(run(*words, "w.yaml", flag, "same.yaml"))
+    assert "must be another file than the one that is read (got 'same.yaml')" in refused
+    assert (tmp_path / "w.yaml").read_bytes() == before
+
+
+def test_of_two_writers_one_wins_whole(tmp_path) -> None:
+    target = tmp_path / "out"
+    texts = [letter * 2**20 for letter in "ab"]
+    with ThreadPoolExecutor() as pool:
+        for written in [pool.submit(write_text_atomic, target, text) for _ in range(5) for text in texts]:
+            written.result()
+            assert target.read_text() in texts
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+TERMINALS = (
+    {"PYTHONIOENCODING": "ascii"},
+    {"PYTHONIOENCODING": "latin-1"},
+    {"PYTHONIOENCODING": "cp437"},
+    {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    {"TERM": "dumb", "COLUMNS": "1", "PYTHONIOENCODING": "ascii:strict"},
+)
+
+
+@pytest.mark.parametrize("terminal", TERMINALS, ids=str)
+def test_36_characters_that_a_terminal_cannot_show_are_replaced(
+    terminal, tmp_path, process, monkeypatch
+) -> None:
+    workload = {
+        **{"base_model": "meta-llama/Llama-3.1-8B-Instruct", "profile": PROFILE_NAME},
+        "requests": {"prompt_tokens": {"mean": 9}, "output_tokens": {"mean": 9}},
+        "adapters": [{"name": "größe-日本", "rank": 8, "rate_rps": 0.1}],
+    }
+    (tmp_path / "w.yaml").write_text(json.dumps(workload))
+    for name, value in terminal.items():
+        monkeypatch.setenv(name, value)
+    words = ("simulate", tmp_path / "w.yaml", "--max-loras", 1, "--duration", 20, "--workers", 1)
+    shown = process(*words)
+    assert (shown.returncode, shown.stderr) == (0, ""), shown.stderr
+    assert shown.stdout.strip()
+    assert json.loads(process(*words, "--json").stdout)
+    refused = process("simulate", tmp_path / "größe.yaml")
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
+    assert "Traceback" not in refused.stderr
+
+
+def test_36_a_plan_keeps_its_exit_status(case, process, monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    words = ("plan", case("36-encoding") / "w.yaml", "--no-verify", "--time-limit", "2")
+    planned = process(*words)
+    assert (planned.returncode, "Traceback" in planned.stderr) == (0, False), planned.stderr
+    assert "?" in planned.stdout
+    assert json.loads(process(*words, "--json").stdout)["groups"]
