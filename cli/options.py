@@ -277,19 +277,21 @@ def command(function: Callable[[Any], None]) -> Callable[..., None]:
 
 def _require_other_files(args: Any, hints: Mapping[str, Any]) -> None:
     """Check that no option names the document that the command is about, which an output would replace."""
-    declared = [(field.name, *_declaration(field, hints[field.name])) for field in fields(args)]
+    declared = [
+        (field, _declaration(field, hints[field.name])[0], getattr(args, field.name))
+        for field in fields(args)
+        if hints[field.name] is not typer.Context
+    ]
     documents = [
-        getattr(args, name)
-        for name, info, _, _ in declared
+        value
+        for _, info, value in declared
         if isinstance(info, ArgumentInfo) and info.metavar in ("PLAN", "WORKLOAD")
     ]
-    for name, info, _, _ in declared:
-        path = getattr(args, name)
-        if isinstance(info, ArgumentInfo) or info.metavar != "FILE" or not isinstance(path, str):
-            continue
-        if any(_is_same_file(path, document) for document in documents):
-            flag = f"--{name.removesuffix('_').replace('_', '-')}"
-            raise InputError("must be another file than the one that is read", path, flag)
+    for field, info, path in declared:
+        is_file = isinstance(info, OptionInfo) and info.metavar == "FILE" and isinstance(path, str)
+        if is_file and any(_is_same_file(path, document) for document in documents):
+            rule = "must be another file than the one that is read"
+            raise InputError(rule, path, _flag(field, hints[field.name]))
 
 
 def _is_same_file(path: str, other: str) -> bool:

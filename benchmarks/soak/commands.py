@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.common import command_line, markdown
-from benchmarks.soak import document_inputs, flag_inputs, table_inputs
+from benchmarks.soak import document_inputs, file_inputs, flag_inputs, table_inputs
 from benchmarks.soak.case import PLAN, Case, write_base
 from benchmarks.soak.isolation import Limits, Outcome, isolated
 
@@ -33,7 +33,8 @@ _MOST_CHARACTERS: Final = 4000
 
 def cases() -> Iterator[Case]:
     """Yield all cases; their names are unique."""
-    return chain(flag_inputs.cases(), document_inputs.cases(), table_inputs.cases())
+    kinds = (flag_inputs, document_inputs, table_inputs, file_inputs)
+    return chain.from_iterable(kind.cases() for kind in kinds)
 
 
 def run_words(words: Sequence[str]) -> int:

@@ -1,13 +1,11 @@
 """Files that a command reads or writes: damaged predictors, caches, devices, configs, modes, encodings."""
 
 import contextlib
-import copy
 import json
 import os
 import random
 import shutil
 import signal
-import socket
 import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,12 +16,24 @@ import numpy as np
 import pytest
 
 import capplan.compile as compile_
+from benchmarks.soak.case import PROFILE
+from benchmarks.soak.file_inputs import (
+    CONFIGS,
+    FIELDS,
+    FLAGS,
+    LLAMA,
+    OTHERS,
+    TRACE,
+    config_text,
+    mutated,
+    named,
+    trained_predictor,
+    workload_with,
+)
 from capplan import InputError
 from capplan.engine.timing import RecordFile
-from capplan.models.training.length_predictor import PredictorOptions, train_predictor
 from capplan.profiling.load.record import RequestFile
 from capplan.spec import write_text_atomic
-from capplan.workload import Requests
 from capplan.workload.predictors import FEATURES, read_predictor
 from tests.cli.conftest import error_line
 
@@ -45,15 +55,7 @@ def case(tmp_path: Path) -> Callable[[str], Path]:
 @pytest.fixture(scope="module")
 def trained() -> bytes:
     """A learned predictor whose trees use all features, with missing values on both sides."""
-    rng = np.random.default_rng(1)
-    adapters, prompts, hours = rng.integers(0, 4, 3000), rng.integers(1, 200, 3000), rng.integers(0, 24, 3000)
-    requests = Requests(
-        np.arange(3000, dtype=np.int64) * 24 * 3_600_000_000_000 + hours * 3_600_000_000_000,
-        adapters.astype(np.int32),
-        prompts.astype(np.int32),
-        (10 + 90 * adapters + prompts + 5 * hours).astype(np.int32),
-    )
-    return train_predictor(requests, ["a", "b", "c"], PredictorOptions(trees=8)).content
+    return trained_predictor()
 
 
 def features(count: int) -> np.ndarray:
@@ -166,46 +168,11 @@ def test_25_a_deeply_nested_predictor_is_refused_and_an_undamaged_one_works(trai
 
 def test_a_predictor_with_any_node_replaced_is_refused_or_predicts_known_classes(trained, tmp_path) -> None:
     """500 changes at random places of the JSON, by values that fit nowhere or almost."""
-    rng = random.Random(25)
-    document = json.loads(trained)
-    places: list[tuple[Any, Any]] = []
-
-    def collect(part: Any) -> None:
-        for key in list(part) if isinstance(part, dict) else range(len(part)):
-            places.append((part, key))
-            if isinstance(part[key], dict | list):
-                collect(part[key])
-
-    collect(document)
-    values = [
-        -1,
-        0,
-        1,
-        2,
-        2**31 - 1,
-        2**31,
-        -(2**63),
-        10**400,
-        1e38,
-        1e308,
-        0.5,
-        True,
-        None,
-        "",
-        "1",
-        [],
-        [0],
-        {},
-    ]
-    values += ["NaN", "[1, 2]", "[" * 5000, [[0]] * 9]
+    rng, document = random.Random(25), json.loads(trained)
     refusals = []
     file = tmp_path / "damaged.json"
     for _ in range(500):
-        part, key = rng.choice(places)
-        before = part[key]
-        part[key] = copy.deepcopy(rng.choice(values))
-        file.write_text(json.dumps(document))
-        part[key] = before
+        file.write_text(mutated(document, rng))
         try:
             learned = read_predictor(str(file))
         except InputError as error:
@@ -325,76 +292,6 @@ def test_compiled_kernels_of_the_engine_use_the_checked_cache() -> None:
     assert all(isinstance(each._cache, compile_._Cache) for each in kernels)
 
 
-def fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def bound_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as each:
-        each.bind(str(path))
-
-
-OTHERS: dict[str, Callable[[Path], None]] = {
-    "FIFO": fifo,
-    "socket": bound_socket,
-    "directory": Path.mkdir,
-    "kernel log": lambda path: path.symlink_to("/proc/kmsg"),
-    "zeros": lambda path: path.symlink_to("/dev/zero"),
-    "nothing": lambda path: path.symlink_to("absent"),
-    "loop": lambda path: path.symlink_to(path),
-}
-FIELDS = {
-    "adapters": "{other}",
-    "trace": {"file": "{other}", "format": "table"},
-    "trace ": {"file": "{other}.jsonl"},
-    "trace  ": {"file": "{other}.parquet"},
-    "trace   ": {"file": "{other}.json"},
-    "trace    ": {"file": "trace.csv", "ranks": "{other}"},
-    "profile": "{other}",
-    "previous_plan": "{other}",
-    "scheduler": {"policy": "sjf", "predictor": {"kind": "learned", "file": "{other}"}},
-    "requests": {"prompt_tokens": {"file": "{other}", "column": "a"}, "output_tokens": {"mean": 4}},
-}
-PROFILE_NAME = "h100-64g/llama-3.1-8b/vllm-0.8.5"
-FLAGS = (
-    ("plan", "{other}"),
-    ("plan", "w.yaml", "--previous", "{other}"),
-    ("simulate", "w.yaml", "--profile", "./{other}", "--max-loras", "1"),
-    ("simulate", "--plan", "{other}", "w.yaml", "--duration", "9"),
-    ("explain", "{other}"),
-    ("export", "{other}", "--target", "vllm", "-o", "out"),
-    ("report", "{other}", "-o", "out.html"),
-    ("profiles", "./{other}"),
-    ("validate", "{other}", "--workload", "w.yaml"),
-    ("bench", "--read", "{other}"),
-    ("calibrate", "--steps", "{other}", "--base", PROFILE_NAME, "-o", "out.json"),
-    ("calibrate", "--steps", "{other}.parquet", "--base", PROFILE_NAME, "-o", "out.json"),
-    ("calibrate", "--runs", "{other}", "--base", PROFILE_NAME, "-o", "out.json"),
-    ("calibrate", "--memory", "{other}", "--base", PROFILE_NAME, "-o", "out.json"),
-    (
-        "profile",
-        "roofline",
-        "--gpu",
-        "h200",
-        "--model-config",
-        "{other}",
-        "--base-model",
-        "o/m",
-        "-o",
-        "o.json",
-    ),
-    ("profile", "compose", "--gpu", "h100-80g", "--model-config", "{other}", "-o", "o.json"),
-    ("serve", "--model", "{other}", "--port", "0"),
-    ("serve", "{other}"),
-    ("registry", "list", "--registry", "{other}"),
-    ("compare", "{other}"),
-    ("tune", "{other}"),
-    ("capacity", "{other}"),
-    ("workload", "predictor", "{other}", "-o", "out.json"),
-    ("train", "{other}"),
-)
-
-
 @pytest.fixture
 def in_time() -> Iterator[None]:
     """Fail a test that blocks."""
@@ -409,117 +306,46 @@ def in_time() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-def named(value: Any, other: str) -> Any:
-    """Return a value with the name of the other file in every text."""
-    return json.loads(json.dumps(value).replace("{other}", other))
-
-
-def folder_with(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Make a folder with a file of a kind under all names, go there, and return a workload."""
+@pytest.fixture
+def folder(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Go to a folder with a workload, a trace, and files of a kind."""
     monkeypatch.chdir(tmp_path)
     for ending in ("", ".jsonl", ".json", ".parquet"):
         OTHERS[kind](tmp_path / f"other{ending}")
-    (tmp_path / "trace.csv").write_text("arrival_s,adapter,prompt_tokens,output_tokens\n0,a,1,1\n1,a,1,1\n")
-    workload: dict[str, Any] = json.loads((CASES / "32-blocking-files" / "wf.yaml").read_text())
-    workload["adapters"] = [{"name": "a", "rank": 8, "rate_rps": 0.1}]
-    (tmp_path / "w.yaml").write_text(json.dumps(workload))
-    return workload
+    (tmp_path / "trace.csv").write_text(TRACE)
+    (tmp_path / "workload.yaml").write_text(json.dumps(workload_with("")))
+    return tmp_path
 
 
-@pytest.mark.usefixtures("in_time", "case")
+@pytest.mark.usefixtures("in_time")
 @pytest.mark.parametrize("kind", OTHERS)
 @pytest.mark.parametrize("field", FIELDS)
-def test_32_a_field_that_names_no_regular_file_is_refused_at_once(
-    field: str,
-    kind: str,
-    run,
-    monkeypatch,
-    tmp_path,
-) -> None:
-    workload = folder_with(tmp_path, kind, monkeypatch)
-    workload[field.strip()] = named(FIELDS[field], "other")
-    if field.startswith("trace"):
-        del workload["requests"]
-    if "ranks" in workload.get("trace", {}):
-        del workload["adapters"]
-    (tmp_path / "w.yaml").write_text(json.dumps(workload))
-    refused = error_line(run("plan", "w.yaml"))
-    assert "other" in refused
+def test_a_field_that_names_no_regular_file_is_refused_at_once(field: str, folder: Path, run) -> None:
+    (folder / "workload.yaml").write_text(json.dumps(workload_with(field)))
+    assert "other" in error_line(run("plan", "workload.yaml"))
 
 
-@pytest.mark.usefixtures("in_time", "case")
+@pytest.mark.usefixtures("in_time")
 @pytest.mark.parametrize("kind", OTHERS)
 @pytest.mark.parametrize("words", FLAGS, ids=" ".join)
-def test_32_a_flag_that_names_no_regular_file_is_refused_at_once(
-    words: tuple[str, ...],
-    kind: str,
-    run,
-    monkeypatch,
-    tmp_path,
-) -> None:
-    folder_with(tmp_path, kind, monkeypatch)
-    refused = error_line(run(*named(words, "other")))
-    assert "other" in refused
-    assert not list(tmp_path.glob("o*t*.json"))[1:]
+def test_a_flag_that_names_no_regular_file_is_refused_at_once(words, folder: Path, run) -> None:
+    before = set(folder.iterdir())
+    assert "other" in error_line(run(*named(words, "other")))
+    assert set(folder.iterdir()) == before
 
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    **{"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
-    **{"intermediate_size": 128, "vocab_size": 320, "max_position_embeddings": 512},
-}
-SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-BAD_SIZES = (
-    "0",
-    "-5",
-    "1e9",
-    "1000000000",
-    "1099511627776",
-    "9" * 400,
-    "9" * 5000,
-    "true",
-    "1.5",
-    '"4"',
-    "[]",
-    "NaN",
-)
-BAD_NUMBERS = ("0", "-1", "1e400", "1e300", "NaN", "-Infinity", "true", '"x"', "[]", "9" * 400)
-BAD_FLAGS = ("1", '"false"', "[]", "NaN")
-BAD_FIELDS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys((*SIZES, "intermediate_size", "vocab_size", "max_position_embeddings"), BAD_SIZES),
-    **dict.fromkeys(("rope_theta", "rms_norm_eps"), BAD_NUMBERS),
-    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"), BAD_FLAGS),
-    "num_key_value_heads ": ("3", "8"),
-    "head_dim ": ("3",),
-    "rope_scaling": (
-        *("3", '"x"', '{"rope_type": "yarn"}', '{"rope_type": []}', '{"rope_type": "linear", "factor": 0}'),
-        *('{"rope_type": "linear", "factor": 1e400}', '{"rope_type": "linear", "factor": NaN}'),
-        '{"rope_type": "llama3", "low_freq_factor": 4, "high_freq_factor": 4}',
-        '{"rope_type": "llama3", "low_freq_factor": -1}',
-        '{"rope_type": "llama3", "original_max_position_embeddings": 0}',
-        '{"rope_type": "default", "rope_theta": 0}',
-        '{"partial_rotary_factor": 0.5}',
-    ),
-    "rope_parameters": ("[1]", '{"rope_theta": 0}', '{"rope_theta": "x"}'),
-    "dtype": ('"int4"', "3", "[]", '"../x"'),
-    "torch_dtype": ('"float8"', "{}", "true"),
-    "eos_token_id": ('"x"', "[true]", "1.5", "9" * 400, "[[1]]"),
-    "layer_types": ("3", '"sliding_attention"', '["sliding_attention"]'),
-    "hidden_act": ('"gelu"', "3", "[]"),
-    "partial_rotary_factor": ("0.5", '"x"'),
-    "quantization_config": ("{}", "3"),
-    "model_type": ('"evil"', "null", "3", "[]"),
-    "num_experts": ("8",),
-}
-CONFIGS = [(key.strip(), value) for key, values in BAD_FIELDS.items() for value in values]
+@pytest.mark.usefixtures("in_time")
+@pytest.mark.parametrize("name", ["wf.yaml", "wt2.yaml", "wf3.yaml"])
+def test_32_a_fifo_or_a_file_of_the_kernel_is_refused_at_once(name: str, case, run) -> None:
+    folder = case("32-blocking-files")
+    os.mkfifo(folder / "fifo")
+    assert "must be a regular file, not a " in error_line(run("plan", folder / name))
 
 
 @pytest.mark.usefixtures("in_time")
 @pytest.mark.parametrize(("key", "value"), CONFIGS, ids=lambda text: text[:20])
 def test_a_model_config_is_refused_by_its_key_before_anything_is_allocated(key, value, run, tmp_path) -> None:
-    text = json.dumps(LLAMA | {key: "\0"}).replace(json.dumps("\0"), value)
-    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "config.json").write_text(config_text(key, value))
     words = ("serve", "--model", tmp_path / "config.json", "--port", 0, "--max-model-len", 128)
     refused = error_line(run(*words))
     assert key.removeprefix("torch_") in refused or "rope" in key or "endless numbers" in refused
@@ -548,7 +374,7 @@ def test_31_a_model_config_without_bounds_is_refused(name: str, key: str, case, 
 @pytest.mark.usefixtures("in_time")
 def test_weights_larger_than_all_memory_are_refused(run, tmp_path) -> None:
     large = {"hidden_size": 2**17, "intermediate_size": 2**20, "num_hidden_layers": 1024, "head_dim": 64}
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | large))
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **large}))
     refused = error_line(
         run("serve", "--model", tmp_path / "config.json", "--port", 0, "--max-model-len", 128)
     )
@@ -622,14 +448,14 @@ def test_no_device_is_replaced_by_a_file_of_records() -> None:
 
 
 @pytest.mark.parametrize("flag", ["--output", "--html"])
-def test_an_output_never_replaces_the_workload_that_is_read(flag, run, monkeypatch, tmp_path) -> None:
-    folder_with(tmp_path, "nothing", monkeypatch)
-    before = (tmp_path / "w.yaml").read_bytes()
-    os.link("w.yaml", "same.yaml")
+@pytest.mark.parametrize("kind", ["nothing"])
+def test_an_output_never_replaces_the_workload_that_is_read(flag, folder, run) -> None:
+    before = (folder / "workload.yaml").read_bytes()
+    os.link("workload.yaml", "same.yaml")
     words = ("plan",) if flag == "--output" else ("compare",)
-    refused = error_line(run(*words, "w.yaml", flag, "same.yaml"))
+    refused = error_line(run(*words, "workload.yaml", flag, "same.yaml"))
     assert "must be another file than the one that is read (got 'same.yaml')" in refused
-    assert (tmp_path / "w.yaml").read_bytes() == before
+    assert (folder / "workload.yaml").read_bytes() == before
 
 
 def test_of_two_writers_one_wins_whole(tmp_path) -> None:
@@ -656,7 +482,7 @@ def test_36_characters_that_a_terminal_cannot_show_are_replaced(
     terminal, tmp_path, process, monkeypatch
 ) -> None:
     workload = {
-        **{"base_model": "meta-llama/Llama-3.1-8B-Instruct", "profile": PROFILE_NAME},
+        **{"base_model": "meta-llama/Llama-3.1-8B-Instruct", "profile": PROFILE},
         "requests": {"prompt_tokens": {"mean": 9}, "output_tokens": {"mean": 9}},
         "adapters": [{"name": "größe-日本", "rank": 8, "rate_rps": 0.1}],
     }
