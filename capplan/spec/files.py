@@ -76,7 +76,7 @@ def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> byte
 
 def open_stream(path: str | os.PathLike[str]) -> BinaryIO:
     """Open a regular file for reading; see :func:`open_regular`."""
-    return io.BufferedReader(open_regular(path, None, os.fspath(path)))  # type: ignore[arg-type]  # a FileIO
+    return io.BufferedReader(open_regular(path, None, os.fspath(path)))  # type: ignore[type-var]  # a FileIO
 
 
 def open_regular(file: str | os.PathLike[str], root: Path | None, location: str) -> BinaryIO:

@@ -228,6 +228,9 @@ def read_predictor(file: str) -> LearnedPredictor:
         raise _wrong(rule, tokens, f"learner.attributes.{CLASS_TOKENS}", file)
     if not all(isinstance(name, str) for name in adapters):
         raise _wrong("must be names", adapters, f"learner.attributes.{ADAPTERS}", file)
+    categories = _at(document, f"{_MODEL}.cats", file, {})
+    if not isinstance(categories, dict) or any(categories.values()):
+        raise _wrong("must hold no categories", None, f"{_MODEL}.cats", file)
     trees = _at(document, f"{_MODEL}.trees", file)
     if not isinstance(trees, list) or not trees or len(trees) % classes:
         raise _wrong(f"must be a list with trees of all {classes} classes", None, f"{_MODEL}.trees", file)
@@ -245,7 +248,6 @@ def read_predictor(file: str) -> LearnedPredictor:
             f"{_MODEL}.gbtree_model_param.num_parallel_tree": "1",
             f"{_MODEL}.tree_info": [tree % classes for tree in range(len(trees))],
             f"{_MODEL}.iteration_indptr": list(range(0, len(trees) + 1, classes)),
-            **({f"{_MODEL}.cats.{name}": [] for name in _at(document, f"{_MODEL}.cats", file, {})}),
         },
         file,
     )
@@ -321,11 +323,11 @@ def _base(document: Any, classes: int, file: str) -> NDArray[np.float32]:
 
 def _tree_columns(document: Any, key: str, file: str) -> dict[str, NDArray[np.float64]]:
     """Return the arrays of a tree, whose walk goes forward from the root to nodes that exist."""
-    tree = _at(document, key, file)
-    nodes = len(_at(document, f"{key}.left_children", file)) if isinstance(tree, dict) else 0
+    tree, children = _at(document, key, file), _at(document, f"{key}.left_children", file)
+    nodes = len(children) if isinstance(children, list) else 0
     if not nodes:
-        raise _wrong("must have nodes", None, key, file)
-    none = {name: [] for name in tree if name.startswith("categories")}
+        raise _wrong("must be a list with nodes", children, f"{key}.left_children", file)
+    none: dict[str, list[Any]] = {name: [] for name in tree if name.startswith("categories")}
     sizes = {"num_nodes": str(nodes), "num_feature": str(len(FEATURES)), "size_leaf_vector": "1"}
     _require(
         document,

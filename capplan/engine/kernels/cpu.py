@@ -7,7 +7,7 @@ and other dtypes run in PyTorch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import numba
 import numpy as np
@@ -28,9 +28,9 @@ F = TypeVar("F", bound=Callable[..., object])
 
 def fast(function: F) -> F:
     """Compile with fast math; only functions of this file may be called, as numba's cache requires."""
-    compiled: F = numba.njit(nogil=True, error_model="numpy", fastmath=True)(function)
+    compiled: Any = numba.njit(nogil=True, error_model="numpy", fastmath=True)(function)
     cache_on_disk(compiled)
-    return compiled
+    return cast("F", compiled)
 
 
 class CompiledAttention(TorchAttention):
