@@ -27,6 +27,7 @@ from sklearn.utils.parallel import Parallel, delayed
 from capplan.errors import InputError
 from capplan.models.training.candidates import CandidateModel
 from capplan.models.training.evaluation import Split, grouped_folds, predictions, tuning_loss
+from capplan.spec.files import error_reason
 
 OnProgress: TypeAlias = Callable[[int, int], None]
 """Called with completed and total pieces of work."""
@@ -234,7 +235,7 @@ def _locked(path: Path) -> Iterator[BinaryIO]:
     try:
         file = path.open("a+b")
     except OSError as error:
-        raise InputError(f"cannot be written: {error.strerror}", location=str(path)) from None
+        raise InputError(f"cannot be written: {error_reason(error)}", location=str(path)) from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
