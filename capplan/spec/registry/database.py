@@ -22,8 +22,8 @@ import sqlalchemy as sa
 from sqlalchemy import event
 
 from capplan.errors import CapplanError, InputError, redacted
+from capplan.spec.files import open_regular
 from capplan.spec.limits import beyond, input_limits
-from capplan.spec.tensor_files import open_regular
 
 SCHEMA_VERSION: Final = 2
 _WRITES: Final = "capplan_writes"
