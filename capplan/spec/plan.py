@@ -238,13 +238,18 @@ class GroupVerification(SpecModel):
 Verdict: TypeAlias = Literal["verified", "undecided", "failed"]
 
 
+def _without_default(schema: dict[str, Any]) -> None:
+    """Leave the default of a field out of its schema: the value of another field decides."""
+    schema.pop("default", None)
+
+
 class Verification(SpecModel):
     """Verdict of the twin on the plan, on seeds not used in the search."""
 
     ok: Flag = Field(description="Whether the verdict is verified.")
     verdict: Verdict = Field(
         default="failed",
-        json_schema_extra=lambda schema: schema.pop("default", None),
+        json_schema_extra=_without_default,
         description="verified: every bound held wherever it was simulated, and that decides; undecided: no "
         "bound broke in simulations that do not decide; failed: a bound broke. Absent: by ok.",
     )
