@@ -160,6 +160,11 @@ class SurrogateEstimator:
     """Whether the surrogate is also used outside its training range. Adapters with their own lengths then
     count as adapters of the default lengths with as many tokens."""
 
+    @property
+    def least_throughput(self) -> float:
+        """Throughput over offered load from which queues count as stable; 0 if they need not be."""
+        return _STABLE_THROUGHPUT if self.problem.workload.slo.stable else 0.0
+
     def prepared(self) -> Self:
         """Compile the surrogate now rather than at the first call."""
         _ = self._compiled
@@ -202,11 +207,10 @@ class SurrogateEstimator:
         predict = compiled.predict_alone if alone else compiled.predict
         predictions = predict(rates_rps, ranks, engines)
         starved = predictions.starvation_probability >= STARVED_PROBABILITY
-        if self.problem.workload.slo.stable:
+        if self.least_throughput:
             offered = np.fromiter(map(self.problem.offered_tok_s, shares), np.float64, len(shares))
-            offered /= 1.0 - self.problem.workload.headroom
-            enough = _STABLE_THROUGHPUT * (offered if alone else offered.sum())
-            starved = starved | (predictions.throughput_tok_s < enough)
+            offered *= self.least_throughput / (1.0 - self.problem.workload.headroom)
+            starved = starved | (predictions.throughput_tok_s < (offered if alone else offered.sum()))
         usable = predictions.in_range | (predictions.is_lighter & ~starved) | self.extrapolates
         columns = (
             predictions.throughput_tok_s,

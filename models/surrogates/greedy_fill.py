@@ -24,6 +24,7 @@ Floats = NDArray[np.float64]
 
 _THROUGHPUT: Final = PREDICTED.index("throughput_tok_s")
 _STARVATION: Final = PREDICTED.index("starvation_probability")
+_OFFERED: Final = FEATURES.index("offered_tok_s")
 _IN_RANGE: Final = PREDICTED.index("in_range")
 _IS_LIGHTER: Final = PREDICTED.index("is_lighter")
 _FAILS, _UNKNOWN = -1, -2
@@ -59,6 +60,15 @@ class Scratch(NamedTuple):
     feature: Floats
 
 
+class FillRules(NamedTuple):
+    """Predictions that count, and those that hold."""
+
+    extrapolates: bool
+    """Whether predictions outside the training range count."""
+    least_throughput: float
+    """Least throughput over offered load of a GPU that holds; 0: starvation alone decides."""
+
+
 def scratch_arrays(adapters: int) -> Scratch:
     """Return the work arrays for a queue of adapters."""
     return Scratch(
@@ -78,7 +88,7 @@ def fill_gpu(
     start: int,
     grid: NDArray[np.int64],
     slots: SlotNumbers,
-    extrapolates: bool,
+    rules: FillRules,
     scratch: Scratch,
 ) -> tuple[int, int, bool, bool]:
     """Fill a GPU from a position of the queue until a test fails or the grid ends.
@@ -91,8 +101,8 @@ def fill_gpu(
         Testing points, ascending.
     slots
         Numbers of slots; the grid, or a fixed one.
-    extrapolates
-        Whether predictions outside the training range count.
+    rules
+        Which predictions count, and when they hold.
     scratch
         Work arrays.
 
@@ -113,7 +123,7 @@ def fill_gpu(
         while grid[point] <= count:
             point += 1
         tested = min(grid[point], waiting)
-        best = _test(packed, common, queue, (start, start + tested), at, slots, extrapolates, scratch)
+        best = _test(packed, common, queue, (start, start + tested), at, slots, rules, scratch)
         if best < 0:
             return count, at, best == _FAILS and tested < grid[point], best == _FAILS
         count, at = tested, best
@@ -128,7 +138,7 @@ def _test(
     tested: tuple[int, int],
     at: int,
     slots: SlotNumbers,
-    extrapolates: bool,
+    rules: FillRules,
     scratch: Scratch,
 ) -> int:
     """Return the better of the current and the next number of slots, by index; `_FAILS` or `_UNKNOWN`."""
@@ -152,12 +162,13 @@ def _test(
     fill_vectors(vectors, common, limits, rates_rps, ranks, ascending_rps, scratch.load)
     answers = scratch.predictions
     fill_predictions(answers, packed, vectors, scratch.feature)
-    best = 0
+    best, best_holds = 0, False
     for number in range(candidates):
-        holds = answers[_STARVATION, number] < STARVED_PROBABILITY
+        enough = answers[_THROUGHPUT, number] >= rules.least_throughput * vectors[number, _OFFERED]
+        holds = enough and answers[_STARVATION, number] < STARVED_PROBABILITY
         in_range = answers[_IN_RANGE, number] > 0.0 or (answers[_IS_LIGHTER, number] > 0.0 and holds)
-        if not (in_range or extrapolates):
+        if not (in_range or rules.extrapolates):
             return _UNKNOWN
         if answers[_THROUGHPUT, number] >= answers[_THROUGHPUT, best]:
-            best = number
-    return first + best if answers[_STARVATION, best] < STARVED_PROBABILITY else _FAILS
+            best, best_holds = number, holds
+    return first + best if best_holds else _FAILS

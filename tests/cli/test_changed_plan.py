@@ -42,12 +42,13 @@ def test_it_is_used_on_demand_only(run: Run, tmp_path: Path, edited: Path, comma
         assert "verification" not in error_line(accepted)  # the model is missing
 
 
-def test_a_plan_of_an_earlier_version_is_used_as_before(run: Run, tmp_path: Path) -> None:
+def test_a_plan_without_a_digest_is_used_on_demand_only(run: Run, tmp_path: Path) -> None:
     document = small_plan().model_dump(mode="json")
     del document["verification"]["digest"]
     (tmp_path / "plan.json").write_text(json.dumps(document))
-    done = run("export", tmp_path / "plan.json", "--target", "vllm", "-o", tmp_path / "out")
-    assert done.exit_code == 0, done.output
+    words = ("export", tmp_path / "plan.json", "--target", "vllm", "-o", tmp_path / "out")
+    assert "verification.digest: must be that of the plan" in error_line(run(*words))
+    assert run(*words, "--unverified").exit_code == 0
 
 
 def test_explain_and_report_say_so(run: Run, tmp_path: Path, edited: Path) -> None:
@@ -64,7 +65,7 @@ def test_explain_and_report_say_so(run: Run, tmp_path: Path, edited: Path) -> No
 
 
 def test_a_failed_verdict_stays_what_it_is(run: Run, tmp_path: Path) -> None:
-    failed = small_plan().verification.replace(ok=False)
+    failed = small_plan().verification.replace(ok=False, verdict="failed")
     small_plan(verification=failed).to_json(tmp_path / "plan.json")
     text = " ".join(run("explain", with_slots(tmp_path / "plan.json", 7)).stdout.split())
     assert "VERIFICATION DISAGREES in simulation, 3 × 1 h" in text

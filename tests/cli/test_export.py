@@ -152,7 +152,7 @@ def test_a_plan_that_fails_without_its_scheduler_is_exported_on_demand_only(
     assert "--workload: is required to verify the plan without its scheduler" in error_line(run(*export))
     base = small_plan()
     verdicts = [each.replace(ok=False, note="TTFT is long") for each in base.verification.groups]
-    failed = base.verification.replace(ok=False, groups=tuple(verdicts))
+    failed = base.verification.replace(ok=False, verdict="failed", groups=tuple(verdicts))
     verified_as(monkeypatch, base.replace(verification=failed))
     line = error_line(run(*export, "--workload", write_inputs(tmp_path)))
     assert "must hold without its scheduler chameleon and cache lru" in line

@@ -83,7 +83,7 @@ def test_a_trace_compressed_in_time_says_so(run: Run, tmp_path: Path, rate: str,
     assert (line in run("explain", tmp_path / "plan.json").stdout) == shown
     simulated = run("simulate", path, "--max-loras", "1")
     assert (line in simulated.stdout) == shown
-    assert "(" not in planned.stdout.split("gpu-0")[1].split("1 GPU")[0]  # one replay has no interval
+    assert "(" in planned.stdout.split("gpu-0")[1].split("1 GPU")[0]  # bootstrap samples have an interval
 
 
 def test_long_waits_without_a_bound_hint_at_the_key_to_set() -> None:

@@ -259,7 +259,8 @@ def test_a_verification_that_runs_out_of_time_is_undecided() -> None:
     made = small_plan()
     note = f"{OUT_OF_TIME} after 2 of 5 seeds"
     groups = tuple(check.replace(ok=False, note=note) for check in made.verification.groups)
-    late = made.replace(verification=made.verification.replace(ok=False, groups=groups))
+    check = made.verification.replace(ok=False, verdict="undecided", reason=note, groups=groups)
+    late = made.replace(verification=check)
     assert words_of(late).startswith(f"UNDECIDED: {note}")
 
 

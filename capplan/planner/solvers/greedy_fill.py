@@ -11,7 +11,13 @@ from numpy.typing import NDArray
 
 from capplan.models.surrogates import greedy_fill
 from capplan.models.surrogates.compiled import CompiledSurrogate, PackedTrees
-from capplan.models.surrogates.greedy_fill import AdapterQueue, Scratch, SlotNumbers, scratch_arrays
+from capplan.models.surrogates.greedy_fill import (
+    AdapterQueue,
+    FillRules,
+    Scratch,
+    SlotNumbers,
+    scratch_arrays,
+)
 from capplan.planner.estimate import SurrogateEstimator
 from capplan.planner.problem import AdapterShare, Estimator, Problem
 
@@ -34,8 +40,7 @@ class CompiledFill:
     problem: Problem
     surrogate: CompiledSurrogate
     packed: PackedTrees
-    extrapolates: bool
-    """Whether predictions outside the training range count."""
+    rules: FillRules
     shares: Sequence[AdapterShare]
     queue: AdapterQueue
     grid: Sequence[int]
@@ -50,7 +55,7 @@ class CompiledFill:
         slots = self._slots_of_rank(self.problem.s_max(self.shares[start : start + 1]))
         surrogate = self.packed, self.surrogate.common
         count, at, failed_with_rest, known = greedy_fill.fill_gpu(
-            *surrogate, self.queue, start, self.points, slots, self.extrapolates, self.scratch
+            *surrogate, self.queue, start, self.points, slots, self.rules, self.scratch
         )
         return GpuFill(count, int(slots.limits[at, 0]) if count else 0, failed_with_rest) if known else None
 
@@ -90,5 +95,5 @@ def compiled_fill(
         return None
     queue = AdapterQueue(rates_rps, ranks, np.argsort(rates_rps, kind="stable"))
     scratch = scratch_arrays(len(shares))
-    extrapolates, points = estimator.extrapolates, np.array(grid)
-    return CompiledFill(problem, surrogate, packed, extrapolates, shares, queue, grid, points, scratch)
+    rules = FillRules(estimator.extrapolates, estimator.least_throughput)
+    return CompiledFill(problem, surrogate, packed, rules, shares, queue, grid, np.array(grid), scratch)
