@@ -103,7 +103,7 @@ def bench(args: BenchArgs) -> None:
         result = _measured(args)
     print_json(result.model_dump(mode="json")) if args.as_json else show(result)
     problems = warnings(result)
-    for line in problems:
+    for line in (*problems, *doubts(result)):
         typer.echo(line, err=True)
     if result.partial:
         raise typer.Exit(INTERRUPTED)
@@ -281,6 +281,24 @@ def facts_table(result: BenchResult) -> Table:
         "mean time between tokens, ms": number(overall.token_gap_ms_mean, 2),
     }
     return Table(("metric", "value"), list(facts.items()))
+
+
+def doubts(result: BenchResult) -> list[str]:
+    """Return what answers leave unknown, one per line."""
+    uncertain = result.uncertain
+    reasons = (
+        (uncertain.uncounted, "without token counts: events with text are counted as tokens"),
+        (
+            uncertain.buffered,
+            "whose tokens arrived at once: something between server and client holds them back; TTFT is E2E, "
+            "and TPOT and ITL leave them out",
+        ),
+        (
+            uncertain.other_length,
+            "of another length than requested: the server ignores ignore_eos or max_tokens",
+        ),
+    )
+    return [f"warning: {counted(count, 'answer')} {reason}" for count, reason in reasons if count]
 
 
 def warnings(result: BenchResult) -> list[str]:

@@ -24,6 +24,7 @@ from capplan.processes import without_full_collections
 from capplan.profiling.load.client import CompletionClient, open_session
 from capplan.profiling.load.preflight import MetricsSampler, Preflight, beside_engine, bodies_for, preflight
 from capplan.profiling.load.record import (
+    FINISHED,
     NOT_FAILURES,
     REJECTED,
     LogHistogram,
@@ -46,6 +47,7 @@ from capplan.profiling.load.result import (
     Failure,
     LagLimits,
     ServerSample,
+    UncertainAnswers,
     adapter_metrics,
     client_health,
     overall_metrics,
@@ -193,6 +195,11 @@ def bench_result(
         overall=overall_metrics(record, window, measured.recorder.gaps),
         adapters=adapter_metrics(record, window),
         failures=tuple(failures),
+        uncertain=UncertainAnswers(
+            uncounted=measured.recorder.uncounted,
+            buffered=int((record.of_kind(FINISHED) & record.is_buffered).sum()),
+            other_length=measured.recorder.other_length,
+        ),
         client=client_health(record, window, measured.loop_lag, limits),
         server=tuple(measured.samples),
     )

@@ -6,11 +6,13 @@ import asyncio
 import errno
 import json
 import math
-from collections.abc import AsyncIterator, Callable
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urljoin, urlsplit
+
+from pydantic_core import from_json
 
 from capplan.http_connection import (
     ConnectionLostError,
@@ -32,10 +34,17 @@ from capplan.profiling.load.record import (
 )
 from capplan.profiling.load.requests import Target, escaped_path
 
-_EVENT: Final = b"\ndata:"
 _DONE: Final = b"[DONE]"
-_TAIL_BYTES: Final = 2048
-_READ: Final = 3  # the last token, the usage, [DONE]
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+_MOST_EVENT_BYTES: Final = 1 << 20
+_GENERATED: Final = frozenset(
+    ("text", "content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call")
+)
+"""Fields of generated tokens in a choice or its delta."""
+_TEXT: Final = re.compile(rb'"(?:text|content)": ?"((?:[^"\\]|\\.)+)"')
+_STRING: Final = re.compile(rb'(?:[^"\\\n]++|\\.)++')
+_FAILED_REASONS: Final = ("error", "abort")
+"""Finish reasons of answers that the engine gave up."""
 _EVENTS_PER_TOKEN: Final = 4
 _MORE_EVENTS: Final = 64
 """Events of an answer beyond those of its tokens."""
@@ -152,9 +161,9 @@ class CompletionClient:
         except asyncio.CancelledError:
             answer.fail(UNFINISHED, "")
         if answer.failure is None:
-            return _answered(number, sent_s, answer.ended_s, answer.events)
+            return _answered(number, sent_s, answer)
         kind, message = answer.failure
-        return RequestOutcome(number, kind, sent_s, answer.ended_s, answer.events.times, message=message)
+        return RequestOutcome(number, kind, sent_s, answer.ended_s, answer.token_times(), message=message)
 
     async def _connected(self, answer: _Answer) -> HttpConnection | None:
         try:
@@ -204,10 +213,8 @@ class _Answer:
         part = connection.take()
         if connection.status == _OK:
             if part:
-                times = self.events.times
                 self.events.feed(part, now_s)
-                if len(times) > self._most_events:
-                    del times[self._most_events :]
+                if self.events.choices > self._most_events:
                     self.fail(BAD_RESPONSE, f"an answer of more than {self._most_events} events")
                     return
         elif connection.has_head and (part or connection.is_complete or connection.ends_unframed):
@@ -221,6 +228,10 @@ class _Answer:
             kind = BAD_RESPONSE if isinstance(error, MalformedResponseError) else DISCONNECTED
             self.fail(kind, " ".join(str(error).split()))
 
+    def token_times(self) -> list[float]:
+        """Return the arrival of each event with tokens."""
+        return self.events.token_times()[: self._most_events]
+
     def fail(self, kind: str, message: str) -> None:
         """End with a failure."""
         if math.isnan(self.ended_s):
@@ -233,100 +244,239 @@ class _Answer:
             self.done.set_result(None)
 
 
-def _answered(number: int, sent_s: float, ended_s: float, events: EventCounter) -> RequestOutcome:
+def _answered(number: int, sent_s: float, answer: _Answer) -> RequestOutcome:
     """Return the outcome of a whole answer, which must also end as a completion does."""
-    times, ending = events.times, events.ending()
-    tokens = times[: len(times) - ending.without_token]
-    if ending.error or not times:
-        failure = BAD_RESPONSE, ending.error or "an answer without a single event"
-    elif not ending.complete:
+    events = answer.events
+    events.end(answer.ended_s)
+    times = answer.token_times()
+    if events.error:
+        failure = BAD_RESPONSE, events.error
+    elif not events.complete:
         failure = DISCONNECTED, "the answer ended early"
-    elif not tokens:
-        failure, times = (BAD_RESPONSE, "an answer without a token"), tokens
+    elif not times:
+        failure = BAD_RESPONSE, "an answer without a token"
     else:
         return RequestOutcome(
-            number, FINISHED, sent_s, ended_s, tokens, ending.prompt_tokens, ending.output_tokens
+            number, FINISHED, sent_s, answer.ended_s, times, events.prompt_tokens, events.output_tokens
         )
-    return RequestOutcome(number, failure[0], sent_s, ended_s, times, message=failure[1])
-
-
-@dataclass(frozen=True)
-class StreamEnding:
-    """Ending of an answer, from its last events."""
-
-    complete: bool
-    """Whether the answer ended as answers do: with a usage, a reason, or ``[DONE]``."""
-    without_token: int
-    """Events that carry no token."""
-    prompt_tokens: int | None = None
-    """As the server counted them."""
-    output_tokens: int | None = None
-    error: str = ""
-    """Error inside the stream, or empty."""
+    return RequestOutcome(number, failure[0], sent_s, answer.ended_s, times, message=failure[1])
 
 
 class EventCounter:
-    """Counter of the server-sent events of one answer, however its bytes are split.
+    """Parser of the server-sent events of one answer, however its bytes are split.
 
-    JSON is parsed for the last events only. `times` holds the arrival of each event.
+    An event counts from the arrival of its last byte. It holds tokens if it has generated text, if the server
+    counts tokens in it (``continuous_usage_stats``, ``token_ids``, ``logprobs``), or as `token_times` infers.
+    Events of another kind (comments, ``{}``, no choices, a role alone) hold none.
     """
 
-    __slots__ = ("_tail", "times")
+    __slots__ = (
+        "_after_return",
+        "_around_text",
+        "_buffer",
+        "_count",
+        "_counted",
+        "_is_sure",
+        "_times",
+        "_usage_tokens",
+        "complete",
+        "error",
+        "prompt_tokens",
+    )
 
     def __init__(self) -> None:
-        self._tail = b"\n"
-        self.times: list[float] = []
+        self._buffer = b""
+        self._after_return = False
+        self._around_text = b"", b""
+        """Bytes of an event before and after its text."""
+        self._times: list[float] = []
+        """Of events with a choice that may hold a token."""
+        self._is_sure = bytearray()
+        """Whether each of them surely does."""
+        self._count = 0
+        """Events of any kind; comments are none."""
+        self._counted = 0
+        """Tokens that events list."""
+        self._usage_tokens: int | None = None
+        self.complete = False
+        """Whether the answer ended as answers do: with a usage, a reason, or ``[DONE]``."""
+        self.prompt_tokens: int | None = None
+        """As the server counted them."""
+        self.error = ""
+        """First error inside the stream, or empty."""
 
-    def feed(self, data: bytes, now: float) -> None:
-        """Record the arrival of bytes: one time per event that starts in them."""
-        tail = self._tail
-        # A line break inside JSON is escaped, so the pattern matches only where an event begins. The kept
-        # bytes are too short to match twice.
-        count = (tail[1 - len(_EVENT) :] + data).count(_EVENT)
-        if count == 1:
-            self.times.append(now)
-        elif count:
-            self.times.extend([now] * count)
-        self._tail = (tail + data)[-_TAIL_BYTES:]
+    @property
+    def choices(self) -> int:
+        """Events so far that may hold a token."""
+        return len(self._times)
 
-    def ending(self) -> StreamEnding:
-        """Parse the last events."""
-        complete, without_token = False, 0
-        usage: Any = None
-        for text in self._tail.split(_EVENT)[1:][-_READ:]:
-            # Names of events and keep-alive comments may follow the line.
-            line = text.partition(b"\n")[0].strip()
-            if line == _DONE:
-                complete, without_token = True, without_token + 1
+    @property
+    def output_tokens(self) -> int | None:
+        """Generated tokens as the server counted them; None if it did not."""
+        return self._usage_tokens or self._counted or None
+
+    def feed(self, data: bytes, now_s: float) -> None:
+        """Parse bytes that have arrived."""
+        if self._after_return and data[:1] == b"\n":
+            data = data[1:]
+        self._after_return = data[-1:] == b"\r"
+        if b"\r" in data:
+            data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        if self._buffer:
+            data = self._buffer + data
+        *events, self._buffer = data.split(b"\n\n")
+        for each in events:
+            self._event(each, now_s)
+        if len(self._buffer) > _MOST_EVENT_BYTES:
+            self._fail(f"an event of more than {_MOST_EVENT_BYTES} bytes")
+            self._buffer = b""
+
+    def end(self, now_s: float) -> None:
+        """Parse an event that no empty line has ended."""
+        rest, self._buffer = self._buffer, b""
+        self._event(rest, now_s)
+        if not self._count:
+            self._fail(f"an answer without a single event: {_shown(rest) or 'it is empty'}")
+
+    def token_times(self) -> list[float]:
+        """Return the arrival of each event with tokens.
+
+        Some servers send empty text for a token (special tokens, part of a character), others as a greeting
+        or beside the finish reason. Empty events count as far as the server counts more tokens than events
+        with text: the latest ones first, and if events hold several tokens, none before the first text. So a
+        doubt lengthens latencies.
+        """
+        times, sure = self._times, self._is_sure
+        tokens, known = self.output_tokens or 0, sure.count(1)
+        if known == len(times) or tokens == len(times):
+            return times
+        if tokens > len(times):
+            return times[sure.index(1) if known else -1 :]
+        empty = [at for at, is_sure in enumerate(sure) if not is_sure]
+        left_out = set(empty[: len(times) - max(tokens, known)])
+        return [time_s for at, time_s in enumerate(times) if at not in left_out]
+
+    def _event(self, text: bytes, now_s: float) -> None:
+        before, after = self._around_text
+        if (
+            before
+            and text.startswith(before)
+            and text.endswith(after)
+            and _STRING.fullmatch(text, len(before), len(text) - len(after))
+        ):  # an event as one before but for its text: parsing JSON takes several times as long
+            self._times.append(now_s)
+            self._is_sure.append(True)
+            return
+        if text.startswith(b"data:") and b"\n" not in text:
+            name, line = b"", text[5:].strip()
+        else:
+            name, line = _fields(text)
+        if not line:
+            return
+        self._count += 1
+        if line == _DONE:
+            self.complete = True
+            return
+        event = _json_object(line)
+        if event is None:
+            self._fail(f"no answer to a completion: {_shown(line)}")
+        elif name == b"error" or event.get("error") or event.get("object") == "error":
+            self._fail(_shown(line))
+        else:
+            choices, usage = event.get("choices") or (), event.get("usage")
+            tokens = self._usage_of(usage, bool(choices)) if isinstance(usage, dict) else None
+            if choices and self._add(choices, tokens, now_s) and not isinstance(usage, dict):
+                fields = list(_TEXT.finditer(text))
+                if len(fields) == 1:
+                    self._around_text = text[: fields[0].start(1)], text[fields[0].end(1) :]
+
+    def _add(self, choices: Sequence[dict[str, Any]], tokens: int | None, now_s: float) -> bool:
+        """Record an event with choices, and with a number of tokens if the server counts them.
+
+        Return whether it has text, and nothing beside it to record.
+        """
+        is_plain = tokens is None
+        has_text = may_hold_tokens = False
+        for choice in choices:
+            if reason := choice.get("finish_reason"):
+                is_plain = False
+                self._end_by(reason)
+            if tokens is None and (choice.get("logprobs") or choice.get("token_ids")):
+                is_plain, tokens = False, _listed_tokens(choice)
+                self._counted += tokens or 0
+            output = choice.get("delta") or choice.get("message") or choice
+            if not isinstance(output, dict):
                 continue
-            event = _event(line)
-            if event is None:
-                return StreamEnding(False, without_token, error=f"no answer to a completion: {_shown(line)}")
-            if event.get("error") is not None:
-                return StreamEnding(False, without_token, error=_shown(line))
-            choices = event.get("choices")
-            complete |= bool(choices and choices[0].get("finish_reason"))
-            without_token += not choices
-            usage = event.get("usage") or usage
-        if not isinstance(usage, dict):
-            return StreamEnding(complete, without_token)
+            if output.get("text") or output.get("content") or any(map(output.get, _GENERATED)):
+                has_text = True
+            elif "role" not in output and not _GENERATED.isdisjoint(output):
+                may_hold_tokens = True
+        if has_text or (may_hold_tokens if tokens is None else tokens > 0):
+            self._times.append(now_s)
+            self._is_sure.append(has_text or tokens is not None)
+        return has_text and is_plain
+
+    def _end_by(self, reason: Any) -> None:
+        """Record a finish reason; some servers give its type in an object."""
+        self.complete = True
+        if (reason.get("type") if isinstance(reason, dict) else reason) in _FAILED_REASONS:
+            self._fail(f"an answer that ended with {_shown(json.dumps(reason).encode())}")
+
+    def _usage_of(self, usage: dict[str, Any], is_running: bool) -> int | None:
+        """Record a usage; return the tokens of an event with a running total."""
         prompt, output = (_count(usage, key) for key in ("prompt_tokens", "completion_tokens"))
         if max(prompt or 0, output or 0) > _MOST_TOKENS:
-            return StreamEnding(False, without_token, error="an answer with an impossible number of tokens")
-        return StreamEnding(True, without_token, prompt, output)
+            self._fail("an answer with an impossible number of tokens")
+            return None
+        if prompt is not None:
+            self.prompt_tokens = prompt
+        self.complete |= not is_running and bool(output)
+        if output is None:
+            return None
+        before, self._usage_tokens = self._usage_tokens, output
+        if not is_running or (before is None and output > 1):
+            return None  # a total in the last event only is not that of its tokens
+        return max(0, output - (before or 0))
+
+    def _fail(self, error: str) -> None:
+        self.error = self.error or error
 
 
-def _event(line: bytes) -> dict[str, Any] | None:
-    """Return a completion event; None for anything else."""
+def _fields(text: bytes) -> tuple[bytes, bytes]:
+    """Return the name and the data of an event."""
+    name, data = b"", []
+    for line in text.split(b"\n"):
+        field, _, value = line.removeprefix(_BYTE_ORDER_MARK).partition(b":")
+        if field == b"data":
+            data.append(value.removeprefix(b" "))
+        elif field == b"event":
+            name = value.strip()
+    return name, b"\n".join(data).strip()
+
+
+def _json_object(line: bytes) -> dict[str, Any] | None:
+    """Return an event that may be of a completion; None for anything else."""
     try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
+        event = from_json(line)  # a third of the time of json
+    except ValueError:
+        try:
+            event = json.loads(line)  # takes half a surrogate pair
+        except (ValueError, RecursionError):
+            return None
     if not isinstance(event, dict):
         return None
     choices = event.get("choices")
     sound = choices is None or (isinstance(choices, list) and all(isinstance(each, dict) for each in choices))
     return event if sound else None
+
+
+def _listed_tokens(choice: dict[str, Any]) -> int | None:
+    """Return the number of tokens that an event lists; None if it lists none."""
+    logprobs = choice.get("logprobs")
+    listed = [choice.get("token_ids")]
+    if isinstance(logprobs, dict):
+        listed += [logprobs.get("tokens"), logprobs.get("content")]
+    return next((len(each) for each in listed if isinstance(each, list)), None)
 
 
 def _count(usage: dict[str, Any], key: str) -> int | None:

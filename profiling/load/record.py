@@ -40,6 +40,10 @@ _SMALLEST_S: Final = 1e-5
 _PER_OCTAVE: Final = 128
 _BINS: Final = 32 * _PER_OCTAVE  # up to eleven hours
 _MS_PER_S: Final = 1e3
+_BUFFERED_S: Final = 2e-5
+"""Mean time between tokens below which something has held them back: engines take 50 times as long."""
+_BUFFERED_GAPS: Final = 4
+"""Fewer tokens may arrive at once at a busy client."""
 _PENDING_EVENTS: Final = 1 << 15
 _PENDING_REQUESTS: Final = 1 << 10
 
@@ -126,7 +130,7 @@ class RequestRecords:
     prompt_tokens: NDArray[np.int32]
     """As the server counted them, otherwise as requested."""
     output_tokens: NDArray[np.int32]
-    """As the server counted them, otherwise as requested."""
+    """As the server counted them, otherwise events with text; of unfinished requests as requested."""
     events: NDArray[np.int32]
     """Events with tokens; fewer than tokens if a server puts several into one."""
     kind: NDArray[np.int16]
@@ -159,6 +163,12 @@ class RequestRecords:
             name: value[rows] for name, value in vars(self).items() if isinstance(value, np.ndarray)
         }
         return replace(self, **columns)
+
+    @property
+    def is_buffered(self) -> NDArray[np.bool_]:
+        """Return which requests got all their tokens at once, so that only their E2E was measured."""
+        gaps = self.output_tokens - 1
+        return (gaps >= _BUFFERED_GAPS) & (self.last_s - self.first_s < _BUFFERED_S * gaps)
 
     def of_kind(self, name: str) -> NDArray[np.bool_]:
         """Return which requests had this outcome."""
@@ -248,7 +258,7 @@ def _columns(
     adapters = np.array([name or None for name in records.names], object)
     due, sent, first = records.due_s, records.sent_s, records.first_s
     finish = np.where(records.of_kind(FINISHED), records.last_s, np.nan)
-    more = records.output_tokens - 1
+    more = np.where(records.is_buffered, 0, records.output_tokens - 1)
     tpot_ms = _MS_PER_S * (finish - first) / np.where(more > 0, more, np.nan)
     ends = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
     since_sent = (times_s - np.repeat(sent, lengths)) * _MS_PER_S
@@ -284,6 +294,7 @@ class RequestRecorder:
         self.counts: Counter[str] = Counter()
         self.tokens = 0
         self.messages: dict[str, str] = {}
+        self.uncounted = self.other_length = 0
         self._all = RequestRecords.without_outcomes(schedule)
         self._kinds = [FINISHED, UNFINISHED]
         self._window = window
@@ -301,7 +312,10 @@ class RequestRecorder:
         if outcome.kind == FINISHED:
             if outcome.prompt_tokens is not None:
                 every.prompt_tokens[at] = outcome.prompt_tokens
-            every.output_tokens[at] = len(times) if outcome.output_tokens is None else outcome.output_tokens
+            tokens = len(times) if outcome.output_tokens is None else outcome.output_tokens
+            self.uncounted += outcome.output_tokens is None
+            self.other_length += tokens != every.output_tokens[at]
+            every.output_tokens[at] = tokens
             self.tokens += int(every.prompt_tokens[at]) + int(every.output_tokens[at])
         if outcome.kind not in self._kinds:
             self._kinds.append(outcome.kind)
@@ -332,14 +346,15 @@ class RequestRecorder:
         pending, self._pending, self._pending_events = self._pending, [], 0
         if not pending:
             return
+        numbers = np.array([each.number for each in pending])
         lengths = np.array([len(each.times_s) for each in pending])
         times = np.fromiter((t for each in pending for t in each.times_s), float, int(lengths.sum()))
         if times.size > 1:
             later = np.ones(times.size, bool)
             later[(np.cumsum(lengths) - lengths)[lengths > 0]] = False  # the first of each request
+            later &= ~np.repeat(self._all.take(numbers).is_buffered, lengths)
             gaps = np.diff(times, prepend=0.0)
             self.gaps.add(gaps[later & self._window.holds(times)])
         if self._file is not None:
-            numbers = np.array([each.number for each in pending])
             records = replace(self._all.take(numbers), kinds=self._kinds)
             self._file.write(records, numbers, times, lengths)

@@ -99,6 +99,18 @@ class Failure(SpecModel):
     message: str = Field("", description="Message of the first of them.")
 
 
+class UncertainAnswers(SpecModel):
+    """Completed requests of the whole run whose metrics are uncertain."""
+
+    uncounted: int = Field(
+        0, description="Requests whose tokens the server did not count: events with text count instead."
+    )
+    buffered: int = Field(
+        0, description="Requests whose tokens arrived at once: TTFT is E2E, without TPOT and ITL."
+    )
+    other_length: int = Field(0, description="Requests with another number of output tokens than requested.")
+
+
 class ServerSample(SpecModel):
     """One scrape of the server's metrics."""
 
@@ -124,6 +136,7 @@ class BenchResult(SpecModel):
     overall: LoadMetrics
     adapters: Many[LoadMetrics] = ()
     failures: Many[Failure] = ()
+    uncertain: UncertainAnswers = UncertainAnswers()
     client: ClientHealth
     server: Annotated[Many[ServerSample], Field(description="Scrapes of /metrics.")] = ()
 
@@ -213,7 +226,8 @@ def _metrics(
     answerable = int(tokens[~executing].sum())
     served = float(tokens[ended].sum()) / answerable if answerable else 1.0
     ttft_s, e2e_s = first - due, last - due
-    several = done & (output > 1)
+    streamed = done & ~record.is_buffered
+    several = streamed & (output > 1)
     spread_ms = _MS_PER_S * (last - first)
     charged = np.where(ended, ttft_s, window.duration_s)[due_inside]
     return LoadMetrics(
@@ -237,7 +251,7 @@ def _metrics(
         e2e_s=statistics(e2e_s[done]),
         tpot_ms=statistics(spread_ms[several] / (output[several] - 1)),
         tpt_ms=statistics(_MS_PER_S * e2e_s[done] / np.maximum(output[done], 1)),
-        itl_ms=_itl(spread_ms[done], record.events[done], gaps),
+        itl_ms=_itl(spread_ms[streamed], record.events[streamed], gaps),
         token_gap_ms_mean=_ratio(spread_ms[several].sum(), (output[several] - 1).sum()),
     )
 
