@@ -9,8 +9,8 @@ import math
 import os
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -49,14 +49,25 @@ METRIC_NAMES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "speed_probe_s": ("capplan:speed_probe_seconds_sum",),
     }
 )
-"""Sampled metrics and their names on the servers. ``kv_used`` is a share of the KV tokens; those after it
-are counters.
+"""Sampled metrics and their names on the servers, the preferred one first: a server may report one quantity
+under several. ``kv_used`` is a share of the KV tokens; those after it are counters.
 """
-_SERIES: Final = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)", re.MULTILINE)
+_SHARES: Final = ("kv_used",)
+_RANK_LABELS: Final = ("tp_rank", "pp_rank", "moe_ep_rank")
+"""Labels of processes that run the same requests together."""
+_STRING: Final = r'"(?:[^"\\\n]++|\\.)*+"'
+_SERIES: Final = re.compile(
+    rf'^[ \t]*([a-zA-Z_:][\w:]*)[ \t]*(?:\{{((?:[^"}}\n]++|{_STRING})*+)\}})?[ \t]*([^\s#]+)', re.MULTILINE
+)
 _LORA_INFO: Final = "vllm:lora_requests_info"
 _CACHE_INFO: Final = "vllm:cache_config_info"
 _CORE_INFO: Final = "capplan:engine_core_info"
-_LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_ENGINE_INFO: Final = "capplan:engine_info"
+_ENGINES: Final = ("capplan", "vllm", "sglang")
+"""Engines by the prefix of their metrics; capplan's reference engine has vLLM's as well."""
+_LABEL: Final = re.compile(rf"(\w+)[ \t]*=[ \t]*({_STRING})")
+_ESCAPED: Final = re.compile(r"\\(.)")
+_ADAPTER_LABELS: Final = ("running_lora_adapters", "waiting_lora_adapters", "max_lora")
 
 
 @dataclass(frozen=True)
@@ -192,31 +203,87 @@ class MetricsSampler:
             await asyncio.sleep(self._interval_s)
 
 
-def parse_metrics(text: str) -> dict[str, float]:
-    """Return the values of `METRIC_NAMES` in a text in Prometheus format, summed over label sets.
+Labels = frozenset[tuple[str, str]]
 
-    ``running_adapters`` is the number of adapters in the most recent series of vLLM's LoRA information.
-    """
-    wanted = {name: key for key, names in METRIC_NAMES.items() for name in names}
-    found: dict[str, float] = {}
-    newest, adapters = -math.inf, None
-    for match in _SERIES.finditer(text):
-        name, labels, value = match.groups()
-        if name not in wanted and name != _LORA_INFO:
+
+def _series(text: str, names: Collection[str]) -> dict[str, dict[Labels, float]]:
+    """Return the finite values of metrics in a text in Prometheus or OpenMetrics format, by labels."""
+    found: dict[str, dict[Labels, float]] = {}
+    for name, labels, value in _SERIES.findall(text):
+        if name not in names:
             continue
-        try:
-            number = float(value)
-        except ValueError:
-            continue
-        if name != _LORA_INFO:
-            found[wanted[name]] = found.get(wanted[name], 0.0) + number
-            continue
-        running = dict(_LABEL.findall(labels or "")).get("running_lora_adapters")
-        if running is not None and number >= newest:  # the value is the time of the last update
-            newest, adapters = number, len({each for each in running.split(",") if each.strip()})
-    if adapters is not None:
-        found["running_adapters"] = float(adapters)
+        with contextlib.suppress(ValueError):
+            if math.isfinite(number := float(value)):
+                found.setdefault(name, {})[frozenset(_labels(labels).items())] = number
     return found
+
+
+def _labels(text: str) -> dict[str, str]:
+    """Return labels by name, without escapes."""
+    if "\\" not in text:
+        return {name: value[1:-1] for name, value in _LABEL.findall(text)}
+    return {
+        name: _ESCAPED.sub(lambda found: "\n" if found[1] == "n" else found[1], value[1:-1])
+        for name, value in _LABEL.findall(text)
+    }
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """Return the values of `METRIC_NAMES` in a text in Prometheus format, over all engines.
+
+    Counts add over engines, which labels tell apart; shares are averaged. ``running_adapters`` is the number
+    of different adapters in vLLM's LoRA information.
+    """
+    wanted = {name for names in METRIC_NAMES.values() for name in names}
+    series = _series(text, {*wanted, _LORA_INFO})
+    found: dict[str, float] = {}
+    for key, names in METRIC_NAMES.items():
+        values: dict[Labels, float] = {}
+        reporting: set[str] = set()
+        for name in names:  # behind a router, servers of several versions may report under several names
+            known = {
+                frozenset(each for each in labels if each[0] not in _RANK_LABELS): value
+                for labels, value in series.get(name, {}).items()
+                if _instance(labels) not in reporting
+            }
+            reporting |= set(map(_instance, known))
+            values |= known
+        if values:
+            found[key] = sum(values.values()) / (len(values) if key in _SHARES else 1)
+    if lora := series.get(_LORA_INFO):
+        engines = {each for name in wanted for labels in series.get(name, ()) for each in _engines_of(labels)}
+        found["running_adapters"] = float(len(_running_adapters(lora, engines)))
+    return found
+
+
+def _instance(labels: Labels) -> str:
+    return dict(labels).get("instance", "")
+
+
+def _engines_of(labels: Labels) -> set[tuple[str, str]]:
+    found = dict(labels)
+    return {(found.get("instance", ""), found["engine"])} if "engine" in found else set()
+
+
+def _running_adapters(lora: Mapping[Labels, float], engines: Collection[tuple[str, str]]) -> set[str]:
+    """Return the running adapters of all engines.
+
+    vLLM keeps a series per combination of adapters, whose value is the time when an engine had it last; the
+    latest is the present one. Engines of one vLLM server share the series without a label of their own, so as
+    many of the latest count as there are engines.
+    """
+    by_server: dict[Labels, list[tuple[float, str]]] = {}
+    for labels, time_s in lora.items():
+        server = frozenset(each for each in labels if each[0] not in _ADAPTER_LABELS)
+        by_server.setdefault(server, []).append((time_s, dict(labels).get("running_lora_adapters", "")))
+    adapters: set[str] = set()
+    for server, states in by_server.items():
+        named = "engine" in dict(server)
+        count = 1 if named else sum(instance == _instance(server) for instance, _ in engines)
+        states.sort(reverse=True)
+        for _, running in states[: max(1, count)]:
+            adapters |= {each.strip() for each in running.split(",") if each.strip()}
+    return adapters
 
 
 @dataclass(frozen=True)
@@ -238,18 +305,84 @@ async def fetch_engine_info(target: Target) -> EngineInfo:
 
 
 def engine_info(metrics: str) -> EngineInfo:
-    """Return the engine settings in a text in Prometheus format."""
-    labels = {name: dict(_LABEL.findall(label_set or "")) for name, label_set, _ in _SERIES.findall(metrics)}
-    cache, lora = labels.get(_CACHE_INFO, {}), labels.get(_LORA_INFO, {})
+    """Return the engine settings in a text in Prometheus format; KV tokens add over engines."""
+    series = _series(metrics, (_CACHE_INFO, _LORA_INFO, _CORE_INFO))
+    cache, lora, core = (
+        [dict(each) for each in series.get(n, ())] for n in (_CACHE_INFO, _LORA_INFO, _CORE_INFO)
+    )
+    tokens = [_kv_tokens(each) for each in cache]
+    slots = [n for each in lora if (n := _positive_int(each.get("max_lora"))) is not None]
+    utilization: float | None = None
+    with contextlib.suppress(KeyError, ValueError, IndexError):
+        utilization = float(cache[0]["gpu_memory_utilization"])
+    return EngineInfo(
+        a_max=min(slots, default=None),
+        kv_tokens=None if None in tokens or not tokens else sum(filter(None, tokens)),
+        block_size=_positive_int(cache[0].get("block_size")) if cache else None,
+        gpu_memory_utilization=utilization,
+        cpus=tuple(int(cpu) for each in core for cpu in each.get("cpus", "").split(",") if cpu.isdigit()),
+    )
+
+
+def _kv_tokens(cache: Mapping[str, str]) -> int | None:
+    """Return the KV tokens of an engine by the labels of its cache."""
     blocks, size = _positive_int(cache.get("num_gpu_blocks")), _positive_int(cache.get("block_size"))
     tokens = _positive_int(cache.get("kv_cache_size_tokens"))
-    if tokens is None and blocks is not None and size is not None:
-        tokens = blocks * size
-    utilization: float | None = None
-    with contextlib.suppress(KeyError, ValueError):
-        utilization = float(cache["gpu_memory_utilization"])
-    cpus = [int(cpu) for cpu in labels.get(_CORE_INFO, {}).get("cpus", "").split(",") if cpu.isdigit()]
-    return EngineInfo(_positive_int(lora.get("max_lora")), tokens, size, utilization, tuple(cpus))
+    return blocks * size if tokens is None and blocks is not None and size is not None else tokens
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """Model, engine and device of a server by its own account; None or empty if not reported."""
+
+    settings: EngineInfo = EngineInfo()
+    engine: str | None = None
+    version: str | None = None
+    device: str | None = None
+    models: Mapping[str, str] = field(default_factory=dict)
+    """Models that are no adapters, by name: what they were loaded from."""
+    max_model_len: int | None = None
+    prefix_caching: bool | None = None
+    replicas: int = 1
+    """Engines behind the address."""
+
+
+async def fetch_server_info(target: Target) -> ServerInfo:
+    """Return what a server reports of itself in ``/metrics``, ``/v1/models`` and ``/version``."""
+    async with open_session(target) as session:
+        metrics = await fetch_metrics(session, target) or ""
+        models, version = [await _fetch_document(session, target, p) for p in ("/v1/models", "/version")]
+    series = _series(metrics, (_CACHE_INFO, _ENGINE_INFO, "vllm:num_requests_running"))
+    cache, own = (dict(next(iter(series.get(name, ())), ())) for name in (_CACHE_INFO, _ENGINE_INFO))
+    listed = [each for each in _list_of(models, "data") if isinstance(each, dict)]
+    lengths = [n for each in listed if isinstance(n := each.get("max_model_len"), int)]
+    base = [each for each in listed if not each.get("parent")]
+    told = version.get("version") if isinstance(version, dict) else None
+    return ServerInfo(
+        settings=engine_info(metrics),
+        engine=next((each for each in _ENGINES if re.search(rf"^{each}:", metrics, re.MULTILINE)), None),
+        version=own.get("version") or (told if isinstance(told, str) else None),
+        device=own.get("device"),
+        models={str(each["id"]): str(each.get("root") or "") for each in base if "id" in each},
+        max_model_len=min(lengths, default=None),
+        prefix_caching={"True": True, "False": False}.get(cache.get("enable_prefix_caching", "")),
+        replicas=max(1, len(series.get("vllm:num_requests_running", ()))),
+    )
+
+
+async def _fetch_document(session: ConnectionPool, target: Target, path: str) -> Any:
+    """Return a JSON document; None if the server has none."""
+    try:
+        async with asyncio.timeout(_METRICS_TIMEOUT_S):
+            status, text = await fetch(session, target.path(path), _MAX_RESPONSE_BYTES)
+        return json.loads(text) if status == _OK else None
+    except (TimeoutError, OSError, ConnectionLostError, ValueError, RecursionError):
+        return None
+
+
+def _list_of(document: Any, key: str) -> list[Any]:
+    value = document.get(key) if isinstance(document, dict) else None
+    return value if isinstance(value, list) else []
 
 
 @contextlib.asynccontextmanager
