@@ -18,6 +18,7 @@ from capplan.cli.options import (
     PlanFile,
     ResultFile,
     command,
+    engine_option,
     fill,
     read_any_plan,
     require_extra,
@@ -25,6 +26,7 @@ from capplan.cli.options import (
 from capplan.cli.output import require_writable_files, write_json
 from capplan.cli.progress import announce_compilation, load_progress
 from capplan.errors import InputError
+from capplan.spec.engine_args import EngineArgs
 
 if TYPE_CHECKING:
     from capplan.profiling.validation.compare import GroupValidation, MetricComparison
@@ -61,7 +63,19 @@ class ValidateArgs:
     cpu_affinity: str = typer.Option(
         "auto", metavar="CPUS", help="Of the engine cores of servers that are started."
     )
-    max_loras: int | None = typer.Option(None, metavar="N", min=1, help="Slots, instead of the plan's.")
+    max_loras: int | None = engine_option("max_loras", None)
+    max_lora_rank: int | None = engine_option("max_lora_rank", None)
+    max_cpu_loras: int | None = engine_option("max_cpu_loras", None)
+    max_num_seqs: int | None = engine_option("max_num_seqs", None)
+    max_num_batched_tokens: int | None = engine_option("max_num_batched_tokens", None)
+    max_model_len: int | None = engine_option("max_model_len", None)
+    gpu_memory_utilization: float | None = engine_option("gpu_memory_utilization", None)
+    prefix_caching: bool | None = typer.Option(
+        None,
+        "--prefix-caching/--no-prefix-caching",
+        help="Whether KV of shared prompt beginnings is reused; default: as in the plan.",
+    )
+    rules: str | None = typer.Option(None, metavar="NAME", help="Serving rules instead of the profile's.")
     seed: int = typer.Option(0, metavar="N", min=0, help="Of arrivals and lengths, here and in the twin.")
     api_key: ApiKey = None
     throughput_tolerance: float = typer.Option(3.0, metavar="PERCENT", help="Largest SMAPE that agrees.")
@@ -74,6 +88,9 @@ class ValidateArgs:
 @command
 def validate(args: ValidateArgs) -> None:
     """Run one engine per group of a plan under the requests of the twin, and compare the two.
+
+    Engine settings that are given replace the plan's, in the prediction and in servers that are started. A
+    warning names what a running server reports otherwise.
 
     Exit status 1: throughput or mean ITL is off by more than its tolerance, a verdict on starvation is wrong,
     or the measurement is void.
@@ -95,7 +112,7 @@ def validate(args: ValidateArgs) -> None:
         args,
         groups=tuple(args.group or ()),
         urls=_urls(args.url, document),
-        engine_args={} if args.max_loras is None else {"max_loras": args.max_loras},
+        engine_args=_engine_args(args),
         tolerances=Tolerances(args.throughput_tolerance, args.itl_tolerance),
     )
     announce_compilation(quiet=args.as_json)
@@ -118,6 +135,8 @@ def validate(args: ValidateArgs) -> None:
         print_json(facts)
     else:
         show(found)
+    for each in (each for group in found.groups for each in group.mismatches):
+        typer.echo(f"warning: {each}", err=True)
     if found.partial:
         raise typer.Exit(INTERRUPTED)
     if not found.agrees:
@@ -151,6 +170,13 @@ def _group_document(group: GroupValidation) -> dict[str, Any]:
         for each in group.comparisons
     ]
     return facts
+
+
+def _engine_args(args: ValidateArgs) -> dict[str, Any]:
+    """Return the engine settings that are given, by their names in a plan."""
+    given = {name: getattr(args, name) for name in EngineArgs.model_fields if hasattr(args, name)}
+    given["enable_prefix_caching"] = args.prefix_caching
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _urls(given: list[str] | None, plan: Plan) -> dict[str, str]:

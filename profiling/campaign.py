@@ -346,7 +346,7 @@ class Campaign:
     def __init__(
         self, folder: str | Path, device: str, parts: Sequence[Slice] | None = None, *, tiny: bool = False
     ) -> None:
-        from capplan.profiling.machine import device_name
+        from capplan.engine.affinity import device_name
 
         self.folder = Path(folder)
         self._device = device
@@ -440,7 +440,7 @@ def _gpus(device: str) -> int:
 
 def default_folder(device: str) -> Path:
     """Return ``datasets/<gpu>`` for the device's chip."""
-    from capplan.profiling.machine import device_name
+    from capplan.engine.affinity import device_name
 
     name = re.sub(r"[^a-z0-9]+", "-", device_name(device).lower().removeprefix("nvidia ")).strip("-")
     return Path("datasets") / name

@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 
 from capplan import __version__
+from capplan.engine.affinity import cpu_model, cpuinfo
 
 _GPU_FIELDS: Final = (
     "driver_version",
@@ -43,7 +44,7 @@ def describe(device: str, threads: int | None = None) -> dict[str, Any]:
             "model": cpu_model(),
             "cores": os.cpu_count(),
             "cache_bytes": last_cache_bytes(),
-            "mhz": float(mhz) if (mhz := _cpuinfo("cpu MHz")) else None,
+            "mhz": float(mhz) if (mhz := cpuinfo("cpu MHz")) else None,
             "threads": torch.get_num_threads() if threads is None else threads,
         },
     }
@@ -52,32 +53,11 @@ def describe(device: str, threads: int | None = None) -> dict[str, Any]:
     return record
 
 
-def device_name(device: str) -> str:
-    """Return the name of the device's chip."""
-    if torch.device(device).type == "cuda":
-        return str(torch.cuda.get_device_name(torch.device(device)))
-    return cpu_model()
-
-
-def cpu_model() -> str:
-    """Return the processor's name."""
-    return _cpuinfo("model name") or platform.machine() or "unknown"
-
-
 def last_cache_bytes() -> int:
     """Return the size of the first core's largest cache; 32 MiB if unknown."""
     texts = [file.read_text().strip() for file in _CACHE.glob("index*/size")]
     sizes = [int(text.rstrip("KM")) * _UNITS.get(text[-1:], 1) for text in texts]
     return max(sizes, default=_UNKNOWN_CACHE_BYTES)
-
-
-def _cpuinfo(field: str) -> str | None:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return None
-    found = (line.partition(":")[2].strip() for line in lines if line.startswith(field))
-    return next(found, None)
 
 
 def _version(package: str) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,30 @@ _RULE: Final = f"must be {AUTO}, {NONE}, or CPUs such as 2,4-7"
 def allowed_cpus() -> tuple[int, ...]:
     """Return the CPUs that this process may run on; none where the system does not tell."""
     return tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
+
+
+def device_name(device: str) -> str:
+    """Return the name of the device's chip."""
+    if device.startswith("cuda"):
+        import torch
+
+        return str(torch.cuda.get_device_name(device))
+    return cpu_model()
+
+
+def cpu_model() -> str:
+    """Return the processor's name."""
+    return cpuinfo("model name") or platform.machine() or "unknown"
+
+
+def cpuinfo(field: str) -> str | None:
+    """Return a field of the first processor in ``/proc/cpuinfo``; None if there is none."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = (line.partition(":")[2].strip() for line in lines if line.startswith(field))
+    return next(found, None)
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:

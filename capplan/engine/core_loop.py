@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from capplan.engine.affinity import allowed_cpus
+from capplan.engine.affinity import allowed_cpus, device_name
 from capplan.engine.engine import Engine
 from capplan.engine.engine_core import StepOutput
 from capplan.engine.messages import (
@@ -83,6 +83,7 @@ class CoreLoop:
             dtype=engine.options.torch_dtype(engine.config),
             args=engine.args,
             clock_start_ns=engine.core.clock.start_ns,
+            device=device_name(engine.options.device),
             cpus=allowed_cpus(),
             pid=os.getpid(),
             max_adapters=engine.max_adapters,

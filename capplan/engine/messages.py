@@ -45,6 +45,8 @@ class CoreReady(NamedTuple):
     args: EngineArgs
     clock_start_ns: int
     """Start of the engine's clock on the monotonic clock, which all processes share."""
+    device: str
+    """Name of the GPU or processor."""
     cpus: Sequence[int]
     """That the core may run on."""
     pid: int

@@ -277,5 +277,6 @@ def _group_section(group: GroupValidation) -> page.Section:
         group_table(group, on_page=True),
         page.paragraph(group_verdict(group)),
         *(page.paragraph(note) for note in (speed_note(group),) if note),
+        *(page.paragraph(f"warning: {each}") for each in group.mismatches),
         page.charts(errors),
     )

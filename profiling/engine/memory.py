@@ -14,6 +14,7 @@ import torch
 
 from capplan import __version__
 from capplan.engine import Engine
+from capplan.engine.affinity import device_name
 from capplan.engine.lora.adapter import MODULES, AdapterLayout
 from capplan.engine.memory_profile import free_unused
 from capplan.engine.models import ModelConfig, model_config
@@ -23,7 +24,6 @@ from capplan.engine.worker import Sizes
 from capplan.errors import InfeasibleError
 from capplan.models.calibration.components import Hardware, assumed_profile
 from capplan.profiling.engine.options import EngineProfilingOptions, SlotSetting
-from capplan.profiling.machine import device_name
 from capplan.profiling.tables import MIN_LOAD_MS, loading_row
 from capplan.serving import weight_bytes
 from capplan.serving.memory import kv_bytes_per_token, lora_elements_per_rank

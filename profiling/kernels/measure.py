@@ -16,6 +16,7 @@ from typing import Any, Final
 import pandas as pd
 import torch
 
+from capplan.engine.affinity import device_name
 from capplan.engine.models import builtin_models
 from capplan.errors import InputError
 from capplan.models.kernel_fits import COLUMNS, read_kernel_table
@@ -30,7 +31,7 @@ from capplan.profiling.kernels.timing import (
     WeightPool,
     cpu_timing,
 )
-from capplan.profiling.machine import describe, device_name, last_cache_bytes
+from capplan.profiling.machine import describe, last_cache_bytes
 from capplan.profiling.tables import PROVENANCE, OnProgress, require_same
 from capplan.spec import read_text, write_bytes_atomic, write_text_atomic
 

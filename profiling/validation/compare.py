@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from capplan.errors import InputError
 from capplan.models.calibration.least_squares import smape
+from capplan.profiling.load.preflight import ServerInfo
 from capplan.profiling.load.result import BenchResult
-from capplan.spec import Profile
+from capplan.spec import EngineArgs, Profile
 from capplan.twin import SimulationResult
 
 THROUGHPUT: Final = "throughput_tok_s"
 ITL: Final = "itl_ms_mean"
 KV_CAPACITY: Final = "kv_tokens"
+_KV_TOLERANCE: Final = 0.05
+_SHOWN_MODELS: Final = 3
+_RELEASE: Final = re.compile(r"v?(\d+(?:\.\d+){1,2})")
 KV_USED: Final = "kv_tokens_mean"
 PROBES: Final = "speed_probes"
 PROBE_S: Final = "speed_probe_s"
@@ -113,6 +118,8 @@ class GroupValidation:
     """Reasons for which the measurement is void."""
     slowdown: float | None = None
     """Time of the engine's speed probe over that of the profile; None: unknown."""
+    mismatches: tuple[str, ...] = ()
+    """Differences between the server and what the prediction assumes, and what the server does not report."""
 
     @property
     def agrees(self) -> bool:
@@ -216,6 +223,89 @@ def faults_of(result: BenchResult, drawn: int | None = None) -> tuple[str, ...]:
     if drawn is not None and overall.submitted != drawn and not result.partial:
         faults.append(f"{overall.submitted} requests were sent, {drawn} simulated")
     return tuple(faults)
+
+
+def mismatches_of(
+    info: ServerInfo, base_model: str, profile: Profile, args: EngineArgs, assumed: SimulationResult
+) -> tuple[str, ...]:
+    """Return what a server reports otherwise than the prediction assumes, or not at all.
+
+    Parameters
+    ----------
+    info
+        The server's account of itself.
+    base_model
+        Model of the plan.
+    args
+        Engine settings of the prediction.
+    assumed
+        Prediction by the profile.
+    """
+    engine = profile.engine
+    found = []
+    unknown = []
+    wrong_model = _other_model(info.models, base_model, profile.model.hf_ids)
+    if wrong_model is None:
+        unknown.append(f"its model ({base_model})")
+    elif wrong_model:
+        found.append(f"the server has the model {wrong_model}, the profile is of {base_model}")
+    for what, reported, expected, equal in (
+        ("GPU", info.device, profile.gpu.name, _equal_names),
+        ("engine", info.engine, engine.name, str.__eq__),
+        ("version", info.version, engine.version, _equal_versions),
+    ):
+        if reported is None:
+            unknown.append(f"its {what} ({expected})")
+        elif not equal(reported, expected):
+            found.append(f"the server has the {what} {reported}, the profile is of {expected}")
+    settings = info.settings
+    for flag, value, given in (
+        ("--max-loras", settings.a_max, args.max_loras),
+        ("--max-model-len", info.max_model_len, args.max_model_len),
+        ("--gpu-memory-utilization", settings.gpu_memory_utilization, args.gpu_memory_utilization),
+        ("--block-size", settings.block_size, engine.block_size),
+        ("--enable-prefix-caching", info.prefix_caching, args.enable_prefix_caching),
+    ):
+        if value is not None and given is not None and not math.isclose(value, given, rel_tol=1e-3):
+            found.append(f"the server has {flag} {value}, the prediction assumes {given}")
+    if info.replicas > 1:
+        found.append(f"the server has {info.replicas} engines, the prediction is of one")
+    tokens = settings.kv_tokens
+    if tokens is not None and abs(tokens - assumed.kv_tokens) > _KV_TOLERANCE * assumed.kv_tokens:
+        found.append(
+            f"the server has {tokens:,} KV tokens, the prediction assumes {assumed.kv_tokens:,}: "
+            "its GPU, memory or engine settings differ"
+        )
+    if unknown:
+        found.append(f"the server does not report, so these are not compared: {', '.join(unknown)}")
+    return tuple(found)
+
+
+def _other_model(models: Mapping[str, str], base_model: str, known: Sequence[str]) -> str | None:
+    """Return the name of another model than a base model; empty: none; None: not told.
+
+    A model loaded from a folder of any name counts by the name that it is served under.
+    """
+    if not models:
+        return None
+    names = {base_model, *known}
+    if base_model in models or set(models) & names:
+        root = models.get(base_model, "")
+        is_hub_name = root.count("/") == 1 and not root.startswith((".", "/", "~"))
+        return root if is_hub_name and root not in names else ""
+    return "" if set(models.values()) & names else ", ".join(list(models)[:_SHOWN_MODELS])
+
+
+def _equal_names(reported: str, expected: str) -> bool:
+    """Return whether one GPU name is part of the other, as ``H200`` of ``NVIDIA H200``."""
+    first, second = reported.casefold(), expected.casefold()
+    return first in second or second in first
+
+
+def _equal_versions(reported: str, expected: str) -> bool:
+    """Compare releases; builds of one release, such as ``0.8.5.post1``, are equal."""
+    first, second = (_RELEASE.match(each) for each in (reported, expected))
+    return reported == expected or (first is not None and second is not None and first[1] == second[1])
 
 
 def predicted_values(result: SimulationResult) -> dict[str, float]:

@@ -16,7 +16,7 @@ from typing import Any, Final
 from capplan.errors import InputError
 from capplan.models.uncertainty import with_step_times
 from capplan.profiling.load.bench import BenchOptions, OnTick, bench
-from capplan.profiling.load.preflight import fetch_engine_info
+from capplan.profiling.load.preflight import ServerInfo, fetch_server_info
 from capplan.profiling.load.requests import LoadSettings, Target, scaled, schedule_of
 from capplan.profiling.load.result import BenchResult
 from capplan.profiling.server.process import ServerCommand, engine_words, running_server
@@ -27,12 +27,14 @@ from capplan.profiling.validation.compare import (
     constant_step,
     faults_of,
     measured_values,
+    mismatches_of,
     offered_values,
     predicted_values,
     slowdown_of,
 )
 from capplan.spec import Group, Plan, Profile, Workload
 from capplan.twin import simulate
+from capplan.twin.policies import chosen_rules
 from capplan.twin.simulate import keywords_of
 
 _DRAIN_S: Final = 1.0
@@ -66,7 +68,9 @@ class ValidationOptions:
     cpu_affinity: str = "auto"
     """CPUs of the engine cores of started servers, as for `capplan serve`."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
-    """Engine settings that override the plan's."""
+    """Engine settings that override the plan's, for predictions and started servers."""
+    rules: str | None = None
+    """Serving rules instead of the profile's."""
     api_key: str | None = field(default=None, repr=False)
     """API key of running servers."""
     tolerances: Tolerances = field(default_factory=Tolerances)
@@ -130,7 +134,7 @@ def server_command(
     block_size = profile.engine.block_size
     more = {
         "--served-model-name": plan.base_model,
-        **_scheduling_flags(plan, group),
+        **_scheduling_flags(plan, group, options.rules),
         "--block-size": block_size,
         "--dtype": options.dtype,
         "--device": options.device,
@@ -147,18 +151,18 @@ def server_command(
     return ServerCommand(options.model or plan.base_model, _sources(group), words, options.threads)
 
 
-def _scheduling_flags(plan: Plan, group: Group) -> dict[str, str | None]:
+def _scheduling_flags(plan: Plan, group: Group, rules: str | None) -> dict[str, str | None]:
     """Return the flags of a group's rules, or of its scheduler, cache and queues."""
     if group.scheduling is None:
-        return {"--rules": plan.engine_of(group).rules}
+        return {"--rules": rules or plan.engine_of(group).rules}
     parts = zip(("--scheduler", "--cache", "--queues"), (*group.scheduling, group.queues), strict=True)
     return {flag: None if part is None else part.model_dump_json() for flag, part in parts}
 
 
-def _scheduling_fields(plan: Plan, group: Group) -> dict[str, Any]:
+def _scheduling_fields(plan: Plan, group: Group, rules: str | None) -> dict[str, Any]:
     """Return the settings of a simulation for the same."""
     if group.scheduling is None:
-        return {"rules": plan.engine_of(group).rules}
+        return {"rules": rules or plan.engine_of(group).rules}
     scheduler, cache = group.scheduling
     return {"scheduler": scheduler, "cache": cache, "queues": group.queues}
 
@@ -244,15 +248,15 @@ def _measured(
     kv_tokens: int,
     options: ValidationOptions,
     on_tick: OnTick | None,
-) -> tuple[int | None, BenchResult]:
-    """Load one instance of a group; return its reported KV tokens and the result."""
+) -> tuple[ServerInfo, BenchResult]:
+    """Load one instance of a group; return its account of itself and the result."""
     max_model_len = group.engine_args.replace(**options.engine_args).max_model_len
     schedule = schedule_of(offered, options.duration_s, options.seed, max_model_len, profile=profile)
     running = options.urls.get(group.id)
     started = server_command(plan, group, profile, offered, kv_tokens, len(schedule), options)
     with running_server(started) if running is None else nullcontext(running) as url:
         target = Target(url, options.api_key, plan.base_model)
-        reported = asyncio.run(fetch_engine_info(target)).kv_tokens
+        reported = asyncio.run(fetch_server_info(target))
         result = bench(
             offered,
             target,
@@ -274,10 +278,10 @@ def _validate_group(
     """Simulate and load one instance of a group; compare with the twin and the baselines."""
     args = group.engine_args.replace(**options.engine_args)
     offered, planned = (group_workload(group, workload, rate) for rate in (options.rate_scale, 1.0))
-    fields: dict[str, Any] = {**keywords_of(args), **_scheduling_fields(plan, group)}
+    fields: dict[str, Any] = {**keywords_of(args), **_scheduling_fields(plan, group, options.rules)}
     fields |= {"duration_s": options.duration_s, "seed": options.seed}
     as_profiled = simulate(offered, profile, **fields)
-    kv_tokens, result = _measured(plan, group, offered, profile, as_profiled.kv_tokens, options, on_tick)
+    server, result = _measured(plan, group, offered, profile, as_profiled.kv_tokens, options, on_tick)
     slowdown = slowdown_of(result, profile)
     now, predicted = profile, as_profiled
     if slowdown is not None:
@@ -290,7 +294,9 @@ def _validate_group(
         "constant_step": predicted_values(baseline),
         "offered_load": offered_values(predicted),
     }
-    measured = measured_values(result, profile, kv_tokens, predicted.kv_tokens)
+    caching = chosen_rules(profile, fields.get("rules"), args.enable_prefix_caching).prefix_caching
+    known = args.replace(enable_prefix_caching=caching)
+    measured = measured_values(result, profile, server.settings.kv_tokens, predicted.kv_tokens)
     validated = GroupValidation(
         group=group.id,
         rate_scale=options.rate_scale,
@@ -303,5 +309,6 @@ def _validate_group(
         constant_step_starved=baseline.starved,
         faults=faults_of(result, predicted.submitted),
         slowdown=slowdown,
+        mismatches=mismatches_of(server, plan.base_model, profile, known, as_profiled),
     )
     return validated, result

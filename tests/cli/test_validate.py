@@ -64,6 +64,7 @@ def test_a_server_is_started_and_gets_the_requests_that_the_twin_gets(run: Run, 
     assert told["itl_ms_mean"]["measured"] > 0
     assert done.exit_code == (0 if found["agrees"] else 1)
     assert "constant step" in done.stdout
+    assert group["mismatches"] == []
     page = (tmp_path / "found.html").read_text()
     assert "throughput_tok_s" in page
     parsed(page)
@@ -93,6 +94,36 @@ def test_a_running_server_is_asked_where_one_is_named(run: Run, tmp_path: Path) 
     assert "over the tolerance of 0 %" in found["groups"][0]["verdict"]
     assert told["kv_tokens"]["measured"] == 64_000
     assert 4.0 < told["itl_ms_mean"]["measured"] < 50.0
+    warnings = [line for line in done.stderr.splitlines() if line.startswith("warning: the server ")]
+    assert warnings == [f"warning: {each}" for each in found["groups"][0]["mismatches"]]
+    for part in (
+        "has the engine vllm, the profile is of capplan",
+        "has --max-model-len 512, the prediction assumes 128",
+        "has 64,000 KV tokens, the prediction assumes",
+        "does not report, so these are not compared: its GPU",
+    ):
+        assert any(part in line for line in warnings), warnings
+
+
+def test_engine_flags_are_those_of_the_prediction(run: Run, tmp_path: Path) -> None:
+    from capplan import load_profile, load_workload
+
+    chosen, workload, profile = written(tmp_path, workload_document(["a0", "a1"], "base", rate_rps=20.0))
+    settings = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 64}
+    flags = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", value)]
+    flags += ["--max-loras", 1, "--max-lora-rank", 16, "--gpu-memory-utilization", 0.95, "--prefix-caching"]
+    with toy_server() as (url, _):
+        known = ("--workload", workload, "--url", url, "--duration", "2")
+        done = run("validate", chosen, *known, *flags, "--rules", "vllm-0.8", "--json")
+    (group,) = json.loads(done.stdout)["groups"]
+    told = {each["name"]: each["predicted"] for each in group["comparisons"]}
+    engine = {"a_max": 1, "s_max": 16, "gpu_memory_utilization": 0.95, "prefix_caching": True, **settings}
+    expected = simulate(
+        load_workload(workload), load_profile(str(profile)), duration_s=2.0, rules="vllm-0.8", **engine
+    )
+    assert told["throughput_tok_s"] == pytest.approx(expected.throughput_tok_s)
+    assert told["kv_tokens"] == expected.kv_tokens
+    assert "--max-loras 2, the prediction assumes 1" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,9 @@ import aiohttp
 import psutil
 import pytest
 
+from capplan import __version__
 from capplan.engine import Engine
-from capplan.engine.affinity import allowed_cpus
+from capplan.engine.affinity import allowed_cpus, device_name
 from capplan.engine.core_loop import AWAKE_S
 from capplan.engine.core_process import CoreProcess
 from capplan.engine.messages import CoreSettings, FrameReader, Reply, StepTokens, frame
@@ -106,6 +107,8 @@ def test_core_and_server_are_bound_to_different_cpus(server: Server) -> None:
     assert server.core.cpu_affinity() == [cpus[-1]]
     assert psutil.Process(server.process.pid).cpu_affinity() == (list(cpus[:-1]) or [cpus[-1]])
     assert server.metric(f'capplan:engine_core_info{{cpus="{cpus[-1]}"}}') == 1
+    labels = f'device="{device_name("cpu")}",version="{__version__}"'
+    assert server.metric(f"capplan:engine_info{{{labels}}}") == 1
 
 
 def test_questions_about_its_state_do_not_keep_the_core_awake(server: Server) -> None:

@@ -18,6 +18,7 @@ from prometheus_client.core import HistogramMetricFamily, SummaryMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from capplan import __version__
 from capplan.engine.messages import CoreReady, Ended, Gauges, PoolGauges
 from capplan.engine.server.output_stream import RequestState
 from capplan.engine.timing import StepRecord
@@ -161,6 +162,7 @@ class Metrics:
         yield from self._values()
         yield self._lora_info()
         yield self._core_info()
+        yield self._engine_info()
         speed = SummaryMetricFamily(
             "capplan:speed_probe_seconds", "Time of a fixed piece of work between steps"
         )
@@ -214,6 +216,12 @@ class Metrics:
         """Return the CPUs of the engine core as a label, so that clients on this machine can use others."""
         rows = [((",".join(map(str, self._ready.cpus)),), 1.0)]
         return metric_family(Gauge, "capplan:engine_core_info", "CPUs of the engine core", ("cpus",), rows)
+
+    def _engine_info(self) -> Metric:
+        """Return version and device as labels, which load tests compare with a profile."""
+        rows = [((__version__, self._ready.device), 1.0)]
+        labels = ("version", "device")
+        return metric_family(Gauge, "capplan:engine_info", "Version and device of the engine", labels, rows)
 
 
 _POOL_COUNTERS: Final = (

@@ -1,6 +1,9 @@
 """Agreement needs errors within tolerances, the same verdict, and a valid measurement."""
 
 import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -8,6 +11,7 @@ from hypothesis import strategies as st
 
 from capplan import InputError, Profile
 from capplan.cli.validate import group_verdict, speed_note
+from capplan.profiling.load.preflight import EngineInfo, ServerInfo
 from capplan.profiling.load.result import BenchResult, ServerSample
 from capplan.profiling.validation.compare import (
     ITL,
@@ -18,9 +22,11 @@ from capplan.profiling.validation.compare import (
     MetricComparison,
     Tolerances,
     compared,
+    mismatches_of,
     slowdown_of,
 )
 from capplan.profiling.validation.validate import ValidationOptions
+from capplan.spec import EngineArgs
 from tests.cli.examples import profile_document
 
 PROFILE = Profile.model_validate(profile_document())
@@ -135,3 +141,70 @@ def test_the_verdict_names_metric_values_error_and_tolerance() -> None:
     assert group_verdict(group(near, faults=("stopped before its time",))).endswith(
         "; stopped before its time"
     )
+
+
+ASSUMED = SimpleNamespace(kv_tokens=1000)
+ARGS = EngineArgs(
+    max_loras=4,
+    max_lora_rank=16,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    gpu_memory_utilization=0.9,
+    max_model_len=128,
+    enable_prefix_caching=False,
+)
+(BASE, *_) = PROFILE.model.hf_ids
+SAME = ServerInfo(
+    EngineInfo(4, 1000, PROFILE.engine.block_size, 0.9),
+    engine=PROFILE.engine.name,
+    version=PROFILE.engine.version,
+    device=PROFILE.gpu.name,
+    models={BASE: BASE},
+    max_model_len=128,
+    prefix_caching=False,
+)
+
+
+def mismatches(info: ServerInfo) -> tuple[str, ...]:
+    return mismatches_of(info, BASE, PROFILE, ARGS, ASSUMED)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"version": f"{PROFILE.engine.version}.post1"},
+        {"device": PROFILE.gpu.name.upper()},
+        {"models": {BASE: "/models/llama", "a0": ""}},
+        {"models": {"chat": BASE}},
+        {"settings": replace(SAME.settings, kv_tokens=1040)},
+    ],
+)
+def test_a_server_like_the_profile_has_no_mismatch(changes: dict[str, Any]) -> None:
+    assert mismatches(replace(SAME, **changes)) == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"version": "9.9.9"}, "the version 9.9.9, the profile is of"),
+        ({"engine": "sglang"}, "the engine sglang, the profile is of"),
+        ({"device": "NVIDIA L4"}, "the GPU NVIDIA L4, the profile is of"),
+        ({"models": {"other/model": "other/model"}}, "the model other/model, the profile is of"),
+        ({"models": {BASE: "other/model"}}, "the model other/model, the profile is of"),
+        ({"settings": replace(SAME.settings, a_max=2)}, "--max-loras 2, the prediction assumes 4"),
+        ({"settings": replace(SAME.settings, gpu_memory_utilization=0.5)}, "--gpu-memory-utilization 0.5"),
+        (
+            {"settings": replace(SAME.settings, kv_tokens=2000)},
+            "2,000 KV tokens, the prediction assumes 1,000",
+        ),
+        ({"max_model_len": 64}, "--max-model-len 64, the prediction assumes 128"),
+        ({"prefix_caching": True}, "--enable-prefix-caching True, the prediction assumes False"),
+        ({"replicas": 2}, "2 engines, the prediction is of one"),
+        ({"device": None}, f"does not report, so these are not compared: its GPU ({PROFILE.gpu.name})"),
+        ({"models": {}}, f"not compared: its model ({BASE})"),
+    ],
+)
+def test_what_a_server_has_otherwise_is_named(changes: dict[str, Any], said: str) -> None:
+    (line,) = mismatches(replace(SAME, **changes))
+    assert said in line
