@@ -3,6 +3,8 @@
 ``python -m benchmarks.stand_in_servers null`` answers every completion immediately: the ceiling of a load
 generator. ``python -m benchmarks.stand_in_servers paced '{"gap_ms": 5}'`` writes a token to every stream per
 step, as an engine does; with ``"close": true`` a connection carries one request.
+``python -m benchmarks.stand_in_servers scripted '{"ttft_ms": 300, "gap_ms": 20, "before": []}'`` emits tokens
+at those times after a request, and before them events without a token.
 ``python -m benchmarks.stand_in_servers toy '{"base_ms": 15}'`` has known step times, adapter slots and loads.
 """
 
@@ -12,6 +14,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,14 +45,15 @@ async def plain(writer: asyncio.StreamWriter, status: int, body: bytes) -> None:
     await writer.drain()
 
 
-def event(text: str = "a", reason: str | None = None) -> bytes:
+def event(text: str = "a", reason: str | None = None, **fields: Any) -> bytes:
     choice = {"index": 0, "text": text, "finish_reason": reason}
-    return b"data: " + json.dumps({"id": "0", "choices": [choice]}).encode() + b"\n\n"
+    return b"data: " + json.dumps({"id": "0", **fields, "choices": [choice]}).encode() + b"\n\n"
 
 
-def usage(prompt: int, output: int) -> bytes:
+def usage(prompt: int, output: int, **fields: Any) -> bytes:
     counted = {"prompt_tokens": prompt, "completion_tokens": output}
-    return b"data: " + json.dumps({"choices": [], "usage": counted}).encode() + b"\n\ndata: [DONE]\n\n"
+    ending = json.dumps({**fields, "choices": [], "usage": counted}).encode()
+    return b"data: " + ending + b"\n\ndata: [DONE]\n\n"
 
 
 def chunk(data: bytes) -> bytes:
@@ -130,6 +134,54 @@ class PacedServer(NullServer):
                 stream.step()
 
 
+class ScriptedServer(NullServer):
+    """One connection to a server that emits tokens at scripted times after the last byte of a request.
+
+    `ttft_ms` and `gap_ms` are the script; before the first token come `before`, which hold none.
+    """
+
+    ttft_ms: ClassVar[float]
+    gap_ms: ClassVar[float]
+    before: ClassVar[list[str]]
+    emitted: ClassVar[list[tuple[float, float]]] = []
+    """TTFT and TPOT of each answer in milliseconds, as emitted."""
+
+    def respond(self, head: bytes, body: bytes) -> None:
+        """Plan the events of an answer."""
+        if head.startswith(b"GET /emitted"):
+            self._transport.write(whole(json.dumps(self.emitted).encode()))
+            self.emitted.clear()
+            return
+        request = json.loads(body) if body else {}
+        if not request.get("stream"):
+            answer = {"choices": [{"index": 0, "text": " the", "finish_reason": "length"}]}
+            listed = {"object": "list", "data": [{"id": "scripted", "object": "model"}]}
+            self._transport.write(whole(json.dumps(answer if body else listed).encode()))
+            return
+        loop = asyncio.get_running_loop()
+        tokens = request.get("max_tokens") or request.get("max_completion_tokens") or 1
+        prompt = request.get("prompt", "")
+        counted = len(prompt.split() if isinstance(prompt, str) else prompt)
+        self._transport.write(STREAM_HEAD)
+        known = {"object": "text_completion", "created": int(time.time()), "model": request["model"]}
+        begin_s, times = loop.time(), []
+
+        def emit(number: int) -> None:
+            times.append(loop.time() - begin_s)
+            last = number == tokens - 1
+            self._transport.write(chunk(event(" the", "length" if last else None, **known)))
+            if last:
+                self._transport.write(chunk(usage(counted, tokens, **known)) + b"0\r\n\r\n")
+                gap_s = (times[-1] - times[0]) / max(1, tokens - 1)
+                self.emitted.append((1e3 * times[0], 1e3 * gap_s))
+
+        for number, text in enumerate(self.before):
+            at_s = begin_s + 1e-3 * self.ttft_ms * (number + 1) / (len(self.before) + 2)
+            loop.call_at(at_s, self._transport.write, chunk(text.encode()))
+        for number in range(tokens):
+            loop.call_at(begin_s + 1e-3 * (self.ttft_ms + number * self.gap_ms), emit, number)
+
+
 def _max_tokens(body: bytes) -> int:
     return int(body.split(b'"max_tokens":', 1)[1].split(b",", 1)[0].rstrip(b"}"))
 
@@ -190,6 +242,8 @@ class ToyServer:
         elif path == "/v1/models":
             listed = [{"id": name, "max_model_len": 512} for name in self.names]
             await plain(writer, 200, json.dumps({"data": listed}).encode())
+        elif not body:
+            await plain(writer, 404, b"{}")
         else:
             request = json.loads(body)
             if not request.get("stream"):
@@ -258,6 +312,10 @@ async def _main(kind: str, text: str = "{}") -> None:
         if kind == "paced":
             made = partial(PacedServer, settings.get("close", False))
             steps = asyncio.create_task(PacedServer.steps(settings["gap_ms"]))
+        elif kind == "scripted":
+            made = ScriptedServer
+            ScriptedServer.ttft_ms, ScriptedServer.gap_ms = settings["ttft_ms"], settings["gap_ms"]
+            ScriptedServer.before = settings["before"]
         loop = asyncio.get_running_loop()
         server = await loop.create_server(made, "127.0.0.1", 0, backlog=4096)
     sys.stdout.write(f"{server.sockets[0].getsockname()[1]}\n")
