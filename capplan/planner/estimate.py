@@ -162,8 +162,12 @@ class SurrogateEstimator:
 
     @property
     def least_throughput(self) -> float:
-        """Throughput over offered load from which queues count as stable; 0 if they need not be."""
-        return _STABLE_THROUGHPUT if self.problem.workload.slo.stable else 0.0
+        """Throughput over offered load from which queues count as stable.
+
+        0 if they need not be, or if the twin confirms every answer: doubts would only unbalance the search.
+        """
+        decides = self.problem.workload.slo.stable and not self.extrapolates
+        return _STABLE_THROUGHPUT if decides else 0.0
 
     def prepared(self) -> Self:
         """Compile the surrogate now rather than at the first call."""
@@ -319,7 +323,7 @@ def make_estimator(problem: Problem, name: str, twin: TwinEstimator) -> Estimato
 
 
 def make_surrogate(problem: Problem, twin: TwinEstimator) -> Estimator:
-    """Return the best surrogate, which ignores latency bounds; the twin if it does not cover the workload."""
+    """Return the best surrogate, without regard to bounds; the twin if it does not cover the workload."""
     if _is_unsupported(problem, with_default_lengths(problem.workload)):
         return twin
     return _surrogates(problem, _DEFAULT_SURROGATE, twin, allow_twin=True, extrapolates=True)
