@@ -10,8 +10,9 @@ InfeasibleReason: TypeAlias = Literal["memory", "starvation", "slo", "gpus", "ti
 _VALUE_LIMIT: Final = 80  # characters of a value shown in a message
 _LOCATION_LIMIT: Final = 1024
 _PASSWORD_KEY: Final = re.compile(r"(?<!\w)((?:ssl)?pass(?:word|wd)?|pwd)=[^\s&;'\"]+", re.IGNORECASE)
-_PASSWORD_IN_URL: Final = re.compile(r"((?:\b[a-z][\w+.-]*:/{1,2}|//)[^\s:@/]*:)\S*(?=@)", re.IGNORECASE)
-"""Up to the last @; one slash: of a URL that was taken for a path."""
+_USER_IN_URL: Final = re.compile(r"(?:\b[a-z][\w+.-]{0,30}:/{1,2}|//)[^\s:@/]*:", re.IGNORECASE)
+"""Up to the password; one slash: of a URL that was taken for a path. Bounded: a text may have a megabyte."""
+_WORD: Final = re.compile(r"\S+")
 
 
 class NoValue:
@@ -106,7 +107,15 @@ def _one_line(text: str) -> str:
 
 def redacted(text: str) -> str:
     """Return text with asterisks in place of passwords: in URLs, and behind keys such as ``password=``."""
-    return _PASSWORD_IN_URL.sub(r"\1***", _PASSWORD_KEY.sub(r"\1=***", text))
+    text = _PASSWORD_KEY.sub(r"\1=***", text)
+    return _WORD.sub(_without_password, text) if "@" in text else text
+
+
+def _without_password(word: re.Match[str]) -> str:
+    """Return a word with asterisks for what is between the user of a URL and the last @."""
+    text, end = word[0], word[0].rfind("@")
+    user = _USER_IN_URL.search(text, 0, max(end, 0))
+    return text if user is None else f"{text[: user.end()]}***{text[end:]}"
 
 
 def printable(text: str) -> str:

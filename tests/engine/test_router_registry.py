@@ -28,7 +28,7 @@ def test_a_registry_locates_the_adapters_of_a_plan(
 ) -> None:
     with AdapterRegistry(tmp_path / "r.db", create=True) as registry:
         model = tiny_plan().base_model
-        known = RegisteredAdapter(name="a", base_model=model, rank=rank, location=str(tmp_path))
+        known = RegisteredAdapter(name="a", base_model=model, rank=rank, location=str(tmp_path / "a"))
         registry.add(known)
     result = run("serve", plan_file, "--model", "tiny-llama", "--registry", tmp_path / "r.db")
     if message is not None:
@@ -36,7 +36,7 @@ def test_a_registry_locates_the_adapters_of_a_plan(
         return
     [cluster] = started
     assert [dict(spec.adapters) for spec in cluster.specs] == [
-        {"a": str(tmp_path), "shared": 16},
+        {"a": str(tmp_path / "a"), "shared": 16},
         {"b": 4, "shared": 16},
     ]
 

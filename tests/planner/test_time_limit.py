@@ -182,13 +182,15 @@ def test_seeds_that_a_deadline_ends_leave_the_verdict_open(workload: Make) -> No
     assert len(only.seeds) == len(only.results) == 3
     assert set(only.seeds) < set(verifier.seeds)
     assert not only.ok
-    assert only.violations[-1] == f"{OUT_OF_TIME} after 3 of 5 seeds"
+    assert only.violations == ()
+    assert only.undecided == f"{OUT_OF_TIME} after 3 of 5 simulations"
+    assert verifier.verdict([only]).verdict == "undecided"
     with pytest.raises(OutOfTimeError):
         replace(verifier, deadline=Countdown(checks=[0])).whole([Assignment(problem.shares, 4)])
 
 
-def test_a_search_that_is_ended_early_has_a_placement_on_more_gpus(workload: Make) -> None:
-    """Placements on all GPUs, and on half of them and so on, come before the search for the fewest."""
+def test_a_search_reports_a_placement_on_few_gpus_first(workload: Make) -> None:
+    """Placements on as many GPUs as the lower bound, and twice as many and so on, come before the search."""
     problem = make_problem(workload(*FEW, slo={"ttft_p99_s": 2.0}), 4, None)
     capplan, found = find_solver("capplan"), list[int]()
     twin = TwinEstimator(problem, 0, deadline=Deadline.after(3600.0))
@@ -196,7 +198,7 @@ def test_a_search_that_is_ended_early_has_a_placement_on_more_gpus(workload: Mak
         twin, twin, deadline=twin.deadline, on_answer=lambda each: found.append(len(each))
     )
     fewest = capplan.place(problem, context)
-    assert found[:2] == [4, 2]
+    assert found[0] < 4
     assert len(fewest) == min(found)
     unlimited = capplan.place(problem, SolverContext(twin, replace(twin, deadline=Deadline())))
     assert fewest == unlimited

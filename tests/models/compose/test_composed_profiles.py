@@ -158,7 +158,7 @@ def test_measured_layers_need_no_operators(tmp_path: Path) -> None:
     assert profile.step_latency.value("base_ms") == 0.0
     assert "dense layers: 16384 rows, 256.00 times the largest measured" in profile.provenance.notes
     (tmp_path / "dense.csv").write_text("layer,tokens\n")
-    with pytest.raises(InputError, match="must have the columns time_us"):
+    with pytest.raises(InputError, match="time_us: column is missing"):
         layer_times(tmp_path, "rtx-4090", times.decoder)
     normed = decoder_of(SMALL | {"architectures": ["Qwen3ForCausalLM"]}, "a/b")
     with pytest.raises(InputError, match="without QK norm"):
