@@ -313,7 +313,7 @@ def test_prompts_that_wait_for_their_tokens_count(monkeypatch: pytest.MonkeyPatc
 def test_a_burst_of_conversations_is_refused_by_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     with live({}, max_requests=2) as server, contextlib.ExitStack() as stack:
         continues = threading.Event()
-        monkeypatch.setattr(server.service.template, "render", lambda _: "x" * continues.wait(60))
+        monkeypatch.setattr(server.service.template, "render", lambda *_: "x" * continues.wait(60))
         fields = {"model": "base", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
         body = json.dumps(fields).encode()
         head = POST.replace(b"completions", b"chat/completions") + f"Content-Length: {len(body)}".encode()

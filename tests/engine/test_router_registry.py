@@ -15,6 +15,7 @@ from capplan.engine.router.supervisor import RouterConfig
 from capplan.engine.server import PoolSettings
 from capplan.spec.registry import AdapterRegistry, RegisteredAdapter
 from tests.cli.conftest import Run, error_line, run
+from tests.cases.test_adapters import adapter_folder
 from tests.cli.examples import MODEL
 from tests.engine.fake_instances import tiny_plan
 from tests.engine.test_router_config import plan_file, started
@@ -26,6 +27,7 @@ __all__ = ["plan_file", "run", "started"]  # fixtures
 def test_a_registry_locates_the_adapters_of_a_plan(
     run: Run, started: list[RouterConfig], plan_file: Path, tmp_path: Path, rank: int, message: str | None
 ) -> None:
+    adapter_folder(tmp_path / "a", rank=8, width=64, base_model_name_or_path=tiny_plan().base_model)
     with AdapterRegistry(tmp_path / "r.db", create=True) as registry:
         model = tiny_plan().base_model
         known = RegisteredAdapter(name="a", base_model=model, rank=rank, location=str(tmp_path / "a"))
@@ -34,6 +36,7 @@ def test_a_registry_locates_the_adapters_of_a_plan(
     if message is not None:
         assert message in error_line(result)
         return
+    assert result.exit_code == 0, result.output
     [cluster] = started
     assert [dict(spec.adapters) for spec in cluster.specs] == [
         {"a": str(tmp_path / "a"), "shared": 16},
