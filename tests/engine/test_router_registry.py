@@ -14,8 +14,8 @@ from capplan.engine.router.registered_adapters import RegistrySettings
 from capplan.engine.router.supervisor import RouterConfig
 from capplan.engine.server import PoolSettings
 from capplan.spec.registry import AdapterRegistry, RegisteredAdapter
-from tests.cli.conftest import Run, error_line, run
 from tests.cases.test_adapters import adapter_folder
+from tests.cli.conftest import Run, error_line, run
 from tests.cli.examples import MODEL
 from tests.engine.fake_instances import tiny_plan
 from tests.engine.test_router_config import plan_file, started
