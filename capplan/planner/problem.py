@@ -39,6 +39,7 @@ from capplan.spec.peft_folder import require_adapter
 from capplan.twin.policies import chosen_rules
 from capplan.workload.peak import (
     DecidingTime,
+    TraceWindow,
     busiest_window,
     deciding_time,
     is_modulated,
@@ -365,11 +366,15 @@ class Problem:
     @cached_property
     def windows(self) -> tuple[tuple[float, Problem], ...]:
         """Start and problem of each window of the trace in which the bounds hold; without a trace itself."""
-        trace = self.workload.trace
-        if trace is None:
+        if self.workload.trace is None:
             return ((0.0, self),)
-        found = trace_windows(self.workload, trace, self._window_s)
-        return tuple((start_s, replace(self, workload=part)) for start_s, part in found)
+        return tuple((start_s, replace(self, workload=part)) for start_s, part in self._parts)
+
+    @cached_property
+    def _parts(self) -> tuple[TraceWindow, ...]:
+        """Windows of the trace; none without one."""
+        trace = self.workload.trace
+        return () if trace is None else tuple(trace_windows(self.workload, trace, self._window_s))
 
     def resampled(self, seed: int) -> Problem:
         """Return the problem with a bootstrap sample of its trace; itself without a trace."""
@@ -382,16 +387,14 @@ class Problem:
     @cached_property
     def busiest_workload(self) -> Workload:
         """Workload in the busiest window of its arrivals, which estimates simulate."""
-        trace = self.workload.trace
-        if trace is None:
+        if self.workload.trace is None:
             return busiest_window(self.workload, self._simulated_s)
 
         def tokens(part: Workload) -> int:
             own = part.trace
             return 0 if own is None else int(own.prompt_tokens.sum() + own.output_tokens.sum())
 
-        parts = (part for _, part in trace_windows(self.workload, trace, self._window_s))
-        return max(parts, key=tokens, default=self.workload)
+        return max((part for _, part in self._parts), key=tokens, default=self.workload)
 
     @cached_property
     def traffic(self) -> tuple[Adapter, ...]:

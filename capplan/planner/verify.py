@@ -126,12 +126,12 @@ class Verifier:
         """
 
         def verify(assignment: Assignment) -> InstanceVerification:
-            def simulate(problem: Problem, seed: int) -> list[Evaluation]:
+            def simulate(job: tuple[Problem, int]) -> list[Evaluation]:
                 self.deadline.check()
+                problem, seed = job
                 return [evaluate(problem, assignment, seed, deadline=self.deadline)]
 
-            run = partial(parallel_map, lambda job: simulate(*job))
-            (found,) = self._verify_fleet([assignment], run)
+            (found,) = self._verify_fleet([assignment], partial(parallel_map, simulate))
             return found
 
         served = self.as_served(assignments)
