@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import signal
 import stat
 import subprocess
@@ -37,20 +36,6 @@ from capplan.profiling.load.record import RequestFile
 from capplan.spec import write_text_atomic
 from capplan.workload.predictors import FEATURES, read_predictor
 from tests.cli.conftest import command, environment, error_line
-
-CASES = Path(__file__).resolve().parents[3] / "shared" / "cases"
-
-
-@pytest.fixture
-def case(tmp_path: Path) -> Callable[[str], Path]:
-    """Return a writable copy of a case's folder."""
-
-    def copied(name: str) -> Path:
-        if not (CASES / name).is_dir():
-            pytest.skip("no ../shared/cases beside the checkout: the cases are missing")
-        return Path(shutil.copytree(CASES / name, tmp_path / name, copy_function=shutil.copyfile))
-
-    return copied
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import socket
 import sqlite3
 import struct
@@ -23,25 +22,12 @@ from capplan.spec.registry import AdapterRegistry, RegisteredAdapter
 from tests.cli.conftest import ROOT, Run, environment, error_line
 from tests.spec.conftest import entry
 
-CASES = ROOT.parent / "shared" / "cases"
 WORKLOAD = """
 base_model: org/model
 profile: p
 requests: {{prompt_tokens: {{mean: 9}}, output_tokens: {{mean: 9}}}}
 adapters: {{registry: {}, rate_rps: 1}}
 """
-
-
-@pytest.fixture
-def case(tmp_path: Path) -> Callable[[str], Path]:
-    """Return a writable copy of a case's folder."""
-
-    def copied(name: str) -> Path:
-        if not (CASES / name).is_dir():
-            pytest.skip("no ../shared/cases beside the checkout: the cases are missing")
-        return Path(shutil.copytree(CASES / name, tmp_path / name, copy_function=shutil.copyfile))
-
-    return copied
 
 
 @pytest.fixture
