@@ -244,6 +244,9 @@ def told_from(value: float, limit: float) -> str:
     return next((form for form in forms if float(form) != limit), f"{value:g}")
 
 
+NOTHING_BREAKS: Final = "no bound breaks on one seed of the twin"
+
+
 def describe_failure(problem: Problem, assignment: Assignment) -> str:
     """Return the bound that an instance breaks by the twin at the load over (1 - headroom), as text.
 
@@ -260,7 +263,7 @@ def describe_failure(problem: Problem, assignment: Assignment) -> str:
     except InfeasibleError as error:
         return error.message
     evaluation = evaluate(problem.pessimistic, assignment, 0, scale)
-    return describe_violation(problem, evaluation) or "no bound breaks on one seed of the twin"
+    return describe_violation(problem, evaluation) or NOTHING_BREAKS
 
 
 def equal_instances(problem: Problem, assignments: Sequence[Assignment]) -> list[Assignment]:

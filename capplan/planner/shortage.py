@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+import numpy as np
+
 from capplan.planner.deadline import OutOfTimeError
-from capplan.planner.evaluate import describe_failure
-from capplan.planner.problem import Assignment, Problem, distinct_adapters
+from capplan.planner.evaluate import NOTHING_BREAKS, describe_failure
+from capplan.planner.problem import AdapterShare, Assignment, Problem, distinct_adapters
 from capplan.planner.search.data import build_search_data
 from capplan.planner.search.placement import balanced
 from capplan.planner.slots import max_fitting_slots
@@ -17,9 +19,9 @@ _MAX_INSTANCES: Final = 64
 
 
 def broken_when_spread(problem: Problem) -> str:
-    """Return the bound that breaks on the fullest instance with the load spread evenly, as text.
+    """Return the bound that breaks with the load spread evenly, as text, on the fullest instance with one.
 
-    The instance has a slot for each adapter, as far as memory allows. Empty if the constraints allow no even
+    An instance has a slot for each adapter, as far as memory allows. Empty if the constraints allow no even
     spread, there are many instances, or the deadline of the problem passes.
     """
     pools = [number for number, pool in enumerate(problem.pools) for _ in range(pool.instances)]
@@ -29,14 +31,27 @@ def broken_when_spread(problem: Problem) -> str:
     state = balanced(data, pools)
     if state is None:
         return ""
-    fullest = int(state.loads().argmax())
-    shares, pool = data.shares(frozenset(state.members[fullest])), int(state.pools[fullest])
-    one_slot = Assignment(shares, min(1, distinct_adapters(shares)), pool=pool)
-    slots = problem.fixed_a_max or max_fitting_slots(problem, one_slot, distinct_adapters(shares))
-    instance = replace(one_slot, a_max=slots)
-    if slots < one_slot.a_max or not problem.fits_in_memory(instance):
-        return "spread evenly, the adapter slots leave no room for one request"
+    fullest_first = np.argsort(-state.loads(), kind="stable").tolist()
+    contents = [(frozenset(state.members[i]), int(state.pools[i])) for i in fullest_first]
+    different = {(data.kind_key(members), pool): (members, pool) for members, pool in reversed(contents)}
+    instances = reversed(different.values())
     try:
-        return f"spread evenly, {describe_failure(problem, instance)} at the load over (1 - headroom)"
+        failures = (_failure(problem, data.shares(members), pool) for members, pool in instances)
+        return f"spread evenly, {next(filter(None, failures), NOTHING_BREAKS)}"
     except OutOfTimeError:
         return ""
+
+
+def _failure(problem: Problem, shares: tuple[AdapterShare, ...], pool: int) -> str:
+    """Return what an instance with these shares breaks, as text; empty if nothing."""
+    adapters = distinct_adapters(shares)
+    one_slot = Assignment(shares, min(1, adapters), pool=pool)
+    slots = problem.fixed_a_max or max_fitting_slots(problem, one_slot, adapters)
+    instance = replace(one_slot, a_max=slots)
+    if slots < one_slot.a_max or not problem.fits_in_memory(instance):
+        return "the adapter slots leave no room for one request"
+    failure = describe_failure(problem, instance)
+    if failure == NOTHING_BREAKS:
+        return ""
+    crowd = f" with {adapters} adapters in {slots} slot(s)" if slots < adapters else ""
+    return f"{failure} at the load over (1 - headroom){crowd}"

@@ -61,6 +61,13 @@ def test_too_few_gpus_are_told_the_broken_bound_and_how_many_would_hold(workload
     assert plan(workload(*ADAPTERS), gpus=int(needed[1]), **settings).verification.ok
 
 
+def test_slots_that_keep_requests_waiting_are_named(workload: Make) -> None:
+    """The fullest instance holds; one with less load has more adapters than slots."""
+    busy = (("hot", 8, 15.0), ("a", 8, 3.0), ("b", 8, 3.0), ("c", 8, 3.0), ("d", 8, 3.0))
+    with pytest.raises(InfeasibleError, match=r"\(limit 30 s\).* with 4 adapters in 2 slot"):
+        plan(workload(*busy, engine={"max_loras": 2}), gpus=2, time_limit_s=UNHURRIED_S)
+
+
 @pytest.mark.parametrize("solver", ["capplan", "greedy"])
 def test_a_hot_adapter_is_told_the_broken_bound_and_the_gpus_it_needs(workload: Make, solver: str) -> None:
     hot = workload(("hot", 8, 80.0), slo={"ttft_p99_s": 2.0})
