@@ -1,0 +1,1 @@
+"""Recordings of everything that a change of structure must leave as it is."""
