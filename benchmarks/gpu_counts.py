@@ -1,12 +1,13 @@
 """GPUs of plans by the papers' criterion, by stable queues, and with a latency bound.
 
-    python -m benchmarks.gpu_counts [--traces DIR] [--only WORD]
+    python -m benchmarks.gpu_counts [--traces DIR] [--only WORD] [--all-presets]
 
 Rows are the examples, presets (those of recorded requests with ``--traces``) and five mixes of 64 to 384
 adapters. Columns: GPUs by ``slo: {stable: false}`` (nine tenths of the tokens served, and the workload's own
 bounds) with the largest load over capacity if queues must be stable; GPUs of the default with its largest
 load over capacity; and of the mixes those with ``ttft_p99_s: 5`` of the solvers capplan and greedy. Every
-plan is verified on three seeds, within --time-limit seconds.
+plan is verified on three seeds, within --time-limit seconds. ``--all-presets`` takes every preset, by the
+default criterion alone.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from capplan.errors import CapplanError, InfeasibleError
 from capplan.planner.evaluate import find_bottlenecks
 from capplan.planner.explain.rebuild import rebuild
 from capplan.spec import Slo
+from capplan.workload.presets import presets
 
 EXAMPLES = ("chat-96", "support-12")
 PRESETS = (
@@ -62,11 +64,11 @@ def mix(name: str) -> Workload:
     )
 
 
-def workloads(traces: str | None) -> Iterator[tuple[str, Workload]]:
+def workloads(traces: str | None, every_preset: bool) -> Iterator[tuple[str, Workload]]:
     """Yield name and workload of the examples, the presets and the mixes."""
     for name in EXAMPLES:
         yield name, load_workload(Path("examples") / name / "workload.yaml")
-    for name in PRESETS:
+    for name in presets() if every_preset else PRESETS:
         try:
             yield name, preset_workload(name, traces=traces).replace(gpus=None)
         except CapplanError as error:
@@ -119,20 +121,20 @@ def main() -> None:
     )
     parser.add_argument("--only", default="", metavar="WORD", help="workloads whose name holds this word")
     parser.add_argument("--time-limit", type=float, default=90.0, metavar="SECONDS", help="of each plan")
+    parser.add_argument("--all-presets", action="store_true", help="every preset, by the default alone")
     given = parser.parse_args()
     rows = []
-    for name, workload in workloads(given.traces):
+    for name, workload in workloads(given.traces, given.all_presets):
         if given.only not in name:
             continue
-        papers = workload.replace(slo=workload.slo.replace(stable=False))
-        before, after = planned(papers, given.time_limit), planned(workload, given.time_limit)
-        row = {
-            "workload": name,
-            "papers: GPUs": gpus_of(before),
-            "load if stable": load_if_stable(before, papers),
-        }
+        row = {"workload": name}
+        if not given.all_presets:
+            papers = workload.replace(slo=workload.slo.replace(stable=False))
+            before = planned(papers, given.time_limit)
+            row |= {"papers: GPUs": gpus_of(before), "load if stable": load_if_stable(before, papers)}
+        after = planned(workload, given.time_limit)
         row |= {"default: GPUs": gpus_of(after), "load": largest_load(after)}
-        if name in MIXES:
+        if name in MIXES and not given.all_presets:
             bounded = workload.replace(slo=BOUND)
             for solver in ("capplan", "greedy"):
                 row[f"TTFT p99 5 s, {solver}"] = gpus_of(planned(bounded, given.time_limit, solver))
