@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -42,10 +41,6 @@ _DEFAULT_ARGS: Final = MappingProxyType(
 )
 _CHOSEN_ARGS: Final = ("max_loras", "max_lora_rank", "max_model_len")
 """Chosen for the model and its adapters if not given; see `capplan.engine.setup.choose_sizes`."""
-_DEPRECATED: Final = MappingProxyType(
-    {"a_max": "max_loras", "s_max": "max_lora_rank", "prefix_caching": "enable_prefix_caching"}
-)
-
 _MOST: Final = MappingProxyType(
     {
         "max_num_seqs": 2**16,
@@ -154,16 +149,11 @@ class EngineOptions(SpecModel):
         args: dict[str, Any] = {}
         options: dict[str, Any] = {}
         for name, value in settings.items():
-            if name in _DEPRECATED:
-                warnings.warn(
-                    f"{name} is deprecated: use {_DEPRECATED[name]}", DeprecationWarning, stacklevel=3
-                )
-            known = _DEPRECATED.get(name, name)
-            if known not in EngineArgs.model_fields and (known == "args" or known not in cls.model_fields):
+            if name not in EngineArgs.model_fields and (name == "args" or name not in cls.model_fields):
                 names = [*EngineArgs.model_fields, *cls.model_fields]
                 raise InputError(unknown_key(name, names), location=name)
             if value is not None:
-                (args if known in EngineArgs.model_fields else options)[known] = value
+                (args if name in EngineArgs.model_fields else options)[name] = value
         for name, value in (args | options).items():
             if name in _MOST and isinstance(value, int) and value > _MOST[name]:
                 raise InputError(f"must be at most {_MOST[name]}", value, name)

@@ -3,7 +3,6 @@
 Public names are loaded on first use (PEP 562): the names of the solvers need neither twin nor surrogates.
 """
 
-import warnings
 from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
@@ -55,23 +54,9 @@ _NAMES: Final = {
 _HOME = MappingProxyType(
     {name: f"capplan.planner.{module}" for module, names in _NAMES.items() for name in names}
 )
-_DEPRECATED = MappingProxyType(
-    {
-        "Asks": "RequiredEstimator",
-        "Comparison": "SolverComparison",
-        "Row": "SolverResult",
-        "Tools": "SolverContext",
-    }
-)
 
 
 def _resolve(name: str) -> object:
-    if name in _DEPRECATED:
-        current = _DEPRECATED[name]
-        warnings.warn(
-            f"capplan.planner.{name} is deprecated: use {current}", DeprecationWarning, stacklevel=2
-        )
-        name = current
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -121,12 +120,6 @@ class Assignment:
     """Queues by request size at the start; None: one, or none."""
 
     @property
-    def parts(self) -> tuple[AdapterShare, ...]:
-        """Deprecated name of `shares`."""
-        warn_renamed("parts", "shares")
-        return self.shares
-
-    @property
     def fractions(self) -> dict[str, float]:
         """Fraction of each adapter's traffic on this instance."""
         return traffic_fractions(self.shares)
@@ -184,12 +177,6 @@ class Problem:
         if self.simulated_s is not None and self.workload.trace is not None:
             rule = "does not go with a trace, which is replayed; slo_window is the time in which bounds hold"
             raise InputError(rule, self.simulated_s, "duration_s")
-
-    @property
-    def parts(self) -> tuple[AdapterShare, ...]:
-        """Deprecated name of `shares`."""
-        warn_renamed("parts", "shares")
-        return self.shares
 
     @property
     def profile(self) -> Profile:
@@ -430,11 +417,6 @@ class Problem:
     def _tokens_per_request(self) -> Mapping[str, float]:
         of = self.workload.lengths_of
         return {a.name: sum(lengths.mean_tokens for lengths in of(a)) for a in self.traffic}
-
-
-def warn_renamed(old: str, new: str) -> None:
-    """Warn about a deprecated name."""
-    warnings.warn(f"{old} is deprecated: use {new}", DeprecationWarning, stacklevel=3)
 
 
 def infeasible(reason: InfeasibleReason, words: str) -> InfeasibleError:

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 from pydantic import (
     Field,
     JsonValue,
-    SerializerFunctionWrapHandler,
-    model_serializer,
     model_validator,
 )
 
@@ -54,21 +52,23 @@ from capplan.spec.validation import (
     SeedNumber,
     Sha256,
     Share,
+    SparseModel,
     SpecModel,
     Text,
     check_unique,
     format_key,
     rule_error,
     validate_document,
-    without_unset,
 )
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
-class PlanEngine(SpecModel):
+class PlanEngine(SparseModel):
     """The serving engine a plan is made for."""
+
+    _optional_keys = ("target_modules", "fully_sharded_loras")
 
     name: Text = Field(description="Name of the engine, such as vllm.")
     version: Text = Field(description="Version of the engine.")
@@ -80,13 +80,11 @@ class PlanEngine(SpecModel):
         default=False, description="Whether tensor parallelism shards both matrices of every layer."
     )
 
-    @model_serializer(mode="wrap")
-    def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return without_unset(handler(self), ("target_modules", "fully_sharded_loras"))
 
-
-class PlanAdapter(SpecModel):
+class PlanAdapter(SparseModel):
     """An adapter on a group, with the share of its traffic that goes there."""
+
+    _optional_keys = ("target_modules",)
 
     name: Name = Field(description="Name of the adapter.")
     rank: Rank = Field(description="LoRA rank.")
@@ -101,10 +99,6 @@ class PlanAdapter(SpecModel):
         description="Share of the adapter's requests that goes to this group; 0: it is stored there, for the "
         "router to choose by the state of the GPUs."
     )
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return without_unset(handler(self), ("target_modules",))
 
 
 class PlanBase(SpecModel):
@@ -122,8 +116,10 @@ class Binds(SpecModel):
     note: Line = Field(description="The constraint in words.")
 
 
-class Group(SpecModel):
+class Group(SparseModel):
     """Identical GPUs that serve the same adapters and share of the base model's traffic."""
+
+    _optional_keys = ("scheduler",)
 
     id: Name = Field(description="Identity of the group within the plan.")
     replicas: Count = Field(description="How many identical instances.")
@@ -156,10 +152,6 @@ class Group(SpecModel):
     binds: Binds | None = Field(
         default=None, description="What keeps the group from serving more; null: nothing in sight."
     )
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return without_unset(handler(self), ("scheduler",))
 
     @property
     def placed(self) -> tuple[PlanAdapter, ...]:
@@ -243,8 +235,10 @@ def _without_default(schema: dict[str, Any]) -> None:
     schema.pop("default", None)
 
 
-class Verification(SpecModel):
+class Verification(SparseModel):
     """Verdict of the twin on the plan, on seeds not used in the search."""
+
+    _optional_keys = _UNSET_IN_VERIFICATION
 
     ok: Flag = Field(description="Whether the verdict is verified.")
     verdict: Verdict = Field(
@@ -283,10 +277,6 @@ class Verification(SpecModel):
         default=None,
         description="Digest of the verified plan, by which later changes are found; null: not verified.",
     )
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return without_unset(handler(self), _UNSET_IN_VERIFICATION)
 
     @model_validator(mode="before")
     @classmethod
@@ -328,8 +318,10 @@ _VERIFIED_NOTES: Final = (
 _MAX_LOCATED: Final = 2**20  # characters of a plan whose errors have a line: it is parsed a second time
 
 
-class Plan(Displayed, SpecModel):
+class Plan(Displayed, SparseModel):
     """A serving plan. Routing is the shares: there is no second table."""
+
+    _optional_keys = ("router", "router_options", "rebalance")
 
     schema_version: Literal[1] = Field(default=1, description="Version of this format.")
     created_by: Text = Field(description="Program and version that made the plan.")
@@ -348,10 +340,6 @@ class Plan(Displayed, SpecModel):
         default={}, description="Where the numbers and the plan come from."
     )
     verification: Verification = Field(description="Verdict of the twin.")
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return without_unset(handler(self), ("router", "router_options", "rebalance"))
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from capplan.spec.validation import (
     Fraction,
     Many,
     Natural,
     NonNegative,
+    SparseModel,
     SpecModel,
     Text,
     rule_error,
-    without_unset,
 )
 
 
@@ -53,8 +53,10 @@ class SchedulingPrediction(SpecModel):
     sizes: Many[SizePrediction] = Field(default=(), description="Size classes, ascending.")
 
 
-class Predicted(SpecModel):
+class Predicted(SparseModel):
     """Predicted metrics of one GPU of the group."""
+
+    _optional_keys = ("scheduling",)
 
     throughput_tok_s: NonNegative = Field(
         description="Input + output tokens of completed requests per second."
@@ -89,10 +91,6 @@ class Predicted(SpecModel):
     scheduling: SchedulingPrediction | None = Field(
         default=None, description="Metrics of scheduler and adapter cache; absent without them."
     )
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return without_unset(handler(self), ("scheduling",))
 
     def latency(self, bound: str) -> float | None:
         """Return the latency that a bound such as ``ttft_p99_s`` is on; None if it is not in the plan."""

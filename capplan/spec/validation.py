@@ -5,17 +5,19 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Annotated, Any, Final, Self, TypeAlias, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Final, Self, TypeAlias, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
+    SerializerFunctionWrapHandler,
     Strict,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
+    model_serializer,
     model_validator,
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -59,6 +61,16 @@ class SpecModel(BaseModel):
         """Return a copy with the given fields changed, checked like a new one; unset ones stay unset."""
         fields = {name: getattr(self, name) for name in self.model_fields_set}
         return type(self)(**(fields | changes))
+
+
+class SparseModel(SpecModel):
+    """Document that leaves some keys out while they are unset, false or empty."""
+
+    _optional_keys: ClassVar[tuple[str, ...]] = ()
+
+    @model_serializer(mode="wrap")
+    def _without_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in handler(self).items() if value or key not in self._optional_keys}
 
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -105,11 +117,6 @@ def _broken_rule(detail: ErrorDetails) -> str:
             return "must not be empty"
         case _:
             return detail["msg"].replace("Input should be", "must be").replace("a valid ", "")
-
-
-def without_unset(fields: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return a document without later fields that are not set: plans of before keep their text."""
-    return {key: value for key, value in fields.items() if value or key not in names}
 
 
 def rule_error(rule: str, *, key: Key = (), value: object = NO_VALUE) -> PydanticCustomError:

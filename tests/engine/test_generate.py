@@ -393,14 +393,6 @@ def test_a_broken_adapter_is_a_one_line_error(spoil: Any, message: str, tmp_path
     assert "\n" not in str(caught.value)
 
 
-def test_deprecated_settings_warn() -> None:
-    with (
-        pytest.warns(DeprecationWarning, match="a_max is deprecated: use max_loras"),
-        tiny(a_max=2) as engine,
-    ):
-        assert engine.args.max_loras == 2
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

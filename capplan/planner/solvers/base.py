@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 
 from capplan.planner.deadline import NEVER, Deadline
 from capplan.planner.parallel import no_progress
-from capplan.planner.problem import Assignment, Estimator, Problem, warn_renamed
+from capplan.planner.problem import Assignment, Estimator, Problem
 from capplan.spec import Plan
 
 DEFAULT_TIME_LIMIT_S = 60.0
@@ -68,18 +68,6 @@ class SolverContext:
         """Return the context for another load on the same instances."""
         return self if self.renew is None else self.renew(problem)
 
-    @property
-    def quick(self) -> Estimator:
-        """Deprecated name of `estimator`."""
-        warn_renamed("quick", "estimator")
-        return self.estimator
-
-    @property
-    def exact(self) -> Estimator:
-        """Deprecated name of `twin`."""
-        warn_renamed("exact", "twin")
-        return self.twin
-
 
 @dataclass(frozen=True)
 class Solver:
@@ -110,10 +98,3 @@ class Solver:
     """Name of its own estimator; "auto": the user's choice."""
     supports: frozenset[Requirement] = frozenset({Requirement.MAX_REPLICAS})
     """Supported requirements. A workload with any other is refused."""
-    asks: InitVar[RequiredEstimator | None] = None
-    """Deprecated name of `required_estimator`."""
-
-    def __post_init__(self, asks: RequiredEstimator | None) -> None:
-        if asks is not None:
-            warn_renamed("asks", "required_estimator")
-            object.__setattr__(self, "required_estimator", asks)
