@@ -29,15 +29,15 @@ from safetensors.torch import save_file
 
 from capplan import Plan
 from capplan.engine.models import ModelConfig, model_config
-from capplan.engine.router.instances import InstanceSpec, ServingOptions, instances_of
-from capplan.engine.router.launcher import LocalLauncher
-from capplan.engine.router.process import RouterServer
-from capplan.engine.router.proxy import RouterState
-from capplan.engine.router.rebalancing import RebalanceLoop, RebalancingConfig
-from capplan.engine.router.registered_adapters import RegistrySettings
-from capplan.engine.router.share_updates import PostParams
-from capplan.engine.router.supervisor import InstanceFleet, RestartPolicy, RouterConfig
-from capplan.engine.server import PoolSettings, ServerSettings, bind, url_of
+from capplan.fleet.instances import InstanceSpec, ServingOptions, instances_of
+from capplan.fleet.launcher import LocalLauncher
+from capplan.fleet.process import RouterServer
+from capplan.fleet.proxy import RouterState
+from capplan.fleet.rebalancing import RebalanceLoop, RebalancingConfig
+from capplan.fleet.registered_adapters import RegistrySettings
+from capplan.fleet.share_updates import PostParams
+from capplan.fleet.supervisor import InstanceFleet, RestartPolicy, RouterConfig
+from capplan.server import PoolSettings, ServerSettings, bind, url_of
 from capplan.serving.rebalancing import AdapterDemand, Rebalancer, RebalanceSettings
 from capplan.spec import PlanAdapter, Totals, Verification
 from capplan.spec.registry import AdapterRegistry, digest_of, read_adapter

@@ -35,7 +35,7 @@ import psutil
 from numpy.typing import NDArray
 
 from benchmarks.common import command_line, records_table
-from capplan.engine.router.routing import InstanceRouter, RoutingSettings
+from capplan.fleet.routing import InstanceRouter, RoutingSettings
 from capplan.serving.routers import ROUTERS, Performance, WorkModel
 from capplan.serving.routers.choose import RoutingRule, route
 from capplan.serving.routers.fleet import ArrivingRequest
@@ -43,7 +43,7 @@ from capplan.spec.routing import PLAN_ROUTER, STATE_PERIOD_S
 from capplan.twin.cluster.routers import plain_rule
 
 if TYPE_CHECKING:
-    from capplan.engine.router.instances import InstanceSpec
+    from capplan.fleet.instances import InstanceSpec
 
 INSTANCES: Final = 256
 ADAPTERS: Final = 10_000
@@ -176,10 +176,10 @@ async def _serve_backends(pipe: Connection, count: int) -> None:
 
 def serve_router(pipe: Connection, urls: Sequence[str], name: str) -> None:
     """Serve a router over running instances."""
-    from capplan.engine.router.instances import InstanceSpec
-    from capplan.engine.router.process import run_router
-    from capplan.engine.router.supervisor import RouterConfig
-    from capplan.engine.server import ServerSettings
+    from capplan.fleet.instances import InstanceSpec
+    from capplan.fleet.process import run_router
+    from capplan.fleet.supervisor import RouterConfig
+    from capplan.server import ServerSettings
 
     server = ServerSettings("base", port=0)
     specs = [

@@ -284,7 +284,7 @@ def _pinning(cores: int) -> Iterator[None]:
             engines = [
                 each
                 for each in psutil.Process().children(recursive=True)
-                if "capplan.engine.router.launcher" in " ".join(each.cmdline())
+                if "capplan.fleet.launcher" in " ".join(each.cmdline())
             ]
             for number, each in enumerate(sorted(engines, key=lambda one: one.pid)):
                 for process in (each, *each.children(recursive=True)):

@@ -50,8 +50,8 @@ from capplan.spec import Plan
 from capplan.spec.routing import STATE_PERIOD_S
 
 if TYPE_CHECKING:
-    from capplan.engine.router.instances import InstanceSpec
-    from capplan.engine.server import PoolSettings, ServerLimits
+    from capplan.fleet.instances import InstanceSpec
+    from capplan.server import PoolSettings, ServerLimits
 
 _OPEN_RANK: Final = 16  # vLLM's default
 _LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
@@ -308,7 +308,7 @@ def _serve_instance(args: ServeArgs) -> int:
     require_writable_files(args.steps_out)
     adapters = read_lora_modules([*(args.lora_modules or ()), *(args.words or ())])
     _require_queue(args)
-    from capplan.engine.server import InstanceConfig, ServerLimits, ServerSettings, run_instance
+    from capplan.server import InstanceConfig, ServerLimits, ServerSettings, run_instance
 
     try:
         settings = fill(
@@ -339,7 +339,7 @@ def _serve_instance(args: ServeArgs) -> int:
 
 def _pool(args: ServeArgs) -> PoolSettings | None:
     """Return the settings of the distributed pool; None without a registry."""
-    from capplan.engine.server import PoolSettings
+    from capplan.server import PoolSettings
 
     names = ("server_name", "server_url", "announce_host", "max_stored_gib", "allow_location")
     chosen = {name: getattr(args, name) for name in names}
@@ -355,7 +355,7 @@ def _pool(args: ServeArgs) -> PoolSettings | None:
 
 
 def _engine_settings(args: ServeArgs, adapters: int) -> dict[str, Any]:
-    from capplan.engine.server.limits import OPEN_ADAPTERS
+    from capplan.server.limits import OPEN_ADAPTERS
 
     settings = {name: getattr(args, name) for name in _ENGINE_FLAGS} | _documents(args)
     if not _is_given(args.ctx, "rules"):
@@ -378,9 +378,9 @@ def _documents(args: ServeArgs) -> dict[str, Any]:
 def _serve_plan(args: ServeArgs) -> int:
     """Serve the instances of a plan until stopped; return the exit status."""
     require_extra("engine", ("aiohttp",))
-    from capplan.engine.router.process import run_router
-    from capplan.engine.router.supervisor import RouterConfig
-    from capplan.engine.server import ServerLimits, ServerSettings
+    from capplan.fleet.process import run_router
+    from capplan.fleet.supervisor import RouterConfig
+    from capplan.server import ServerLimits, ServerSettings
     from capplan.spec.registry import AdapterRegistry, with_locations
 
     given = {name for name in args.ctx.params if _is_given(args.ctx, name)}
@@ -454,7 +454,7 @@ def _instances(
 
     Instances to re-balance have equal settings.
     """
-    from capplan.engine.router.instances import ServingOptions, instances_of, spread_over_gpus
+    from capplan.fleet.instances import ServingOptions, instances_of, spread_over_gpus
 
     engine = {name: getattr(args, name) for name in _ENGINE_FLAGS if name in given} | _documents(args)
     if args.rebalance is not None or plan.rebalance is not None:

@@ -22,10 +22,10 @@ from capplan.spec import (
 from capplan.spec.routing import PLAN_ROUTER, stores_everywhere
 
 if TYPE_CHECKING:
-    from capplan.engine.router.instances import InstanceSpec
-    from capplan.engine.router.launcher import Launcher
-    from capplan.engine.router.registered_adapters import RegistrySettings
-    from capplan.engine.router.routing import RoutingSettings
+    from capplan.fleet.instances import InstanceSpec
+    from capplan.fleet.launcher import Launcher
+    from capplan.fleet.registered_adapters import RegistrySettings
+    from capplan.fleet.routing import RoutingSettings
 
 
 @dataclass(frozen=True)
@@ -116,18 +116,18 @@ def instance_launcher(
     On this machine they listen at `host` if they announce one, and at the loopback address otherwise.
     """
     if ray_address is None:
-        from capplan.engine.router.launcher import LocalLauncher
+        from capplan.fleet.launcher import LocalLauncher
 
         return LocalLauncher(instances) if announce_host is None else LocalLauncher(instances, host)
     require_extra("ray", ("ray",))
-    from capplan.engine.router.launcher import RayLauncher
+    from capplan.fleet.launcher import RayLauncher
 
     return RayLauncher(ray_address)
 
 
 def require_listening(ray_address: str | None, host: str, announce_host: str | None) -> None:
     """Raise an `InputError` if instances would announce a host at which they do not listen."""
-    from capplan.engine.server.settings import is_loopback
+    from capplan.server.settings import is_loopback
 
     if announce_host is None:
         return
@@ -221,7 +221,7 @@ def plan_routing(
     InputError
         If it cannot be fitted to the profiles of the groups, or the period is out of range.
     """
-    from capplan.engine.router.routing import RoutingSettings
+    from capplan.fleet.routing import RoutingSettings
 
     require_state_period(state_period_s)
     name = router or plan.router or PLAN_ROUTER
@@ -244,7 +244,7 @@ def plan_registry(registry: str, plan: Plan, groups: Sequence[Group], model_name
 
     Adapters of the plan's other groups are served elsewhere.
     """
-    from capplan.engine.router.registered_adapters import RegistrySettings
+    from capplan.fleet.registered_adapters import RegistrySettings
 
     every, own = ({each.name for group in some for each in group.adapters} for some in (plan.groups, groups))
     excluded = frozenset({*(every - own), plan.base_model, model_name})

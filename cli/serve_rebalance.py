@@ -11,7 +11,7 @@ from capplan.errors import InputError
 from capplan.spec import Group, Plan, Profile, RebalanceSettings
 
 if TYPE_CHECKING:
-    from capplan.engine.router.rebalancing import RebalancingConfig
+    from capplan.fleet.rebalancing import RebalancingConfig
     from capplan.spec.registry import AdapterRegistry
 
 FLAGS = ("forecast", "rebalance_solver", "workload")
@@ -78,7 +78,7 @@ def rebalancing(
     InfeasibleError
         If an instance sustains no load of a rank.
     """
-    from capplan.engine.router.rebalancing import RebalancingConfig
+    from capplan.fleet.rebalancing import RebalancingConfig
     from capplan.planner.served_rebalancing import served_rebalancer
     from capplan.spec import load_workload
     from capplan.spec.registry import AdapterRegistry

@@ -12,15 +12,15 @@ import aiohttp
 from aiohttp import web
 
 from capplan import Plan
-from capplan.engine.router.instances import InstanceSpec, ServingOptions, instances_of
-from capplan.engine.router.launcher import LaunchError
-from capplan.engine.router.process import RouterServer
-from capplan.engine.router.proxy import RouterState
-from capplan.engine.router.rebalancing import RebalancingConfig
-from capplan.engine.router.registered_adapters import RegistrySettings
-from capplan.engine.router.routing import RoutingSettings
-from capplan.engine.router.supervisor import InstanceFleet, RestartPolicy, RouterConfig
-from capplan.engine.server import PoolSettings, ServerSettings, bind, url_of
+from capplan.fleet.instances import InstanceSpec, ServingOptions, instances_of
+from capplan.fleet.launcher import LaunchError
+from capplan.fleet.process import RouterServer
+from capplan.fleet.proxy import RouterState
+from capplan.fleet.rebalancing import RebalancingConfig
+from capplan.fleet.registered_adapters import RegistrySettings
+from capplan.fleet.routing import RoutingSettings
+from capplan.fleet.supervisor import InstanceFleet, RestartPolicy, RouterConfig
+from capplan.server import PoolSettings, ServerSettings, bind, url_of
 from capplan.spec import Totals, Verification
 from tests.cli.examples import group, small_plan
 

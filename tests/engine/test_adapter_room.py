@@ -13,7 +13,7 @@ pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
 
 from capplan import InputError
 from capplan.engine.lora.store import IncomingAdapter
-from capplan.engine.server import PoolSettings
+from capplan.server import PoolSettings
 from tests.engine.adapter_fleet import NAMES, Fleet, answer, ask, set_shares, until
 from tests.engine.live import Live
 from tests.engine.test_faults import send, tokens_of

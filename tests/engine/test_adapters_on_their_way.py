@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
 
 from capplan.engine.lora.store import AdapterStore
-from capplan.engine.server.adapter_pool import PoolParams
-from capplan.engine.server.transfer import TransferParams
+from capplan.server.adapter_pool import PoolParams
+from capplan.server.transfer import TransferParams
 from capplan.spec.routing import BYTES_PER_TOKEN
 from tests.engine.adapter_fleet import PATIENT
 from tests.engine.test_adapter_pool import FAULTS, PEER, Fleet, answer, ask, peer, refusal, reply

@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.engine.server.concurrency import ConcurrencyLimit
+from capplan.server.concurrency import ConcurrencyLimit
 
 MOST = 500
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
-from capplan.engine.router.demand import DemandMeter
+from capplan.fleet.demand import DemandMeter
 
 NAMES = (None, "x", "y")
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.soak.interactions import CLOSED, Interaction, interactions
-from capplan.engine.server import ServerLimits
+from capplan.server import ServerLimits
 from tests.engine.live import Live, live
 from tests.engine.test_faults import complete, send
 

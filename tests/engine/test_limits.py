@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from capplan import InputError
-from capplan.engine.router.proxy import ForwardedRequest
-from capplan.engine.server import ServerLimits
-from capplan.engine.server.byte_budget import ByteBudget
-from capplan.engine.server.protocol import ApiError, parsed
+from capplan.fleet.proxy import ForwardedRequest
+from capplan.server import ServerLimits
+from capplan.server.byte_budget import ByteBudget
+from capplan.server.protocol import ApiError, parsed
 from tests.engine.live import Live, live
 
 LIMITS = ServerLimits(

@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
-from capplan.engine.router.rebalancing import RebalanceLoop, RebalancingConfig
-from capplan.engine.router.registered_adapters import RegistrySettings
-from capplan.engine.router.share_updates import PostParams
+from capplan.fleet.rebalancing import RebalanceLoop, RebalancingConfig
+from capplan.fleet.registered_adapters import RegistrySettings
+from capplan.fleet.share_updates import PostParams
 from capplan.serving.rebalancing import AdapterDemand, Rebalancer, RebalanceSettings, ReplanRequest
 from capplan.spec.registry import AdapterRegistry, RegisteredAdapter
 from tests.engine.fake_instances import Routed, routed, tiny_plan

@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
 
 from capplan import InputError
-from capplan.engine.server import ServerLimits
-from capplan.engine.server.adapter_copies import PoolParams
+from capplan.server import ServerLimits
+from capplan.server.adapter_copies import PoolParams
 from capplan.spec.registry import read_adapter
 from tests.engine.adapter_fleet import Fleet, answer, ask, refusal, share, until
 from tests.engine.test_faults import tokens_of

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
-from capplan.engine.server import ServerLimits
+from capplan.server import ServerLimits
 from capplan.spec import Totals
 from tests.cli.examples import group
 from tests.engine.fake_instances import QUICK, Routed, events, routed, tiny_plan

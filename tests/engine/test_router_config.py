@@ -17,12 +17,12 @@ pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)
 from capplan import InputError
 from capplan.cli.serve_plan import PlanProfiles
 from capplan.datasets import load_profile, profile_files
-from capplan.engine.router import process as router_process
-from capplan.engine.router.app import merged
-from capplan.engine.router.instances import ServingOptions, gpus_of, instances_of, spread_over_gpus
-from capplan.engine.router.routing import InstanceRouter
-from capplan.engine.router.supervisor import RouterConfig
 from capplan.engine.settings import EngineOptions
+from capplan.fleet import process as router_process
+from capplan.fleet.app import merged
+from capplan.fleet.instances import ServingOptions, gpus_of, instances_of, spread_over_gpus
+from capplan.fleet.routing import InstanceRouter
+from capplan.fleet.supervisor import RouterConfig
 from capplan.models.memory import gpu_load_ms
 from capplan.spec import Cache, PlanBase, Profile, QueueClass, Queues, Wrs
 from capplan.twin.cluster import Candidate, RoutedRequest

@@ -13,12 +13,12 @@ import aiohttp
 import ray
 
 from capplan import InputError
-from capplan.engine.router.instances import ServingOptions, instances_of
-from capplan.engine.router.launcher import RayLauncher
-from capplan.engine.router.process import RouterServer
-from capplan.engine.router.proxy import RouterState
-from capplan.engine.router.supervisor import InstanceFleet, RouterConfig
-from capplan.engine.server import ServerSettings, bind, url_of
+from capplan.fleet.instances import ServingOptions, instances_of
+from capplan.fleet.launcher import RayLauncher
+from capplan.fleet.process import RouterServer
+from capplan.fleet.proxy import RouterState
+from capplan.fleet.supervisor import InstanceFleet, RouterConfig
+from capplan.server import ServerSettings, bind, url_of
 from tests.cli.conftest import ROOT
 from tests.engine.fake_instances import QUICK, tiny_plan
 
@@ -38,7 +38,7 @@ def engines() -> list[psutil.Process]:
     return [
         each
         for each in psutil.Process().children(recursive=True)
-        if each.status() != psutil.STATUS_ZOMBIE and "capplan.engine.router.launcher" in each.cmdline()
+        if each.status() != psutil.STATUS_ZOMBIE and "capplan.fleet.launcher" in each.cmdline()
     ]
 
 

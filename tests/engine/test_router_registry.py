@@ -9,10 +9,10 @@ import pytest
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
 from capplan.datasets import load_profile
-from capplan.engine.router import launcher
-from capplan.engine.router.registered_adapters import RegistrySettings
-from capplan.engine.router.supervisor import RouterConfig
-from capplan.engine.server import PoolSettings
+from capplan.fleet import launcher
+from capplan.fleet.registered_adapters import RegistrySettings
+from capplan.fleet.supervisor import RouterConfig
+from capplan.server import PoolSettings
 from capplan.spec.registry import AdapterRegistry, RegisteredAdapter
 from tests.cases.test_adapters import adapter_folder
 from tests.cli.conftest import Run, error_line, run

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
 from capplan import InputError
-from capplan.engine.router.routing import Choice, InstanceRouter, RoutingSettings
+from capplan.fleet.routing import Choice, InstanceRouter, RoutingSettings
 from capplan.serving.routers import ROUTERS, LeastWorkLeft, Toppings
 from capplan.serving.routers.choose import RoutingRule
 from capplan.serving.routers.fleet import ACTIVE, AWAITED, RESIDENT, report_time_ns

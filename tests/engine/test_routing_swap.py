@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
 from capplan import InputError
-from capplan.engine.router.routing import InstanceRouter, RoutingSettings
-from capplan.engine.router.routing_table import RoutingTable
+from capplan.fleet.routing import InstanceRouter, RoutingSettings
+from capplan.fleet.routing_table import RoutingTable
 from capplan.spec.routing import ROUTER_NAMES
 from capplan.twin.cluster.reference_routers import SmoothShares
 from tests.engine.fake_instances import idle_state

@@ -12,10 +12,10 @@ from urllib.request import Request, urlopen
 import pyarrow.parquet as pq
 import pytest
 
+from capplan import server
 from capplan.cli import options
-from capplan.engine import server
-from capplan.engine.server import InstanceConfig, ServerLimits, ServerSettings
 from capplan.engine.timing import StepRecord
+from capplan.server import InstanceConfig, ServerLimits, ServerSettings
 from tests.cli.conftest import Run, command, environment, error_line, run
 
 __all__ = ["run"]

@@ -11,7 +11,7 @@ pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)
 from capplan import Plan
 from capplan.cli.serve_plan import unverified_overrides
 from capplan.datasets import load_profile
-from capplan.engine.router.supervisor import RouterConfig
+from capplan.fleet.supervisor import RouterConfig
 from capplan.spec import RebalanceSettings, Scheduler
 from capplan.spec.routing import PLAN_ROUTER
 from capplan.twin.cluster.plans import served_rule

@@ -15,10 +15,10 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from capplan import InputError
 from capplan.engine import Engine
-from capplan.engine.server import ServerLimits
-from capplan.engine.server.chat_template import chat_template
-from capplan.engine.server.protocol import ChatMessage
 from capplan.engine.tokenizer import ByteTokenizer, FileTokenizer
+from capplan.server import ServerLimits
+from capplan.server.chat_template import chat_template
+from capplan.server.protocol import ChatMessage
 from tests.engine.live import SIZES, TINY, Live
 
 TALK = [

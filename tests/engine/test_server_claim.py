@@ -18,8 +18,8 @@ pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
 
 from capplan import InputError
 from capplan.engine.lora.store import AdapterStore
-from capplan.engine.server.adapter_copies import PoolParams
-from capplan.engine.server.server_claim import OwnedFolder, ServerClaim
+from capplan.server.adapter_copies import PoolParams
+from capplan.server.server_claim import OwnedFolder, ServerClaim
 from capplan.spec.registry import AdapterRegistry
 from capplan.spec.registry.adapter import RegisteredServer
 from tests.cli.conftest import environment

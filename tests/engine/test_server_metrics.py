@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from capplan.engine.router.routing import ReportedState
-from capplan.engine.server.metrics import Histogram
+from capplan.fleet.routing import ReportedState
+from capplan.server.metrics import Histogram
 from capplan.serving.routers.fleet import RESIDENT
 from capplan.spec import QueueClass, Queues, Wrs
 from tests.engine.live import Live, live

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
-from capplan.engine.server import ServerLimits
+from capplan.server import ServerLimits
 from tests.engine.fake_instances import Routed, routed
 from tests.engine.live import live
 
