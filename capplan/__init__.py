@@ -11,13 +11,13 @@ TYPE_CHECKING = False  # not typing's: Ctrl-C during its import would print a tr
 
 if TYPE_CHECKING:
     from capplan import errors
-    from capplan.cli.report import report
     from capplan.datasets import list_profiles, load_profile
     from capplan.deploy import export
     from capplan.errors import InfeasibleError, InputError
     from capplan.models import load_surrogate
     from capplan.planner import Assignment, Problem, plan
     from capplan.planner.explain import explain
+    from capplan.reports import report
     from capplan.spec import (
         Adapter,
         EngineArgs,
@@ -67,7 +67,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "capplan.cli.report": ("report",),
+    "capplan.reports": ("report",),
     "capplan.datasets": ("list_profiles", "load_profile"),
     "capplan.deploy": ("export",),
     "capplan.errors": ("InfeasibleError", "InputError"),

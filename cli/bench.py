@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 from capplan.__main__ import INTERRUPTED
-from capplan.cli.console import Table, counted, number, percent, print_json, print_table
 from capplan.cli.options import (
     FAILED,
     ApiKey,
@@ -28,6 +27,7 @@ from capplan.cli.options import (
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import load_progress
 from capplan.errors import InputError
+from capplan.reports.console import Table, counted, number, percent, print_json, print_table
 from capplan.spec.files import parse_json
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def _write(args: BenchArgs, result: BenchResult, file: RequestFile | None, slo: 
 
         write_vllm_bench(args.vllm_json, result, rows)
     if args.html is not None:
-        from capplan.cli.report.measurement import bench_page
+        from capplan.reports.pages.measurement import bench_page
 
         bounds = slo.latency_bounds()
         write_text_atomic(args.html, bench_page(str(args.workload), result, rows, bounds))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from capplan.cli.console import DASH, Table, number, print_json, print_table, smape
 from capplan.cli.options import (
     AsJson,
     EngineRules,
@@ -26,6 +25,7 @@ from capplan.cli.options import (
 from capplan.cli.output import require_writable_files, write_json
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
+from capplan.reports.console import DASH, Table, number, print_json, print_table, smape
 
 if TYPE_CHECKING:
     from capplan.models.calibration.step_model import Residuals, StepCalibration
@@ -110,7 +110,7 @@ def calibrate(args: CalibrateArgs) -> None:
     with progress_bars(quiet=args.quiet) as on_progress:
         made = fit(base, tables, options, on_progress)
     if args.html is not None:
-        from capplan.cli.report.calibration import calibration_page
+        from capplan.reports.pages.calibration import calibration_page
 
         write_text_atomic(args.html, calibration_page(made))
     write_json(args.output, made.profile.model_dump(mode="json"))

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import typer
 
-from capplan.cli.console import Table, counted, number, print_json, print_table
-from capplan.cli.notes import extrapolation_line, trace_lines
 from capplan.cli.options import (
     AsJson,
     ProfileName,
@@ -23,6 +21,8 @@ from capplan.cli.options import (
 )
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InfeasibleError, InputError
+from capplan.reports.console import Table, counted, number, print_json, print_table
+from capplan.reports.tables.notes import extrapolation_line, trace_lines
 from capplan.spec.limits import require_duration
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from capplan.cli.console import DASH, Table, counted, number, percent, print_json, print_table
 from capplan.cli.options import (
     FAILED,
     AsJson,
@@ -22,6 +21,7 @@ from capplan.cli.options import (
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.planner import SOLVERS
+from capplan.reports.console import DASH, Table, counted, number, percent, print_json, print_table
 
 if TYPE_CHECKING:
     from capplan.planner import SolverComparison, SolverResult
@@ -72,7 +72,7 @@ def compare(args: CompareArgs) -> None:
             progress=on_progress,
         )
     if args.html is not None:
-        from capplan.cli.report.comparison import comparison_page
+        from capplan.reports.pages.comparison import comparison_page
 
         write_text_atomic(args.html, comparison_page(result, args.workload, workload.slo.latency_bounds()))
     if args.as_json:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from capplan.cli.console import Table, print_json, print_table
 from capplan.cli.options import AsJson, KnownProfile, RayAddress, Workers, command
 from capplan.cli.progress import announce_compilation, progress_bars
+from capplan.reports.console import Table, print_json, print_table
 
 if TYPE_CHECKING:
     from capplan.models.training.data import DatasetResult, Manifest

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
-from capplan.cli.console import DASH, Table, number, percent, print_json, print_table
 from capplan.cli.options import AsJson, command
 from capplan.errors import InputError
+from capplan.reports.console import DASH, Table, number, percent, print_json, print_table
 from capplan.spec import ProvenanceKind
 
 if TYPE_CHECKING:

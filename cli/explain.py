@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import typer
 
-from capplan.cli.console import DASH, Table, counted, number, percent, print_json, print_table
-from capplan.cli.notes import plan_notes
 from capplan.cli.options import AsJson, PlanFile, command
 from capplan.cli.output import require_writable_files
 from capplan.cli.plan import base_rate_rps, binding, group_rate_rps, throughput, verdict
 from capplan.cli.progress import announce_compilation, progress_bars
-from capplan.cli.scheduling import queues_table, scheduling_words, sizes_table
 from capplan.errors import InputError
+from capplan.reports.console import DASH, Table, counted, number, percent, print_json, print_table
+from capplan.reports.tables.notes import plan_notes
+from capplan.reports.tables.scheduling import queues_table, scheduling_words, sizes_table
 from capplan.spec.slo import describe_latency
 
 if TYPE_CHECKING:
@@ -381,7 +381,7 @@ def report(args: ReportArgs) -> None:
     With the workload, also curves over the number of slots, utilization and headroom, and the effect of one
     GPU fewer or more.
     """
-    from capplan.cli.report.plan import plan_page
+    from capplan.reports.pages.plan import plan_page
     from capplan.spec import Plan, write_text_atomic
 
     require_writable_files(args.output)

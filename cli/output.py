@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from capplan.cli.console import finite
 from capplan.errors import InputError
+from capplan.reports.console import finite
 from capplan.spec.durable import resolved_output, write_folder_atomic, write_text_atomic
 from capplan.spec.files import error_reason
 

@@ -7,9 +7,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from capplan.cli.console import DASH, Table, counted, number, percent, print_table
-from capplan.cli.latency import latency_cells, latency_heads
-from capplan.cli.notes import Strict, extrapolation_lines, folder_lines, plan_notes, require_no_extrapolation
 from capplan.cli.options import (
     FAILED,
     AsJson,
@@ -31,6 +28,15 @@ from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
 from capplan.planner import SOLVERS
+from capplan.reports.console import DASH, Table, counted, number, percent, print_table
+from capplan.reports.tables.latency import latency_cells, latency_heads
+from capplan.reports.tables.notes import (
+    Strict,
+    extrapolation_lines,
+    folder_lines,
+    plan_notes,
+    require_no_extrapolation,
+)
 from capplan.spec.routing import PLAN_ROUTER
 from capplan.spec.scheduling import completed
 

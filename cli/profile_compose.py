@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from capplan.cli.console import print_json
 from capplan.cli.documents import sentences
 from capplan.cli.options import AsJson, EngineRules, EngineVersion, Quiet, command, command_line
 from capplan.cli.output import require_writable_files, write_json
 from capplan.errors import InputError
+from capplan.reports.console import print_json
 
 if TYPE_CHECKING:
     from capplan.models.compose import Decoder

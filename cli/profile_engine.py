@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from capplan.cli.console import Table, number, print_json, print_table
 from capplan.cli.options import (
     ENGINE,
     AsJson,
@@ -24,6 +23,7 @@ from capplan.cli.output import write_json
 from capplan.cli.profile_kernels import fits_document, show_fits
 from capplan.cli.progress import progress_bars
 from capplan.errors import InputError
+from capplan.reports.console import Table, number, print_json, print_table
 
 if TYPE_CHECKING:
     from capplan.models.kernel_fits import KernelReport

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from capplan.cli.console import Table, counted, number, print_json, print_table
 from capplan.cli.options import AsJson, Quiet, command, fill, names, numbers, require_extra
 from capplan.cli.output import require_writable_files, write_json
 from capplan.cli.progress import progress_bars
 from capplan.errors import InputError
+from capplan.reports.console import Table, counted, number, print_json, print_table
 
 if TYPE_CHECKING:
     from capplan.models.kernel_crossover import Crossover
@@ -97,8 +97,8 @@ def kernels(args: ProfileKernelsArgs) -> None:
 def _fitted(
     outcome: KernelProfilingResult, output: str, options: KernelProfilingOptions
 ) -> list[KernelReport]:
-    from capplan.cli.report.calibration import kernels_page
     from capplan.models.kernel_fits import explain_kernels, read_kernel_table
+    from capplan.reports.pages.calibration import kernels_page
     from capplan.spec import write_text_atomic
 
     table = read_kernel_table(outcome.table)

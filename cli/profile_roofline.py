@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from capplan.cli.console import Table, print_json, print_table
 from capplan.cli.options import AsJson, EngineRules, EngineVersion, Quiet, command, command_line, member
 from capplan.cli.output import require_writable_files, write_json
 from capplan.errors import InputError
+from capplan.reports.console import Table, print_json, print_table
 
 if TYPE_CHECKING:
     from capplan.spec import ModelArch, Profile

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import typer
 
 from capplan.__main__ import INTERRUPTED
-from capplan.cli.console import Table, counted, number, print_json, print_table
 from capplan.cli.options import (
     FAILED,
     ApiKey,
@@ -20,6 +19,7 @@ from capplan.cli.options import (
 )
 from capplan.cli.progress import progress_bars
 from capplan.errors import InputError
+from capplan.reports.console import Table, counted, number, print_json, print_table
 
 if TYPE_CHECKING:
     from capplan.profiling.server.profiler import ServerProfilingResult

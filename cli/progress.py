@@ -22,7 +22,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from capplan.cli.console import console
+from capplan.reports.console import console
 
 if TYPE_CHECKING:
     from capplan.profiling.load.bench import LoadProgress

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from capplan.cli.console import DASH, Table, counted, number, print_json, print_table
 from capplan.cli.options import AsJson, command
 from capplan.errors import InputError
+from capplan.reports.console import DASH, Table, counted, number, print_json, print_table
 from capplan.spec.lora_modules import ALL_LINEAR, LORA_MODULES
 from capplan.spec.peft_folder import local_folder, path_kind
 

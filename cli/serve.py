@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from capplan.cli.console import counted
 from capplan.cli.options import (
     ENGINE,
     CacheName,
@@ -46,6 +45,7 @@ from capplan.cli.serve_plan import (
 from capplan.cli.serve_rebalance import FLAGS as REBALANCE_FLAGS
 from capplan.cli.serve_rebalance import equal_settings, rebalance_options, rebalancing
 from capplan.errors import InputError
+from capplan.reports.console import counted
 from capplan.spec import Plan
 from capplan.spec.routing import STATE_PERIOD_S
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import typer
 
-from capplan.cli.console import DASH, Table, number, percent, print_json, print_table
-from capplan.cli.notes import Strict, extrapolation_line, require_no_extrapolation, trace_lines
 from capplan.cli.options import (
     AsJson,
     CacheName,
@@ -36,7 +34,6 @@ from capplan.cli.options import (
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.cli.rebalancing import ForecastName, RebalanceOptions, RebalancePeriod, RebalanceSolverName
-from capplan.cli.scheduling import pool_rows
 from capplan.cli.simulate_plan import require_plan
 from capplan.cli.slot_order import (
     LEGEND,
@@ -49,6 +46,9 @@ from capplan.cli.slot_order import (
     require_seeds,
 )
 from capplan.errors import InfeasibleError, InputError
+from capplan.reports.console import DASH, Table, number, percent, print_json, print_table
+from capplan.reports.tables.notes import Strict, extrapolation_line, require_no_extrapolation, trace_lines
+from capplan.reports.tables.scheduling import pool_rows
 from capplan.spec.scheduling import completed
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def simulate(args: SimulateArgs) -> None:
         tables = {count: detail.requests for count, detail in details.items()}
         write_parquet(args.requests_out, several_tables(tables, by="a_max"))
     if args.html is not None:
-        from capplan.cli.report.simulation import NamedResults, simulation_page
+        from capplan.reports.pages.simulation import NamedResults, simulation_page
 
         results = NamedResults(outcomes, details, pair)
         page = simulation_page(args.workload, workload, profile, settings, results, lines)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from capplan.cli.console import Table, counted, number, percent, print_json, print_table
-from capplan.cli.notes import extrapolation_line, require_no_extrapolation, trace_lines
 from capplan.cli.options import chosen_profile, read_any_plan, require_state_period, simulated_s
 from capplan.cli.progress import announce_compilation
 from capplan.cli.rebalancing import RebalanceOptions
 from capplan.errors import InputError
+from capplan.reports.console import Table, counted, number, percent, print_json, print_table
+from capplan.reports.tables.notes import extrapolation_line, require_no_extrapolation, trace_lines
 
 if TYPE_CHECKING:
     import pyarrow as pa

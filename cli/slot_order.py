@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from capplan.cli.console import Table, number
 from capplan.errors import InfeasibleError, InputError
+from capplan.reports.console import Table, number
 from capplan.spec.limits import require_seed_count
 
 if TYPE_CHECKING:

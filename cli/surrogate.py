@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from capplan.cli.console import Table, counted, percent, print_json, print_table
 from capplan.cli.options import AsJson, KnownProfile, command
 from capplan.cli.output import require_writable_files
 from capplan.errors import InputError
+from capplan.reports.console import Table, counted, percent, print_json, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

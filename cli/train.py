@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from capplan.cli.console import Table, number, percent, print_json, print_table
 from capplan.cli.options import AsJson, HtmlFile, KnownProfile, RayAddress, command, fill, names
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
+from capplan.reports.console import Table, number, percent, print_json, print_table
 
 if TYPE_CHECKING:
     from capplan.models.training.data import Manifest
@@ -113,7 +113,7 @@ def train(args: TrainArgs) -> None:
         _make_folder(path.parent)
         write_bytes_atomic(path, contents[kind])
     if args.html is not None:
-        from capplan.cli.report.training import training_page
+        from capplan.reports.pages.training import training_page
 
         write_text_atomic(args.html, training_page(profile, list(data.values()), trained, sizes))
     if args.as_json:

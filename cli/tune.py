@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from capplan.cli.console import Table, number, print_json, print_table
 from capplan.cli.options import AsJson, ProfileName, Quiet, Seed, WorkloadFile, chosen_profile, command
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
+from capplan.reports.console import Table, number, print_json, print_table
 
 if TYPE_CHECKING:
     from capplan.planner.tuning import Settings, TuningResult

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 from capplan.__main__ import INTERRUPTED
-from capplan.cli.console import DASH, Table, number, print_json, print_table
 from capplan.cli.options import (
     ENGINE,
     FAILED,
@@ -26,6 +25,7 @@ from capplan.cli.options import (
 from capplan.cli.output import require_writable_files, write_json
 from capplan.cli.progress import announce_compilation, load_progress
 from capplan.errors import InputError
+from capplan.reports.console import DASH, Table, number, print_json, print_table
 from capplan.spec.engine_args import EngineArgs
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def validate(args: ValidateArgs) -> None:
     if args.output is not None:
         write_json(args.output, facts)
     if args.html is not None:
-        from capplan.cli.report.measurement import validation_page
+        from capplan.reports.pages.measurement import validation_page
 
         write_text_atomic(args.html, validation_page(args.plan, found))
     if args.as_json:

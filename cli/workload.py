@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from capplan.cli.console import Table, print_json, print_table
 from capplan.cli.options import AsJson, command
 from capplan.cli.output import require_writable_files
 from capplan.errors import InputError
+from capplan.reports.console import Table, print_json, print_table
 
 if TYPE_CHECKING:
     from capplan.workload.presets import Preset

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import typer
 
-from capplan.cli.console import Table, percent, print_json, print_table
 from capplan.cli.options import AsJson, Quiet, Seed, WorkloadFile, command
 from capplan.cli.output import require_writable_files
+from capplan.reports.console import Table, percent, print_json, print_table
 
 
 @dataclass(frozen=True, kw_only=True)

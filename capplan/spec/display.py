@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any, Final
 
-_PLOTTING_BACKEND: Final = "capplan.cli.report.figures"
+_PLOTTING_BACKEND: Final = "capplan.reports.pages.figures"
 
 
 def plot(figure: str, result: object) -> Any:

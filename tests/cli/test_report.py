@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.cli.console import Table
-from capplan.cli.report import page
-from capplan.cli.report.figures import (
+from capplan.reports.console import Table
+from capplan.reports.pages import page
+from capplan.reports.pages.figures import (
     Axis,
     Chart,
     Curve,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from capplan.cli.console import number
+from capplan.reports.console import number
 from capplan.spec.slo import describe_latency
 
 if TYPE_CHECKING:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from capplan.cli.console import DASH, Cell, Table, counted, number, percent
-from capplan.cli.report import page
-from capplan.cli.report.figures import Axis, Curve, bar_rows, line_chart, scatter_chart
 from capplan.models.calibration.least_squares import SMAPE_FORMULA
 from capplan.models.surrogates.features import HORIZON_S
 from capplan.models.surrogates.surrogate import COVERAGE
 from capplan.models.surrogates.tree_export import decision_rules, export_svg
+from capplan.reports.console import DASH, Cell, Table, counted, number, percent
+from capplan.reports.pages import page
+from capplan.reports.pages.figures import Axis, Curve, bar_rows, line_chart, scatter_chart
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

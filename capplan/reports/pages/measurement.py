@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from capplan.cli.bench import adapter_table, facts_table, latency_table, warnings
-from capplan.cli.console import Table, counted, number
-from capplan.cli.report import page
-from capplan.cli.report.figures import Axis, Chart, Curve, bar_rows, bounds_of, line_chart
 from capplan.cli.validate import group_table, group_verdict, heading, speed_note
+from capplan.reports.console import Table, counted, number
+from capplan.reports.pages import page
+from capplan.reports.pages.figures import Axis, Chart, Curve, bar_rows, bounds_of, line_chart
 
 if TYPE_CHECKING:
     import numpy as np

@@ -16,10 +16,10 @@ from capplan.cli.calibrate import (
     residuals_table,
     runs_table,
 )
-from capplan.cli.console import DASH, Table, smape
 from capplan.cli.profile_kernels import fits_table, kernel_name
-from capplan.cli.report import page
-from capplan.cli.report.figures import Axis, Chart, Curve, bar_chart, histogram, scatter_chart
+from capplan.reports.console import DASH, Table, smape
+from capplan.reports.pages import page
+from capplan.reports.pages.figures import Axis, Chart, Curve, bar_chart, histogram, scatter_chart
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

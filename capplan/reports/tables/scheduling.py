@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
-from capplan.cli.console import DASH, Table, number, percent
+from capplan.reports.console import DASH, Table, number, percent
 from capplan.spec import Cache, Predictor, QueueConfig, Scheduler
 from capplan.spec.validation import SpecModel
 

@@ -1,4 +1,4 @@
-"""HTML pages of results, and the figures on them."""
+"""Presentation of results: tables, words, figures and HTML pages."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ def report(
     from capplan.spec import Plan, write_text_atomic
 
     if isinstance(result, Plan):
-        from capplan.cli.report.plan import plan_page
+        from capplan.reports.pages.plan import plan_page
 
         page = plan_page(f"of {result.base_model}", result, explanation)
     elif isinstance(result, SolverComparison):
-        from capplan.cli.report.comparison import comparison_page
+        from capplan.reports.pages.comparison import comparison_page
 
         bounds = None if workload is None else workload.slo.latency_bounds()
         page = comparison_page(result, "a workload", bounds)
     else:
-        from capplan.cli.report.simulation import NamedResults, simulation_page
+        from capplan.reports.pages.simulation import NamedResults, simulation_page
 
         if workload is None:
             raise InputError("is required with simulations", location="workload")

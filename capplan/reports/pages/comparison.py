@@ -7,10 +7,10 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from capplan.cli.compare import cells, rows_table, summary, verdict
-from capplan.cli.console import Cell, Mark, Table, counted, number, percent
-from capplan.cli.report import page
-from capplan.cli.report.figures import Axis, bar_rows, bounds_of
 from capplan.planner.solvers import REGISTRY
+from capplan.reports.console import Cell, Mark, Table, counted, number, percent
+from capplan.reports.pages import page
+from capplan.reports.pages.figures import Axis, bar_rows, bounds_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from capplan.cli.console import DASH, Cell, Table, counted, number, percent
-from capplan.cli.report import page
-from capplan.cli.report.figures import (
+from capplan.cli.simulate import Details, Outcomes, bound_text
+from capplan.errors import InfeasibleError
+from capplan.reports.console import DASH, Cell, Table, counted, number, percent
+from capplan.reports.pages import page
+from capplan.reports.pages.figures import (
     COARSER,
     STATISTICS,
     Axis,
@@ -19,8 +21,6 @@ from capplan.cli.report.figures import (
     is_wide,
     line_chart,
 )
-from capplan.cli.simulate import Details, Outcomes, bound_text
-from capplan.errors import InfeasibleError
 from capplan.spec import STARVED_BELOW
 
 if TYPE_CHECKING:

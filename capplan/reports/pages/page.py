@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Final
 import jinja2
 from markupsafe import Markup
 
-from capplan.cli.console import Cell, Mark, Table, number, percent
 from capplan.models.calibration.least_squares import SMAPE_FORMULA
+from capplan.reports.console import Cell, Mark, Table, number, percent
 
 if TYPE_CHECKING:
-    from capplan.cli.report.figures import Chart
+    from capplan.reports.pages.figures import Chart
 
 _MOST_ROWS: Final = 60
 """Rows from which a table is folded."""
@@ -120,7 +120,7 @@ def _flat(groups: Iterable[Sequence[Block | Table]]) -> Iterable[Block | Table]:
 
 @cache
 def _template() -> jinja2.Template:
-    loader = jinja2.PackageLoader("capplan.cli.report", ".")
+    loader = jinja2.PackageLoader("capplan.reports.pages", ".")
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )

@@ -1,0 +1,1 @@
+"""HTML pages of results, one module per kind of result, and the figures on them."""
