@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,11 +24,21 @@ from capplan.cli.options import (
 from capplan.cli.output import require_writable_files, write_json
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
-from capplan.reports.console import DASH, Table, number, print_json, print_table, smape
+from capplan.reports.console import Table, print_json, print_table
+from capplan.reports.tables.calibration import (
+    _COEFFICIENT_HEAD,
+    changed_models,
+    coefficients_table,
+    forms_table,
+    load_source,
+    reason,
+    residuals_table,
+    runs_table,
+)
 
 if TYPE_CHECKING:
-    from capplan.models.calibration.step_model import Residuals, StepCalibration
-    from capplan.spec import FittedModel, Profile
+    from capplan.models.calibration.step_model import StepCalibration
+    from capplan.spec import Profile
     from capplan.twin.calibration import CalibrationResult
     from capplan.twin.calibration_fit import RunCalibration
 
@@ -170,9 +179,6 @@ def _base(args: CalibrateArgs) -> Profile:
     return assumed_profile(read_arch(str(args.model_config), str(args.base_model)), hardware)
 
 
-_PARTS = ("step_latency", "memory", "loading", "host")
-
-
 def document(made: CalibrationResult) -> dict[str, Any]:
     """Return the result as JSON data."""
     return {
@@ -186,12 +192,6 @@ def document(made: CalibrationResult) -> dict[str, Any]:
         "steps": None if made.steps is None else _steps(made.steps),
         "runs": None if made.runs is None else _runs(made.runs),
     }
-
-
-def changed_models(made: CalibrationResult) -> dict[str, FittedModel]:
-    """Return the models of the profile that differ from those of the base, by part."""
-    models = {part: getattr(made.profile, part) for part in _PARTS}
-    return {part: model for part, model in models.items() if model != getattr(made.base, part)}
 
 
 def _steps(steps: StepCalibration) -> dict[str, Any]:
@@ -240,79 +240,7 @@ def show(made: CalibrationResult) -> None:
     print_table(Table(_COEFFICIENT_HEAD, rows))
 
 
-_COEFFICIENT_HEAD = ("coefficient", "value", "standard error", "before")
-
-
-def coefficients_table(model: FittedModel, base: FittedModel) -> Table:
-    """Return one row per coefficient, with its value in the base."""
-    rows = [
-        (
-            name,
-            f"{coefficient.value:.6g}",
-            DASH if coefficient.std_error is None else f"{coefficient.std_error:.2g}",
-            f"{base.coefficients[name].value:.6g}" if name in base.coefficients else DASH,
-        )
-        for name, coefficient in model.coefficients.items()
-    ]
-    return Table(_COEFFICIENT_HEAD, rows)
-
-
-def load_source(made: CalibrationResult) -> str:
-    """Return the source of the adapter loads in words."""
-    if made.loads == "unknown":
-        return (
-            "not known, so their time is in the other coefficients and counts twice in a simulation; "
-            "give a column load_ms, or --runs for the twin to count them"
-        )
-    return f"from {made.loads}"
-
-
-def reason(steps: StepCalibration) -> str:
-    """Return the reason for the choice of the form."""
-    best = steps.scores[0]
-    if steps.forced:
-        return f"SMAPE {smape(steps.score.held_out_error)} on left-out runs"
-    if best.label == steps.score.label:
-        return f"the least SMAPE on left-out runs, {smape(best.held_out_error)}"
-    own = smape(steps.score.held_out_error)
-    return f"SMAPE {own} on left-out runs, where {best.label} has {smape(best.held_out_error)}"
-
-
-def forms_table(steps: StepCalibration) -> Table:
-    """Return one row per form of the step model."""
-    rows = [
-        (score.label, *[DASH] * 4, f"needs {', '.join(score.missing)}")
-        if score.missing
-        else (
-            score.label,
-            str(score.coefficients),
-            smape(score.error),
-            smape(score.held_out_error),
-            number(score.held_out_r2, 4),
-            "",
-        )
-        for score in steps.scores
-    ]
-    return Table(("form", "free coefficients", "SMAPE of the fit", "on left-out runs", "R² there", ""), rows)
-
-
-def residuals_table(parts: Sequence[Residuals], name: str) -> Table:
-    """Return one row per part of the step table."""
-    rows = [
-        (each.name, f"{each.rows:,}", f"{each.bias:+.2f} %", smape(each.error), smape(each.p95))
-        for each in parts
-    ]
-    return Table((name, "rows", "bias", "SMAPE", "95 % within"), rows)
-
-
 def _residuals_table(steps: StepCalibration) -> Table:
     regimes = residuals_table(steps.by_regime(), "on left-out runs")
     slots = [(f"a_max {name}", *cells) for name, *cells in residuals_table(steps.by_a_max(), "").rows]
     return replace(regimes, rows=[*regimes.rows, *slots])
-
-
-def runs_table(runs: RunCalibration) -> Table:
-    """Return one row per target: its error before, after, and on left-out runs."""
-    errors = [runs.errors(predicted) for predicted in (runs.before, runs.after, runs.held_out)]
-    rows = [(target, *(smape(each.get(target, float("nan"))) for each in errors)) for target in errors[0]]
-    return Table(("SMAPE", "before", "after", "on left-out runs"), rows)

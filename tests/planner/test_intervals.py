@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import Adapter, Lengths, Profile, Workload, explain, load_profile, plan, simulate
-from capplan.cli.plan import verdict
 from capplan.models.uncertainty import DRAWS, pessimistic_profile
 from capplan.planner.estimate import TwinEstimator
 from capplan.planner.explain import CurveRuns
 from capplan.planner.explain.rebuild import rebuild
 from capplan.planner.intervals import LEVEL, prediction_interval
+from capplan.reports.tables.plan import verdict
 from capplan.spec import Plan, Uncertainty
 
 VALUES = st.lists(st.floats(1.0, 1e5), min_size=2, max_size=8)

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from capplan.cli.calibrate import (
+from capplan.reports.console import DASH, Table, smape
+from capplan.reports.pages import page
+from capplan.reports.pages.figures import Axis, Chart, Curve, bar_chart, histogram, scatter_chart
+from capplan.reports.tables.calibration import (
     changed_models,
     coefficients_table,
     forms_table,
@@ -16,10 +19,7 @@ from capplan.cli.calibrate import (
     residuals_table,
     runs_table,
 )
-from capplan.cli.profile_kernels import fits_table, kernel_name
-from capplan.reports.console import DASH, Table, smape
-from capplan.reports.pages import page
-from capplan.reports.pages.figures import Axis, Chart, Curve, bar_chart, histogram, scatter_chart
+from capplan.reports.tables.kernels import fits_table, kernel_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

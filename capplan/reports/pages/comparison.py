@@ -6,11 +6,11 @@ import math
 import re
 from typing import TYPE_CHECKING, Final
 
-from capplan.cli.compare import cells, rows_table, summary, verdict
 from capplan.planner.solvers import REGISTRY
 from capplan.reports.console import Cell, Mark, Table, counted, number, percent
 from capplan.reports.pages import page
 from capplan.reports.pages.figures import Axis, bar_rows, bounds_of
+from capplan.reports.tables.comparison import cells, rows_table, summary, verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -7,11 +7,11 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from capplan.cli.bench import adapter_table, facts_table, latency_table, warnings
-from capplan.cli.validate import group_table, group_verdict, heading, speed_note
 from capplan.reports.console import Table, counted, number
 from capplan.reports.pages import page
 from capplan.reports.pages.figures import Axis, Chart, Curve, bar_rows, bounds_of, line_chart
+from capplan.reports.tables.load import adapter_table, facts_table, latency_table, warnings
+from capplan.reports.tables.validation import group_table, group_verdict, heading, speed_note
 
 if TYPE_CHECKING:
     import numpy as np

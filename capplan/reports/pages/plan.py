@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from capplan.cli.explain import (
+from capplan.reports.console import DASH, Cell, Table, counted, number, percent
+from capplan.reports.pages import page
+from capplan.reports.pages.figures import Axis, Chart, Curve, bar_rows, is_wide, line_chart, plan_charts
+from capplan.reports.tables.explanation import (
     MORE,
     curve_load,
     curve_table,
@@ -15,12 +18,9 @@ from capplan.cli.explain import (
     verified,
     what_if_table,
 )
-from capplan.cli.plan import binding, group_rate_rps, throughput, verdict
-from capplan.reports.console import DASH, Cell, Table, counted, number, percent
-from capplan.reports.pages import page
-from capplan.reports.pages.figures import Axis, Chart, Curve, bar_rows, is_wide, line_chart, plan_charts
 from capplan.reports.tables.latency import latency_cells, latency_heads, shown_latencies, worst_latency
 from capplan.reports.tables.notes import extrapolation_lines, plan_notes
+from capplan.reports.tables.plan import binding, group_rate_rps, throughput, verdict
 from capplan.reports.tables.scheduling import queues_table, scheduling_words, sizes_table
 from capplan.spec.slo import describe_latency
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from capplan.cli.simulate import Details, Outcomes, bound_text
 from capplan.errors import InfeasibleError
 from capplan.reports.console import DASH, Cell, Table, counted, number, percent
 from capplan.reports.pages import page
@@ -21,6 +20,7 @@ from capplan.reports.pages.figures import (
     is_wide,
     line_chart,
 )
+from capplan.reports.tables.simulation import Details, Outcomes, bound_text
 from capplan.spec import STARVED_BELOW
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import InputError, Profile
-from capplan.cli.validate import group_verdict, speed_note
 from capplan.profiling.load.preflight import EngineInfo, ServerInfo
 from capplan.profiling.load.result import BenchResult, ServerSample
 from capplan.profiling.validation.compare import (
@@ -26,6 +25,7 @@ from capplan.profiling.validation.compare import (
     slowdown_of,
 )
 from capplan.profiling.validation.validate import ValidationOptions
+from capplan.reports.tables.validation import group_verdict, speed_note
 from capplan.spec import EngineArgs
 from tests.cli.examples import profile_document
 
