@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from capplan.compile import by_reference, jit
 from capplan.serving.structures import int_fields, new_record
 from capplan.spec import STARVED_BELOW
-from capplan.spec.display import Displayed, plot
+from capplan.spec.display import Plotted
 from capplan.spec.latency_stats import PERCENTILES, LatencyStats, latency_stats_in_place
 from capplan.twin import trace as t
 from capplan.twin.pool_metrics import PoolMetrics, pool_metrics
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, repr=False)
-class SimulationResult(Displayed):
+class SimulationResult(Plotted):
     """One simulated GPU over one horizon. Latencies: requests completed within it, NaN without any."""
 
     throughput_tok_s: float
@@ -109,10 +109,6 @@ class SimulationResult(Displayed):
             "tpot_ms_p99",
         )
         return {name: getattr(self, name) for name in (*names, "completed", "submitted", "duration_s")}
-
-    def plot(self) -> Any:
-        """Return a Plotly figure of mean and percentiles of TTFT, TPOT, ITL and E2E."""
-        return plot("simulation_figure", self)
 
     def document(self) -> dict[str, Any]:
         """Return all metrics by name for JSON, `pool` only if it is not None."""

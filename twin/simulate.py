@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Required, TypedDict, Unpack
+from typing import TYPE_CHECKING, Required, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from capplan.datasets import load_profile
 from capplan.spec import EngineArgs, Profile, Queues, Workload, allowed_lora_rank
-from capplan.spec.display import Displayed, plot
+from capplan.spec.display import Plotted
 from capplan.spec.engine_args import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
     DEFAULT_MAX_MODEL_LEN,
@@ -277,7 +277,7 @@ def _summary(profile: Profile, scenario: Scenario, trace: TwinTrace, started: fl
 
 
 @dataclass(frozen=True, repr=False)
-class DetailedResult(Displayed):
+class DetailedResult(Plotted):
     """A simulation with details."""
 
     result: SimulationResult
@@ -295,10 +295,6 @@ class DetailedResult(Displayed):
     def display_facts(self) -> Mapping[str, object]:
         """Return the facts of the result."""
         return self.result.display_facts()
-
-    def plot(self) -> Any:
-        """Return a Plotly figure of requests, memory, adapters and tokens over time."""
-        return plot("course_figure", self)
 
     def to_pandas(self) -> pd.DataFrame:
         """Return the table of requests, one row each."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from capplan.errors import InputError
+from capplan.spec.display import Plotted
 
 if TYPE_CHECKING:
     from capplan.planner import SolverComparison
@@ -70,3 +71,12 @@ def report(
         results = NamedResults(outcomes, result, workload.scheduling)
         page = simulation_page(workload.base_model, workload, used, {}, results)
     write_text_atomic(path, page)
+
+
+def _draw(result: Plotted) -> Any:
+    from capplan.reports.pages.figures import figure_of
+
+    return figure_of(result)
+
+
+Plotted.draw = staticmethod(_draw)

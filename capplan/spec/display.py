@@ -1,23 +1,13 @@
-"""Short representations and plots of results, for the terminal and notebooks.
-
-Figures are made by the reports of the command line, which sit above all other packages. Results load them on
-first use, as pandas loads matplotlib.
-"""
+"""Short representations of results, for the terminal and notebooks, and the plots of those that have one."""
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from html import escape
-from typing import Any, Final
+from typing import Any, ClassVar
 
-_PLOTTING_BACKEND: Final = "capplan.reports.pages.figures"
-
-
-def plot(figure: str, result: object) -> Any:
-    """Return the Plotly figure that a function of the plotting backend makes of a result."""
-    return getattr(importlib.import_module(_PLOTTING_BACKEND), figure)(result)
+from capplan.errors import InputError
 
 
 class Displayed(ABC):
@@ -37,6 +27,25 @@ class Displayed(ABC):
             for name, value in self.display_facts().items()
         )
         return f"<table><caption>{type(self).__name__}</caption>{rows}</table>"
+
+
+class Plotted(Displayed):
+    """Mixin of results with a Plotly figure, which `capplan.reports` makes once it is imported."""
+
+    draw: ClassVar[Callable[[Any], Any] | None] = None
+    """Set by `capplan.reports`."""
+
+    def plot(self) -> Any:
+        """Return a Plotly figure of the result.
+
+        Raises
+        ------
+        InputError
+            If `capplan.reports` was not imported.
+        """
+        if Plotted.draw is None:
+            raise InputError("is made by capplan.reports; import it first", location="plot")
+        return Plotted.draw(self)
 
 
 def _text(value: object) -> str:

@@ -16,7 +16,7 @@ from pydantic import (
 )
 
 from capplan.errors import InputError
-from capplan.spec.display import Displayed, plot
+from capplan.spec.display import Plotted
 from capplan.spec.durable import write_text_atomic
 from capplan.spec.engine_args import EngineArgs
 from capplan.spec.files import parse_json, parse_yaml, read_text
@@ -318,7 +318,7 @@ _VERIFIED_NOTES: Final = (
 _MAX_LOCATED: Final = 2**20  # characters of a plan whose errors have a line: it is parsed a second time
 
 
-class Plan(Displayed, SparseModel):
+class Plan(Plotted, SparseModel):
     """A serving plan. Routing is the shares: there is no second table."""
 
     _optional_keys = ("router", "router_options", "rebalance")
@@ -483,11 +483,7 @@ class Plan(Displayed, SparseModel):
             "verified": self.is_verified,
         }
 
-    __str__ = Displayed.__repr__
-
-    def plot(self) -> Any:
-        """Return a Plotly figure of the groups' load, throughput and latencies against their bounds."""
-        return plot("plan_figure", self)
+    __str__ = Plotted.__repr__
 
     def to_pandas(self) -> pd.DataFrame:
         """Return one row per group: engine arguments and predictions, nested keys joined by dots."""

@@ -17,6 +17,7 @@ from plotly.subplots import make_subplots
 
 if TYPE_CHECKING:
     from capplan.spec import Group, Plan
+    from capplan.spec.display import Plotted
     from capplan.twin import DetailedResult, SimulationResult
 
 # Palette of Okabe and Ito, without black, which is invisible in dark mode.
@@ -173,6 +174,20 @@ def histogram(title: str, values: Sequence[float], x: Axis, *, bins: int, note: 
     figure = _figure(x, Axis("rows"))
     figure.add_histogram(x=list(values), nbinsx=bins, marker={"color": COLOURS[0]}, showlegend=False)
     return Chart(title, figure, note)
+
+
+def figure_of(result: Plotted) -> go.Figure:
+    """Return the figure of a plan or of a simulation."""
+    from capplan.spec import Plan
+    from capplan.twin import DetailedResult, SimulationResult
+
+    if isinstance(result, Plan):
+        return plan_figure(result)
+    if isinstance(result, SimulationResult):
+        return simulation_figure(result)
+    if isinstance(result, DetailedResult):
+        return course_figure(result)
+    raise TypeError(f"{type(result).__name__} has no figure")
 
 
 def plan_figure(plan: Plan) -> go.Figure:
