@@ -19,7 +19,7 @@ from benchmarks import twin_speed as speed
 from benchmarks.common import cpu_timed
 from benchmarks.twin_speed import Case, Cost
 from capplan.planner.problem import make_problem
-from capplan.twin.reference import run_reference
+from tests.oracle import run_reference
 
 NOISE = 0.6
 SCIKIT_OVER_COMPILED = 20.0  # one answer, from Python

@@ -33,11 +33,11 @@ from capplan import Lengths, SimulationResult, Workload, load_profile, simulate
 from capplan.spec.engine_args import DEFAULT_MAX_MODEL_LEN
 from capplan.twin import Scenario
 from capplan.twin.core import run
-from capplan.twin.reference import run_reference
 from capplan.twin.scenario import with_length_correlation
 from capplan.twin.sweep import cores
 from capplan.twin.trace import TwinTrace
 from capplan.workload import Requests, draw_requests
+from tests.oracle import run_reference
 
 PROFILE = load_profile(H100_LLAMA)
 HOUR_S = 3600.0

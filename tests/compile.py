@@ -17,12 +17,12 @@ from capplan.engine import Engine
 from capplan.engine.core_process import warm_up
 from capplan.serving import Limits, commit, finish, new_state, schedule, submit
 from capplan.twin.cluster import Instance, simulate_cluster
-from capplan.twin.cluster.reference import run_with
-from capplan.twin.cluster.reference_routers import reference_router
+from capplan.twin.cluster.python_loop import run_with
 from capplan.twin.cluster.routers import build_rule
 from capplan.twin.cluster.run import run_cluster
 from capplan.twin.core import run
 from tests.engine.engines import TINY_MODEL
+from tests.oracle.routers import reference_router
 from tests.serving.pooled_worlds import last_of, make_pooled_world
 from tests.serving.worlds import seeded
 from tests.twin.cluster.movable import seeded_movable

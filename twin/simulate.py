@@ -137,7 +137,7 @@ def simulate(
     queues
         Queues by request size at the start; None: one, until the first refresh.
     runner
-        The compiled twin, or `capplan.twin.reference.loop.run_reference`.
+        The compiled twin, or `tests.oracle.loop.run_reference`.
 
     Returns
     -------

@@ -26,10 +26,10 @@ from capplan.fleet.supervisor import RouterConfig
 from capplan.models.memory import gpu_load_ms
 from capplan.spec import Cache, PlanBase, Profile, QueueClass, Queues, Wrs
 from capplan.twin.cluster import Candidate, RoutedRequest
-from capplan.twin.cluster.reference_routers import SmoothShares
 from tests.cli.conftest import Run, error_line, run
 from tests.cli.examples import small_plan
 from tests.engine.fake_instances import tiny_plan
+from tests.oracle.routers import SmoothShares
 from tests.spec.test_registry import peft_folder
 
 __all__ = ["run"]

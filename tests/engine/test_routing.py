@@ -23,16 +23,16 @@ from capplan.serving.routers.choose import RoutingRule
 from capplan.serving.routers.fleet import ACTIVE, AWAITED, RESIDENT, report_time_ns
 from capplan.spec.routing import ROUTER_NAMES
 from capplan.twin.cluster import Candidate, RoutedRequest
-from capplan.twin.cluster.reference_routers import (
+from capplan.twin.cluster.routers import plain_rule
+from capplan.twin.host_link import NEVER_NS
+from tests.engine.fake_instances import idle_state
+from tests.engine.test_router import run
+from tests.oracle.routers import (
     LeastAddedWork,
     RankAware,
     SmoothShares,
     reference_router,
 )
-from capplan.twin.cluster.routers import plain_rule
-from capplan.twin.host_link import NEVER_NS
-from tests.engine.fake_instances import idle_state
-from tests.engine.test_router import run
 from tests.serving.worlds import seeded
 from tests.twin.cluster.scenarios import make_performance, make_work_model
 

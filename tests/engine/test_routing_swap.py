@@ -16,9 +16,9 @@ from capplan import InputError
 from capplan.fleet.routing import InstanceRouter, RoutingSettings
 from capplan.fleet.routing_table import RoutingTable
 from capplan.spec.routing import ROUTER_NAMES
-from capplan.twin.cluster.reference_routers import SmoothShares
 from tests.engine.fake_instances import idle_state
 from tests.engine.test_routing import rule_and_reference
+from tests.oracle.routers import SmoothShares
 
 NAMES = ("x", "y", "z")
 RANK = {"x": 8, "y": 16, "z": 8}

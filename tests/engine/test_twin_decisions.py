@@ -20,14 +20,14 @@ from capplan.serving.refresh import refresh
 from capplan.serving.state import POOLED
 from capplan.spec import QueueClass, Queues, Scheduler, Wrs
 from capplan.spec.scheduling import cache_of
-from capplan.twin.reference.caches import CachedAdapter
-from capplan.twin.reference.host_link import ReferenceCopier
-from capplan.twin.reference.loop import reference_scheduler
-from capplan.twin.reference.pooled import ReferencePooled
-from capplan.twin.reference.scheduler import ReferenceScheduler, ReferenceStep
-from capplan.twin.reference.size_queues import SizeQueues
-from capplan.twin.reference.slora import ReferenceSlora
 from tests.engine.engines import TimedRequest, check_engine, replay
+from tests.oracle.caches import CachedAdapter
+from tests.oracle.host_link import ReferenceCopier
+from tests.oracle.loop import reference_scheduler
+from tests.oracle.pooled import ReferencePooled
+from tests.oracle.scheduler import ReferenceScheduler, ReferenceStep
+from tests.oracle.size_queues import SizeQueues
+from tests.oracle.slora import ReferenceSlora
 from tests.twin.pooled import with_period
 
 TINY = ModelConfig(

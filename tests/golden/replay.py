@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 from capplan.serving import NONE, Limits, State, commit, new_state, schedule, submit
-from capplan.twin.reference.scheduler import ReferenceScheduler
 from tests.golden.cases import Case, Step, limits_of, usable_blocks
+from tests.oracle.scheduler import ReferenceScheduler
 
 Decided = tuple[list[tuple[int, int]], list[int], int]
 """(request, tokens) as scheduled, preempted requests, free blocks after scheduling."""

@@ -17,10 +17,10 @@ from capplan.serving.state import NONE, POOLED
 from capplan.spec.queues import MOST_QUEUES, Wrs
 from capplan.testing.integrity import check_integrity, running_rows
 from capplan.testing.structures import same, snapshot
-from capplan.twin.reference.caches import CachedAdapter
-from capplan.twin.reference.pooled import ReferencePooled
-from capplan.twin.reference.scheduler import ReferenceOutput, ReferenceStep
-from capplan.twin.reference.size_queues import PooledRequest, SizeQueues
+from tests.oracle.caches import CachedAdapter
+from tests.oracle.pooled import ReferencePooled
+from tests.oracle.scheduler import ReferenceOutput, ReferenceStep
+from tests.oracle.size_queues import PooledRequest, SizeQueues
 from tests.serving.worlds import Choose, scheduled
 
 MS = 1_000_000

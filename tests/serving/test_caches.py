@@ -11,7 +11,7 @@ from capplan.serving import State, adapter_loaded, commit, finish, schedule, sub
 from capplan.serving import pooled_state as p
 from capplan.serving.state import LOADING
 from capplan.testing import check_integrity
-from capplan.twin.reference.caches import ReferenceCache
+from tests.oracle.caches import ReferenceCache
 from tests.serving.pooled_worlds import MS, Arrival, PooledWorld, last_of, make_pooled_world, replay
 from tests.serving.test_chameleon_batch import world_of
 from tests.serving.worlds import seeded

@@ -6,7 +6,7 @@ import pytest
 
 from capplan.serving.pooled_state import OUTPUT_ONLY, QUEUES
 from capplan.serving.state import POOLED, Limits
-from capplan.twin.reference.size_queues import SizeQueues
+from tests.oracle.size_queues import SizeQueues
 from tests.serving.algorithm_1 import compare_batches, make_ample_world
 from tests.serving.pooled_worlds import (
     MS,

@@ -10,9 +10,9 @@ from capplan.serving import State
 from capplan.serving.pooled_state import FIFO, QUEUES, SJF
 from capplan.testing import check_integrity
 from capplan.testing.integrity import running_rows
-from capplan.twin.reference.admission import QueueAdmission
-from capplan.twin.reference.caches import ReferenceCache
-from capplan.twin.reference.pooled import ReferencePooled
+from tests.oracle.admission import QueueAdmission
+from tests.oracle.caches import ReferenceCache
+from tests.oracle.pooled import ReferencePooled
 from tests.serving.pooled_worlds import (
     EVENTS,
     MS,

@@ -12,8 +12,8 @@ from capplan.twin import trace as t
 from capplan.twin.clock import TwinClock, new_clock
 from capplan.twin.core import advance, mark_running, record_pool, refresh_queues, run
 from capplan.twin.host_link import NEVER_NS
-from capplan.twin.reference import run_reference
 from capplan.twin.scenario import new_engine
+from tests.oracle import run_reference
 
 # State of the compiled twin alone; the reference stores every token instead.
 COMPARED = [field for field in t.TwinTrace._fields if field != "stalled_ns"]

@@ -8,7 +8,7 @@ import pytest
 
 from capplan import Workload, errors, simulate, simulate_detailed
 from capplan.spec import Trace
-from capplan.twin.reference import run_reference
+from tests.oracle import run_reference
 from tests.twin.examples import profile, workload
 
 SETTINGS: dict[str, Any] = {"a_max": 4, "s_max": 8, "duration_s": 20.0, "max_model_len": 512}

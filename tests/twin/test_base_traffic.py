@@ -15,7 +15,7 @@ from capplan.serving.rules import RULES, serving_rules
 from capplan.spec import BaseTraffic, Trace
 from capplan.twin import Scenario
 from capplan.twin.cluster import Instance, simulate_cluster
-from capplan.twin.reference import run_reference
+from tests.oracle import run_reference
 from tests.twin.comparison import assert_forms_agree
 from tests.twin.examples import profile, workload
 from tests.twin.scenarios import scenarios

@@ -15,9 +15,9 @@ from capplan.serving.state import SLORA, VLLM
 from capplan.twin import Scenario, pauses
 from capplan.twin import trace as t
 from capplan.twin.core import run
-from capplan.twin.reference import run_reference, slora
-from capplan.twin.reference.memory import ReferenceAdapters
 from capplan.twin.scenario import NS_PER_MS
+from tests.oracle import run_reference, slora
+from tests.oracle.memory import ReferenceAdapters
 from tests.serving.worlds import seeded
 from tests.twin.comparison import assert_forms_agree, assert_same, differs
 from tests.twin.many import main

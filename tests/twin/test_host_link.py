@@ -18,7 +18,7 @@ from capplan.twin.host_link import (
     prefetched_ns,
     promote,
 )
-from capplan.twin.reference.host_link import Prefetch, ReferenceLink
+from tests.oracle.host_link import Prefetch, ReferenceLink
 from tests.twin.cluster.workloads import PROFILE, even
 
 INSTANCES = 3

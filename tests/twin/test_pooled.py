@@ -10,7 +10,7 @@ from capplan.spec import Scheduler
 from capplan.twin import Scenario, core
 from capplan.twin import trace as t
 from capplan.twin.core import run
-from capplan.twin.reference import run_reference
+from tests.oracle import run_reference
 from tests.twin.comparison import assert_forms_agree, assert_same
 from tests.twin.pooled import pooled_scenarios, seeded_pooled, with_period
 

@@ -14,10 +14,10 @@ from capplan.spec import LengthPairs
 from capplan.twin import Scenario
 from capplan.twin.core import run
 from capplan.twin.metrics import summarize
-from capplan.twin.reference import run_reference
 from capplan.twin.scenario import NS_PER_MS, Costs
 from capplan.twin.trace import STATUS_REJECTED, STATUS_RUNNING, gap_bin, gap_percentiles_ms, new_trace
 from capplan.workload import Requests
+from tests.oracle import run_reference
 from tests.twin.examples import profile, workload
 
 SETTINGS: dict[str, Any] = {"a_max": 4, "s_max": 8, "duration_s": 60.0, "max_model_len": 512}

@@ -9,8 +9,8 @@ from capplan.serving.routers import (
     Toppings,
     WorkModel,
 )
+from capplan.twin.cluster.python_loop import Candidate, PythonRouter, RoutedRequest
 from capplan.twin.cluster.rebalancing import FleetMoves, RebalanceRound, Rebalancing
-from capplan.twin.cluster.reference import Candidate, PythonRouter, RoutedRequest
 from capplan.twin.cluster.routers import NamedRouter, served_router
 from capplan.twin.cluster.scenario import Instance
 from capplan.twin.cluster.simulate import (

@@ -14,8 +14,8 @@ from capplan.errors import InputError
 from capplan.serving.pool_setup import PoolSetup
 from capplan.spec import Profile, Workload
 from capplan.twin import trace as t
+from capplan.twin.cluster.python_loop import PythonRouter, run_with
 from capplan.twin.cluster.rebalancing import FleetMoves, Rebalancing
-from capplan.twin.cluster.reference import PythonRouter, run_with
 from capplan.twin.cluster.routers import NamedRouter, build_rule
 from capplan.twin.cluster.run import ClusterTrace, run_cluster
 from capplan.twin.cluster.scenario import (

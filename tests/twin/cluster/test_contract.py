@@ -6,7 +6,7 @@ from capplan import InputError
 from capplan.serving.routers import ROUTERS
 from capplan.testing import RouterContract
 from capplan.twin.cluster import simulate_cluster
-from capplan.twin.cluster.reference_routers import Rotating, load
+from tests.oracle.routers import Rotating, load
 from tests.twin.cluster.workloads import even, same
 
 

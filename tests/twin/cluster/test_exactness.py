@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from capplan.serving.routers import ROUTERS, Dlora, LeastWorkLeft, Toppings
 from capplan.twin.cluster import NamedRouter, simulate_cluster
 from capplan.twin.cluster.layout import with_rows
-from capplan.twin.cluster.reference import Candidate, RoutedRequest, run_with
-from capplan.twin.cluster.reference_routers import LeastAddedWork, RankAware, reference_router
+from capplan.twin.cluster.python_loop import Candidate, RoutedRequest, run_with
 from capplan.twin.cluster.routers import build_rule
 from capplan.twin.cluster.run import run_cluster
 from capplan.twin.cluster.scenario import ClusterScenario, place
 from capplan.twin.core import run
 from capplan.twin.scenario import new_engine
+from tests.oracle.routers import LeastAddedWork, RankAware, reference_router
 from tests.serving.worlds import seeded
 from tests.twin.cluster.comparison import (
     WAITS,

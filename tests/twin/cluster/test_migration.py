@@ -17,7 +17,7 @@ from capplan.twin import trace as t
 from capplan.twin.clock import PRESENT, QUEUED
 from capplan.twin.cluster import Dlora, Instance, simulate_cluster
 from capplan.twin.cluster.layout import lay_out
-from capplan.twin.cluster.reference import unseen_requests
+from capplan.twin.cluster.python_loop import unseen_requests
 from capplan.twin.cluster.routers import build_rule
 from capplan.twin.cluster.run import run_laid
 from capplan.twin.cluster.scenario import ClusterScenario

@@ -23,11 +23,11 @@ from capplan.twin.cluster import (
     TransferLink,
     simulate_cluster,
 )
-from capplan.twin.cluster.reference import Candidate, RoutedRequest, run_with
-from capplan.twin.cluster.reference_routers import LeastAddedWork, RankAware, reference_router
+from capplan.twin.cluster.python_loop import Candidate, RoutedRequest, run_with
 from capplan.twin.cluster.routers import build_rule, served_router
 from capplan.twin.cluster.run import run_cluster
 from capplan.twin.per_request import LOST, REJECTED
+from tests.oracle.routers import LeastAddedWork, RankAware, reference_router
 from tests.serving.worlds import seeded
 from tests.twin.cluster.movable import World, assert_integrity, movable_clusters
 from tests.twin.cluster.scenarios import make_performance, make_work_model, report_period_s

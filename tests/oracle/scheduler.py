@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from capplan.serving import Limits
-from capplan.twin.reference.memory import ReferenceAdapters, ReferenceBlocks
+from tests.oracle.memory import ReferenceAdapters, ReferenceBlocks
 
 
 class ReferenceScheduler:

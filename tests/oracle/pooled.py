@@ -11,10 +11,10 @@ from collections.abc import Collection, Sequence
 
 from capplan.serving import Limits
 from capplan.serving.pooled_state import BY_HISTOGRAM, NO_PREFETCH, QUEUES, SJF
-from capplan.twin.reference.admission import QueueAdmission
-from capplan.twin.reference.caches import CachedAdapter, ReferenceCache
-from capplan.twin.reference.scheduler import ReferenceOutput, ReferenceStep
-from capplan.twin.reference.size_queues import PooledRequest, SizeQueues
+from tests.oracle.admission import QueueAdmission
+from tests.oracle.caches import CachedAdapter, ReferenceCache
+from tests.oracle.scheduler import ReferenceOutput, ReferenceStep
+from tests.oracle.size_queues import PooledRequest, SizeQueues
 
 _REQUESTS_TO_PREFETCH_FOR = 64
 

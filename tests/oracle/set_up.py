@@ -9,9 +9,9 @@ from capplan.serving.pool_setup import PoolSetup
 from capplan.serving.queue_design import RequestSample
 from capplan.serving.refresh import new_queues
 from capplan.spec.scheduling import Scheduler
-from capplan.twin.reference.caches import CachedAdapter
-from capplan.twin.reference.pooled import ReferencePooled
-from capplan.twin.reference.size_queues import SizeQueues
+from tests.oracle.caches import CachedAdapter
+from tests.oracle.pooled import ReferencePooled
+from tests.oracle.size_queues import SizeQueues
 
 _NS_PER_S = 1_000_000_000
 

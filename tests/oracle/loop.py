@@ -18,12 +18,12 @@ from capplan.serving.state import POOLED, SLORA
 from capplan.twin import trace
 from capplan.twin import trace as t
 from capplan.twin.clock import with_reloads_ns
-from capplan.twin.reference.host_link import ReferenceCopier
-from capplan.twin.reference.pooled import ReferencePooled
-from capplan.twin.reference.scheduler import ReferenceRequest, ReferenceScheduler, ReferenceStep
-from capplan.twin.reference.set_up import reference_pool, refreshed_queues
-from capplan.twin.reference.slora import ReferenceSlora
 from capplan.twin.scenario import Scenario
+from tests.oracle.host_link import ReferenceCopier
+from tests.oracle.pooled import ReferencePooled
+from tests.oracle.scheduler import ReferenceRequest, ReferenceScheduler, ReferenceStep
+from tests.oracle.set_up import reference_pool, refreshed_queues
+from tests.oracle.slora import ReferenceSlora
 
 
 def run_reference(scenario: Scenario) -> t.TwinTrace:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from capplan.serving import Limits
-from capplan.twin.reference.scheduler import ReferenceOutput, ReferenceRequest, ReferenceStep
+from tests.oracle.scheduler import ReferenceOutput, ReferenceRequest, ReferenceStep
 
 
 class ReferenceSlora:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from capplan.twin.reference.pooled import ReferencePooled
-    from capplan.twin.reference.size_queues import PooledRequest
+    from tests.oracle.pooled import ReferencePooled
+    from tests.oracle.size_queues import PooledRequest
 
 
 class QueueAdmission:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from capplan.serving.pooled_state import DEGREE_1, DEGREE_2, OUTPUT_ONLY
 from capplan.spec.queues import Wrs
-from capplan.twin.reference.scheduler import ReferenceRequest
+from tests.oracle.scheduler import ReferenceRequest
 
 _FORMS = {"degree2": DEGREE_2, "degree1": DEGREE_1, "output_only": OUTPUT_ONLY}
 
