@@ -17,8 +17,8 @@ from benchmarks.common import H100_LLAMA, LLAMA, command_line, markdown, peak_mi
 from capplan import Adapter, Lengths, Plan, Workload, plan
 from capplan.planner.served import fleet_of_plan
 from capplan.spec import Slo, Trace
+from capplan.spec.traffic import zipf
 from capplan.twin.metrics import bound_value
-from capplan.workload import zipf
 
 _SLO = Slo(ttft_p99_s=5.0, tpot_p99_ms=120.0)
 _RANKS = (8, 16, 32, 64)

@@ -38,7 +38,7 @@ from capplan.planner.bound import busy_gpus
 from capplan.planner.knobs import KnobSearch
 from capplan.planner.problem import make_problem
 from capplan.spec import Slo
-from capplan.workload import zipf
+from capplan.spec.traffic import zipf
 
 GPUS: Final = 16
 _LIGHT: Final = 0.1

@@ -37,11 +37,11 @@ from capplan.fleet.rebalancing import RebalanceLoop, RebalancingConfig
 from capplan.fleet.registered_adapters import RegistrySettings
 from capplan.fleet.share_updates import PostParams
 from capplan.fleet.supervisor import InstanceFleet, RestartPolicy, RouterConfig
+from capplan.registry import AdapterRegistry, digest_of, read_adapter
+from capplan.registry.adapter import ADAPTER_FILES
 from capplan.server import PoolSettings, ServerSettings, bind, url_of
 from capplan.serving.rebalancing import AdapterDemand, Rebalancer, RebalanceSettings
 from capplan.spec import PlanAdapter, Totals, Verification
-from capplan.spec.registry import AdapterRegistry, digest_of, read_adapter
-from capplan.spec.registry.adapter import ADAPTER_FILES
 
 MODEL: Final = "tiny-llama"
 ADMIN_KEY: Final = "admin"

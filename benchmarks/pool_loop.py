@@ -50,8 +50,8 @@ from capplan.serving import kv_bytes_per_token
 from capplan.serving.memory import adapter_tokens
 from capplan.spec import EngineArgs, Queues, write_text_atomic
 from capplan.spec.engine_args import DEFAULT_GPU_MEMORY_UTILIZATION
+from capplan.spec.traffic import zipf
 from capplan.twin import simulate_detailed
-from capplan.workload import zipf
 
 _CHAMELEON: Final = MappingProxyType({"policy": "chameleon", "refresh_s": 20.0})
 SYSTEMS: Final = MappingProxyType(

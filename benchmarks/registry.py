@@ -30,8 +30,8 @@ import numpy as np
 
 from benchmarks.common import command_line, records_table
 from benchmarks.scratch_database import scratch_database
-from capplan.spec.registry import AdapterRegistry, RegisteredAdapter
-from capplan.spec.registry.database import Database
+from capplan.registry import AdapterRegistry, RegisteredAdapter
+from capplan.registry.database import Database
 
 BAR_US: Final = 50.0
 _WRITERS: Final = 8

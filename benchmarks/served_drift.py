@@ -23,11 +23,11 @@ from capplan import Adapter, Lengths, Workload, load_profile
 from capplan.profiling.load.bench import BenchOptions, bench
 from capplan.profiling.load.requests import LoadSettings, Target
 from capplan.profiling.server.process import ServerCommand, flag_words, run_capplan, running_server
+from capplan.registry import AdapterRegistry
 from capplan.spec import write_text_atomic
-from capplan.spec.registry import AdapterRegistry
 from capplan.spec.routing import PLAN_ROUTER
 from capplan.spec.trace import Trace
-from capplan.workload import zipf
+from capplan.spec.traffic import zipf
 
 RANKS: Final = (8, 16, 32)
 PROMPT: Final = Lengths(mean=60.0, std=30.0)

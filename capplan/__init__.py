@@ -17,21 +17,12 @@ if TYPE_CHECKING:
     from capplan.models import load_surrogate
     from capplan.planner import Assignment, Problem, plan
     from capplan.planner.explain import explain
+    from capplan.registry import AdapterRegistry, RegisteredAdapter
     from capplan.reports import report
-    from capplan.spec import (
-        Adapter,
-        EngineArgs,
-        EngineConfig,
-        Lengths,
-        Plan,
-        Profile,
-        Slo,
-        Workload,
-        load_workload,
-    )
-    from capplan.spec.registry import AdapterRegistry, RegisteredAdapter
+    from capplan.spec import Adapter, EngineArgs, EngineConfig, Lengths, Plan, Profile, Slo, Workload
     from capplan.twin import SimulationResult, simulate, simulate_detailed
     from capplan.twin.sweep import sweep
+    from capplan.workload import load_workload
 
     __version__: str
 
@@ -76,9 +67,9 @@ _MODULES = {
     "capplan.planner.explain": ("explain",),
     "capplan.spec": (
         *("Adapter", "EngineArgs", "EngineConfig", "Lengths", "Plan", "Profile", "Slo", "Workload"),
-        "load_workload",
     ),
-    "capplan.spec.registry": ("AdapterRegistry", "RegisteredAdapter"),
+    "capplan.workload": ("load_workload",),
+    "capplan.registry": ("AdapterRegistry", "RegisteredAdapter"),
     "capplan.twin": ("SimulationResult", "simulate", "simulate_detailed"),
     "capplan.twin.sweep": ("sweep",),
 }

@@ -121,7 +121,7 @@ def _measured(args: BenchArgs) -> BenchResult:
     from capplan.profiling.load.bench import BenchOptions
     from capplan.profiling.load.bench import bench as measure
     from capplan.profiling.load.requests import LoadSettings, PromptForm, Target
-    from capplan.spec import load_workload
+    from capplan.workload import load_workload
 
     require_writable_files(args.output, args.requests_out, args.html, args.vllm_json)
     workload = load_workload(args.workload)

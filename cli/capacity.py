@@ -84,8 +84,8 @@ def capacity(args: CapacityArgs) -> None:
     """
     from capplan.planner.served import capacity as highest
     from capplan.planner.served import distinct_seeds, fewest_instances, with_bounds
-    from capplan.spec import load_workload
     from capplan.spec.limits import input_limits
+    from capplan.workload import load_workload
 
     require_duration(args.duration_s)
     _check(args)

@@ -52,7 +52,8 @@ class CompareArgs:
 @command
 def compare(args: CompareArgs) -> None:
     """Compare solvers on a workload: raw answers, and the verdict of the twin on fresh seeds."""
-    from capplan.spec import load_workload, write_text_atomic
+    from capplan.spec import write_text_atomic
+    from capplan.workload import load_workload
 
     require_writable_files(args.html)
     solvers = SOLVERS if args.solvers == _ALL else names(args.solvers, "--solvers")

@@ -101,7 +101,7 @@ def explained(
             raise InputError("goes with --workload, which says what to simulate", profile, "--profile")
         return None
     from capplan.datasets import load_profile
-    from capplan.spec import load_workload
+    from capplan.workload import load_workload
 
     made_for = load_workload(workload)
     used = None if profile is None else load_profile(profile)

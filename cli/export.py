@@ -115,7 +115,7 @@ def _names(group: Group) -> tuple[str, str] | None:
 
 def _verified_again(plan: Plan, workload: str, profile: str | None) -> Plan:
     from capplan.datasets import load_profile
-    from capplan.spec import load_workload
+    from capplan.workload import load_workload
 
     made_for = load_workload(workload)
     used = None if profile is None else load_profile(profile)

@@ -113,7 +113,7 @@ class PlanArgs:
 @command
 def plan(args: PlanArgs) -> None:
     """Plan which adapters share which GPUs, with which engine settings, and verify it with the twin."""
-    from capplan.spec import load_workload
+    from capplan.workload import load_workload
 
     require_writable_files(args.output)
     workload = _with_scheduling(load_workload(args.workload), args)

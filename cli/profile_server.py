@@ -115,7 +115,7 @@ def _adapters(
     lengths = (default.prompt_tokens, default.output_tokens)
     ranks: dict[str, int] = {}
     if workload is not None:
-        from capplan.spec import load_workload
+        from capplan.workload import load_workload
 
         loaded = load_workload(workload)
         ranks = {adapter.name: adapter.rank for adapter in loaded.adapters}

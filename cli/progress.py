@@ -74,7 +74,7 @@ def _ignore(stage: str, done: int, total: int) -> None:
 
 def announce_compilation(*, quiet: bool = False) -> None:
     """Print a line if the twin must be compiled, and then the time left."""
-    from capplan.compile import cache_dir, is_compiled, on_compiled
+    from capplan._jit import cache_dir, is_compiled, on_compiled
 
     if quiet or is_compiled():
         on_compiled(None)

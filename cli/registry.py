@@ -14,7 +14,7 @@ from capplan.spec.lora_modules import ALL_LINEAR, LORA_MODULES
 from capplan.spec.peft_folder import local_folder, path_kind
 
 if TYPE_CHECKING:
-    from capplan.spec.registry import RegisteredAdapter
+    from capplan.registry import RegisteredAdapter
 
 RegistryUrl: TypeAlias = Annotated[
     str,
@@ -58,7 +58,7 @@ def add(args: AddArgs) -> None:
     The registry is made if there is none. A folder is checked as the engine does, and its rank, layers, bytes
     and digest are read.
     """
-    from capplan.spec.registry import AdapterRegistry
+    from capplan.registry import AdapterRegistry
 
     found = [_described(word, args) for word in args.adapters]
     if len(found) > 1 and args.digest is not None:
@@ -74,7 +74,7 @@ def add(args: AddArgs) -> None:
 
 def _described(word: str, args: AddArgs) -> RegisteredAdapter:
     """Return the entry of ``NAME=LOCATION``."""
-    from capplan.spec.registry import RegisteredAdapter, read_adapter
+    from capplan.registry import RegisteredAdapter, read_adapter
 
     name, equals, location = word.partition("=")
     if not (name and equals and location):
@@ -113,7 +113,7 @@ class ListArgs:
 @command
 def list_(args: ListArgs) -> None:
     """List the adapters of a registry."""
-    from capplan.spec.registry import AdapterRegistry
+    from capplan.registry import AdapterRegistry
 
     with AdapterRegistry(args.registry, read_only=True) as registry:
         if args.server is not None and args.server not in registry.servers():
@@ -150,7 +150,7 @@ class ShowArgs:
 @command
 def show(args: ShowArgs) -> None:
     """Show an adapter: properties, location, and the servers that store it."""
-    from capplan.spec.registry import AdapterRegistry
+    from capplan.registry import AdapterRegistry
 
     with AdapterRegistry(args.registry, read_only=True) as registry:
         adapter = registry.get(args.name)
@@ -188,7 +188,7 @@ def remove(args: RemoveArgs) -> None:
 
     Files at the location of an adapter stay. Servers of a pool delete their copies.
     """
-    from capplan.spec.registry import AdapterRegistry
+    from capplan.registry import AdapterRegistry
 
     if args.names and args.server is not None:
         raise InputError("does not go with NAME", args.server, "--server")

@@ -380,8 +380,8 @@ def _serve_plan(args: ServeArgs) -> int:
     require_extra("engine", ("aiohttp",))
     from capplan.fleet.process import run_router
     from capplan.fleet.supervisor import RouterConfig
+    from capplan.registry import AdapterRegistry, with_locations
     from capplan.server import ServerLimits, ServerSettings
-    from capplan.spec.registry import AdapterRegistry, with_locations
 
     given = {name for name in args.ctx.params if _is_given(args.ctx, name)}
     file, plan = _plan_of(args, given)

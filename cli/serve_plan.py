@@ -85,7 +85,7 @@ class PlanProfiles:
 def _profiles_of(file: str | None) -> dict[str, Profile]:
     """Return the profiles of a workload file by name; none without a file."""
     from capplan.datasets import load_profile
-    from capplan.spec import load_workload
+    from capplan.workload import load_workload
 
     if file is None:
         return {}

@@ -12,7 +12,7 @@ from capplan.spec import Group, Plan, Profile, RebalanceSettings
 
 if TYPE_CHECKING:
     from capplan.fleet.rebalancing import RebalancingConfig
-    from capplan.spec.registry import AdapterRegistry
+    from capplan.registry import AdapterRegistry
 
 FLAGS = ("forecast", "rebalance_solver", "workload")
 """Options that go with ``--rebalance``."""
@@ -80,9 +80,9 @@ def rebalancing(
     """
     from capplan.fleet.rebalancing import RebalancingConfig
     from capplan.planner.served_rebalancing import served_rebalancer
-    from capplan.spec import load_workload
-    from capplan.spec.registry import AdapterRegistry
+    from capplan.registry import AdapterRegistry
     from capplan.twin.cluster.plans import workload_of
+    from capplan.workload import load_workload
 
     with AdapterRegistry(options.registry, read_only=True) as registry:
         size_bytes = _sizes(registry, plan, groups, log)

@@ -130,7 +130,8 @@ def simulate(args: SimulateArgs) -> None:
 
     Engine settings that are not given come from the workload file, then from the twin's defaults.
     """
-    from capplan.spec import load_workload, write_text_atomic
+    from capplan.spec import write_text_atomic
+    from capplan.workload import load_workload
 
     require_writable_files(args.html, args.requests_out)
     if args.plan is not None:

@@ -56,7 +56,7 @@ def simulate_plan(
 ) -> None:
     """Simulate the instances of a plan, and print the metrics of all, of each instance, and by rank."""
     from capplan.planner.served import by_rank, fleet_of_plan, stored_adapters
-    from capplan.spec import load_workload
+    from capplan.workload import load_workload
 
     workload = load_workload(workload_file)
     plan = read_any_plan(plan_file)

@@ -240,7 +240,7 @@ def data_folder(profile: Profile, options: DataOptions) -> Path:
     if options.folder is not None:
         return options.folder
     import capplan
-    from capplan.compile import cache_dir
+    from capplan._jit import cache_dir
     from capplan.models.surrogates.features import FEATURES
     from capplan.models.surrogates.files import profile_digest
 

@@ -51,8 +51,9 @@ def tune(args: TuneArgs) -> None:
     """
     from capplan.planner.tuning import TuneOptions, fragment
     from capplan.planner.tuning import tune as search
-    from capplan.spec import load_workload, write_text_atomic
+    from capplan.spec import write_text_atomic
     from capplan.spec.limits import require_duration
+    from capplan.workload import load_workload
 
     require_duration(args.duration_s)
     require_writable_files(args.output)

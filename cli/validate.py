@@ -103,7 +103,8 @@ def validate(args: ValidateArgs) -> None:
     from capplan.profiling.validation.compare import Tolerances
     from capplan.profiling.validation.validate import ValidationOptions
     from capplan.profiling.validation.validate import validate as run
-    from capplan.spec import load_workload, write_text_atomic
+    from capplan.spec import write_text_atomic
+    from capplan.workload import load_workload
 
     require_writable_files(args.output, args.html)
     document = read_any_plan(args.plan)

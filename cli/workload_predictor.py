@@ -36,10 +36,10 @@ def predictor(args: PredictorArgs) -> None:
     {predictor: {kind: learned, file: FILE}}`; adapters are found by their names.
     """
     from capplan.models.training.length_predictor import PredictorOptions, train_predictor
-    from capplan.spec import load_workload, write_bytes_atomic
+    from capplan.spec import write_bytes_atomic
     from capplan.spec.engine_args import DEFAULT_MAX_MODEL_LEN
     from capplan.spec.limits import require_duration
-    from capplan.workload import draw_requests
+    from capplan.workload import draw_requests, load_workload
 
     require_duration(args.duration_s)
     require_writable_files(args.output)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import inner_sum, jit
+from capplan._jit import inner_sum, jit
 from capplan.models.vector_math import exp, log
 
 _LEAST_CV = 0.1

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import inner, jit
+from capplan._jit import inner, jit
 from capplan.errors import InputError
 from capplan.models.step_tables import KvLine, kv_line, milliseconds_at, no_line, pack_tables
 from capplan.spec import FittedModel, Kernel

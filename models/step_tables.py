@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import inner
+from capplan._jit import inner
 from capplan.spec import StepTable
 
 _MANTISSA_BITS: Final = 3

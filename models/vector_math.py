@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from capplan.compile import inner
+from capplan._jit import inner
 
 _LOG2_E: Final = 1.4426950408889634
 _LN_2_HIGH: Final = 6.93147180369123816490e-01

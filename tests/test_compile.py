@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numba.core.errors import TypingError
 
-from capplan.compile import cache_dir, inner, inner_sum, jit, source_digest
+from capplan._jit import cache_dir, inner, inner_sum, jit, source_digest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "capplan"
 
@@ -97,7 +97,7 @@ def test_a_damaged_file_of_the_cache_is_compiled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, damage: bytes | None
 ) -> None:
     """A kill or a full disk leaves any part of a file; None: its second half is zeros."""
-    monkeypatch.setattr("capplan.compile.cache_dir", lambda: tmp_path)
+    monkeypatch.setattr("capplan._jit.cache_dir", lambda: tmp_path)
     assert jit(_plus_1)(41) == 42
     (file,) = tmp_path.rglob(f"*.{ending}")
     whole = file.read_bytes()
@@ -112,7 +112,7 @@ def test_a_damaged_file_of_the_cache_is_compiled_again(
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("capplan.compile.cache_dir", lambda: tmp_path)
+    monkeypatch.setattr("capplan._jit.cache_dir", lambda: tmp_path)
     entry = jit(_plus_1)
     shutil.rmtree(tmp_path)
     tmp_path.write_text("no folder")

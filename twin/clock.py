@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import by_reference, inner, jit
+from capplan._jit import by_reference, inner, jit
 from capplan.models.step_latency import StepFeatures, StepRanks, rank_ms, step_line, step_ms, with_line_ms
 from capplan.models.step_tables import KvLine
 from capplan.serving import Limits, State, adapter_loaded

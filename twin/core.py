@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import inner, jit
+from capplan._jit import inner, jit
 from capplan.models.step_tables import no_line
 from capplan.serving import Limits, State, commit, schedule, submit
 from capplan.serving.fast_forward import decode_step, steps_ahead

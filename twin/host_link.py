@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from capplan.compile import by_reference, inner
+from capplan._jit import by_reference, inner
 from capplan.serving.structures import Records, int_fields, new_record
 
 NEVER_NS = 2**62

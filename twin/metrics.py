@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import by_reference, jit
+from capplan._jit import by_reference, jit
 from capplan.serving.structures import int_fields, new_record
 from capplan.spec import STARVED_BELOW
 from capplan.spec.display import Plotted

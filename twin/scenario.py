@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import by_reference
+from capplan._jit import by_reference
 from capplan.errors import InputError
 from capplan.models.memory import disk_load_ms, gpu_load_ms, load_share, require_kv_tokens
 from capplan.models.step_latency import coefficient_array, latency_code, uses_decode_ranks, uses_ranks

@@ -13,7 +13,7 @@ from functools import partial
 from types import ModuleType
 from typing import Final, TypeVar
 
-from capplan.compile import is_compiled
+from capplan._jit import is_compiled
 from capplan.errors import InfeasibleError, InputError
 from capplan.processes import end_with_pool
 from capplan.spec import Profile, Workload

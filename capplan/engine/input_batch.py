@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from capplan.compile import jit
+from capplan._jit import jit
 from capplan.engine.pool import NULL_PAGE, BlockTables
 from capplan.engine.scheduler_output import ScheduledRequests
 from capplan.serving import Limits

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import jit
+from capplan._jit import jit
 from capplan.serving import NONE, Limits, State
 from capplan.serving.adapter_slots import release_adapter
 from capplan.serving.caches import evict

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from capplan.compile import is_compiled
+from capplan._jit import is_compiled
 from capplan.engine.core_process import is_stopped
 from capplan.errors import NO_VALUE, CapplanError, InputError, NoValue
 from capplan.fleet.instances import InstanceSpec, gpus_of

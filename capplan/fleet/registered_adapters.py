@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from capplan.errors import InputError
-from capplan.spec.registry import AdapterRegistry, RegisteredAdapter
+from capplan.registry import AdapterRegistry, RegisteredAdapter
 
 if TYPE_CHECKING:
     from capplan.fleet.routing import InstanceRouter

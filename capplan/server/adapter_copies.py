@@ -22,11 +22,11 @@ from weakref import WeakValueDictionary
 
 from capplan.engine.lora.store import AdapterStore
 from capplan.errors import InputError
+from capplan.registry import AdapterRegistry, RegistryUnavailableError
 from capplan.server.adapters import ServedAdapters
 from capplan.server.pool_metrics import PoolCounters
 from capplan.server.protocol import RETRY, ApiError
 from capplan.server.transfer import Fetcher, TransferParams, peer
-from capplan.spec.registry import AdapterRegistry, RegistryUnavailableError
 
 _MIB: Final = 2**20
 _MAX_CHECKS: Final = 2

@@ -21,6 +21,8 @@ from prometheus_client.metrics_core import Metric
 
 from capplan.engine.lora.store import AdapterStore, IncomingAdapter
 from capplan.errors import InputError
+from capplan.registry import AdapterRegistry, RegisteredAdapter, RegistryUnavailableError
+from capplan.registry.adapter import ADAPTER_FILES, RegisteredServer
 from capplan.server.adapter_copies import AdapterCopies, PoolParams, PoolServer
 from capplan.server.adapters import ServedAdapters
 from capplan.server.pool_metrics import PoolCounters
@@ -28,8 +30,6 @@ from capplan.server.protocol import RETRY, ApiError, overloaded, unknown_model
 from capplan.server.server_claim import OwnedFolder, ServerClaim
 from capplan.server.settings import PoolSettings, ServerSettings
 from capplan.server.transfer import Fetcher, Source, TransferError, location, peer
-from capplan.spec.registry import AdapterRegistry, RegisteredAdapter, RegistryUnavailableError
-from capplan.spec.registry.adapter import ADAPTER_FILES, RegisteredServer
 
 _MAX_LOADS: Final = 256
 """Adapters that are fetched, or wait for a transfer, at a time."""

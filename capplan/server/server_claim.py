@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from capplan.errors import InputError
-from capplan.spec.registry import AdapterRegistry, RegistryUnavailableError
-from capplan.spec.registry.adapter import RegisteredServer
+from capplan.registry import AdapterRegistry, RegistryUnavailableError
+from capplan.registry.adapter import RegisteredServer
 
 try:
     import fcntl

@@ -18,10 +18,10 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 from capplan.engine.lora.store import IncomingAdapter
 from capplan.errors import InputError, printable
+from capplan.registry.adapter import ADAPTER_FILES
 from capplan.server.adapters import ReaderThreads
 from capplan.server.limiter import PEER_PATH, transfer_key
 from capplan.spec.files import error_reason, open_regular, parse_json
-from capplan.spec.registry.adapter import ADAPTER_FILES
 
 _PART_BYTES: Final = 2**20
 _MAX_ANSWER_BYTES: Final = 4096

@@ -6,7 +6,7 @@ ones can be evicted, and their order of last use is the order in which they beca
 
 from __future__ import annotations
 
-from capplan.compile import inner, jit
+from capplan._jit import inner, jit
 from capplan.serving.caches import end_load
 from capplan.serving.pooled_state import has_pool
 from capplan.serving.state import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from capplan.compile import inner
+from capplan._jit import inner
 from capplan.serving.adapter_slots import acquire_adapter, claim_adapter, needs_load
 from capplan.serving.kv_blocks import enter, free_among_found, look_up
 from capplan.serving.running import append_running, blocks_for

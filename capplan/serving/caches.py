@@ -9,7 +9,7 @@ Source: Chameleon, sections 4.2 and 5.3.
 
 from __future__ import annotations
 
-from capplan.compile import inner, jit
+from capplan._jit import inner, jit
 from capplan.serving.pooled_state import (
     FAIRSHARE,
     GDSF,

@@ -13,7 +13,7 @@ largest remainder here.
 
 from __future__ import annotations
 
-from capplan.compile import inner
+from capplan._jit import inner
 from capplan.serving.caches import pages_to_pin
 from capplan.serving.pool import admit, requeue, row_has_memory, step_allows, step_has_tokens
 from capplan.serving.running import output_tokens

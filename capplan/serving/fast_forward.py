@@ -7,7 +7,7 @@ arrival, and an adapter that has been loaded. The caller watches for the latter 
 
 from __future__ import annotations
 
-from capplan.compile import inner
+from capplan._jit import inner
 from capplan.serving.admission import blocks_to_admit
 from capplan.serving.kv_blocks import extend_together, look_up
 from capplan.serving.pooled import note_decode, pooled_steps_ahead

@@ -13,7 +13,7 @@ blocks are registered as soon as the host has their tokens, the others when a re
 
 from __future__ import annotations
 
-from capplan.compile import inner
+from capplan._jit import inner
 from capplan.serving.state import (
     ANONYMOUS,
     EMPTY,

@@ -7,7 +7,7 @@ Source: S-LoRA c1ddf48, ``router/req_queue.py``.
 
 from __future__ import annotations
 
-from capplan.compile import inner
+from capplan._jit import inner
 from capplan.serving.running import output_tokens
 from capplan.serving.state import NONE, Limits, State
 

@@ -9,7 +9,7 @@ Source: Chameleon, sections 4.2 and 4.3; S-LoRA for arrival order.
 
 from __future__ import annotations
 
-from capplan.compile import inner
+from capplan._jit import inner
 from capplan.serving.caches import leave_adapter, make_room, pages_to_pin, use_adapter
 from capplan.serving.look_ahead import fits_to_end, held_to_end, insert_by_end, remove_from_order
 from capplan.serving.pooled_state import QUEUES, with_pool

@@ -9,7 +9,7 @@ Source: Chameleon, section 4; S-LoRA c1ddf48 for arrival order; muServe for shor
 
 from __future__ import annotations
 
-from capplan.compile import inner
+from capplan._jit import inner
 from capplan.serving.caches import make_room
 from capplan.serving.chameleon import admit_batch
 from capplan.serving.look_ahead import insert_by_end

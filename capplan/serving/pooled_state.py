@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import by_reference, inner_with
+from capplan._jit import by_reference, inner_with
 from capplan.serving.structures import ABSENT, Heap, Records, int_fields, new_heap, new_record
 from capplan.spec.queues import MOST_QUEUES, PROMPT_WEIGHT
 from capplan.spec.scheduling import CHAMELEON_WEIGHTS

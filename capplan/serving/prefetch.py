@@ -9,7 +9,7 @@ the least number of samples are assumptions.
 
 from __future__ import annotations
 
-from capplan.compile import inner
+from capplan._jit import inner
 from capplan.serving.caches import begin_load, is_needed, is_pinned, make_room, note_use
 from capplan.serving.pool import has_memory
 from capplan.serving.pooled_state import BY_HISTOGRAM, IDLE_BINS, NO_PREFETCH

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import inner
+from capplan._jit import inner
 from capplan.serving.adapter_slots import release_adapter
 from capplan.serving.kv_blocks import extend, extend_together, leave_blocks
 from capplan.serving.state import (

@@ -13,7 +13,7 @@ Source: vLLM 0.8.5 to 0.32.0, ``vllm/v1/core/sched/scheduler.py``. S-LoRA's rule
 
 from __future__ import annotations
 
-from capplan.compile import inner, jit
+from capplan._jit import inner, jit
 from capplan.serving.adapter_slots import release_adapter
 from capplan.serving.admission import admit_waiting
 from capplan.serving.kv_blocks import same_answers

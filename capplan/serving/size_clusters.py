@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import inner, jit
+from capplan._jit import inner, jit
 from capplan.spec.queues import ClusterRule
 
 SAMPLE: Final = 2000

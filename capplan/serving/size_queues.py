@@ -8,7 +8,7 @@ Source: Chameleon, sections 4.3.1 to 4.3.3.
 
 from __future__ import annotations
 
-from capplan.compile import inner, jit
+from capplan._jit import inner, jit
 from capplan.serving.pooled_state import DEGREE_1, DEGREE_2, SJF, WINDOW, with_pool
 from capplan.serving.running import blocks_for, output_tokens
 from capplan.serving.state import NONE, Limits, State

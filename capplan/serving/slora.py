@@ -10,7 +10,7 @@ Source: S-LoRA c1ddf48, ``router/manager.py`` and ``router/req_queue.py``.
 
 from __future__ import annotations
 
-from capplan.compile import inner
+from capplan._jit import inner
 from capplan.serving.adapter_slots import acquire_adapter, release_adapter
 from capplan.serving.admission import start_row
 from capplan.serving.look_ahead import fits_to_end, insert_by_end

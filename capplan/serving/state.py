@@ -17,7 +17,7 @@ from typing import NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import by_reference
+from capplan._jit import by_reference
 from capplan.serving.pooled_state import NoPool, PooledState, new_pooled
 from capplan.serving.structures import (
     ABSENT,

@@ -13,7 +13,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import by_reference, jit
+from capplan._jit import by_reference, jit
 from capplan.serving import scheduler
 from capplan.serving.lines import is_pooled, line_access, new_lines
 from capplan.serving.state import POOLED, VLLM, Limits, State, new_state

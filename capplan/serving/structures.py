@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import by_reference, inner, jit
+from capplan._jit import by_reference, inner, jit
 
 Records = np.recarray[Any, Any]
 

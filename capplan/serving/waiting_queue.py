@@ -10,7 +10,7 @@ only the end from which the queue is read changes: `queue_reversed`.
 
 from __future__ import annotations
 
-from capplan.compile import inner
+from capplan._jit import inner
 from capplan.serving.pooled_state import has_pool
 from capplan.serving.state import LOADING, NONE, State
 from capplan.serving.structures import heap_push, heap_remove

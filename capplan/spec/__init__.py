@@ -4,7 +4,6 @@ from capplan.spec.durable import write_bytes_atomic, write_text_atomic
 from capplan.spec.engine_args import EngineArgs, EngineConfig
 from capplan.spec.files import read_text
 from capplan.spec.lengths import LengthPairs, Lengths
-from capplan.spec.load import load_workload
 from capplan.spec.plan import (
     Binds,
     Group,
@@ -37,8 +36,7 @@ from capplan.spec.routing import RouterOptions
 from capplan.spec.scheduling import Cache, Predictor, Scheduler
 from capplan.spec.slo import STARVED_BELOW, Gpus, Objective, Pool, Slo
 from capplan.spec.step_tables import StepTable, TableAxis
-from capplan.spec.trace import Trace
-from capplan.spec.trace_files import TimeUnit, TraceFormat, read_length_pairs, read_trace
+from capplan.spec.trace import TimeUnit, Trace, TraceFormat
 from capplan.spec.traffic import (
     ArrivalProcess,
     Arrivals,
@@ -118,10 +116,7 @@ __all__ = [
     "WorkloadFile",
     "Wrs",
     "allowed_lora_rank",
-    "load_workload",
-    "read_length_pairs",
     "read_text",
-    "read_trace",
     "write_bytes_atomic",
     "write_text_atomic",
 ]

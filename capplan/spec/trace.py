@@ -6,6 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pydantic_core import CoreSchema, core_schema
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import ArrayLike, NDArray
     from pydantic import GetCoreSchemaHandler
+
 
 NS_PER_S: Final = 1_000_000_000
 _BLOCK_S: Final = 60.0
@@ -335,3 +337,24 @@ def require_each(
         place = int(holds.argmin())
         row = place if rows is None else int(rows[place])
         raise InputError(f"{rule} (row {row + 1})", column[place].item(), name)
+
+
+class TraceFormat(StrEnum):
+    """Layout of a file of requests."""
+
+    TABLE = "table"
+    AZURE = "azure"
+    BURSTGPT = "burstgpt"
+    RAGPULSE = "ragpulse"
+    BAILIAN = "bailian"
+    MOONCAKE = "mooncake"
+    VLLM = "vllm"
+
+
+class TimeUnit(StrEnum):
+    """Unit of the times of a trace."""
+
+    S = "s"
+    MS = "ms"
+    US = "us"
+    NS = "ns"

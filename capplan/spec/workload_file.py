@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Strict, Tag, model_v
 
 from capplan.spec.lengths import Lengths
 from capplan.spec.lora_modules import TargetModulesSource
-from capplan.spec.trace_files import TimeUnit, TraceFormat
+from capplan.spec.trace import TimeUnit, TraceFormat
 from capplan.spec.traffic import ArrivalProcess, Arrivals, Popularity, Stickiness
 from capplan.spec.validation import (
     Many,
@@ -279,7 +279,7 @@ AdaptersSource: TypeAlias = Annotated[
 
 
 class WorkloadFile(PlanningRequirements):
-    """A workload file as it is written; :func:`~capplan.spec.load.load_workload` resolves it."""
+    """A workload file as it is written; :func:`~capplan.workload.load.load_workload` resolves it."""
 
     version: Literal[1] = Field(default=1, description="Version of this format.")
     requests: RequestsEntry = Field(

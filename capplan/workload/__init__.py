@@ -1,15 +1,5 @@
-"""Requests over time: arrivals and lengths drawn from a workload, or replayed from its trace."""
+"""Requests over time: workload files and traces, and arrivals and lengths drawn from a workload."""
 
-from capplan.spec.traffic import exponential, power_law, zipf
-from capplan.workload.lengths import LengthTable, length_table
-from capplan.workload.requests import Requests, draw_requests
+import lazy_loader
 
-__all__ = [
-    "LengthTable",
-    "Requests",
-    "draw_requests",
-    "exponential",
-    "length_table",
-    "power_law",
-    "zipf",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

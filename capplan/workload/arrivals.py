@@ -8,7 +8,7 @@ from typing import Final, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import jit
+from capplan._jit import jit
 from capplan.errors import InputError
 from capplan.spec import Arrivals, Burst, Diurnal, Renewal, ShiftingSkew, Steps, Unpredictable, Workload
 from capplan.workload.renewal import Floats, GapDistribution, Owners, gap_distribution, renewals

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.optimize import brentq
 from scipy.special import gammainc, gammaincc, ndtri
 
-from capplan.compile import jit
+from capplan._jit import jit
 from capplan.errors import InputError
 from capplan.spec import Lengths
 from capplan.workload.sampling import DiscreteTable, discrete_table, invert, sample_at, uniform

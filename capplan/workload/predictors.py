@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import jit
+from capplan._jit import jit
 from capplan.errors import NO_VALUE, InputError
 from capplan.spec import Predictor, read_text
 from capplan.spec.files import parse_json

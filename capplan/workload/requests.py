@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import by_reference
+from capplan._jit import by_reference
 from capplan.errors import InputError
 from capplan.spec import (
     Adapter,

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import jit
+from capplan._jit import jit
 
 _STEP: Final = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio
 

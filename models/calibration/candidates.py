@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from capplan.compile import jit
+from capplan._jit import jit
 from capplan.errors import InputError
 from capplan.models.calibration.least_squares import (
     LinearProblem,

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import jit
+from capplan._jit import jit
 from capplan.models.memory import KvBudget, kv_budget
 from capplan.models.surrogates.features import (
     FEATURES,

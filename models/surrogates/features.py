@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import jit
+from capplan._jit import jit
 from capplan.errors import InputError
 from capplan.models.fluid import FluidEngine, batch_limit, fluid_state
 from capplan.models.memory import KvBudget, kv_budget

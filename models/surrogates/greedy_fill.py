@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import jit
+from capplan._jit import jit
 from capplan.models.surrogates.compiled import (
     PREDICTED,
     STARVED_PROBABILITY,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import jit
+from capplan._jit import jit
 from capplan.models.surrogates.features import HORIZON_S, expected_tok_s, feature_of
 from capplan.spec import STARVED_BELOW
 

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import jit
+from capplan._jit import jit
 from capplan.models.surrogates.outputs import round_down
 
 _MIN_GAIN: Final = 1e-9  # of the whole loss; less is rounding

@@ -27,7 +27,7 @@ from capplan.profiling.load.result import (
 )
 from capplan.spec import STARVED_BELOW, write_text_atomic
 from capplan.spec.latency_stats import latency_stats
-from capplan.spec.trace_files import read_vllm_result
+from capplan.workload.trace_files import read_vllm_result
 
 _MS_PER_S: Final = 1e3
 _MOST: Final = 1e18  # seconds, requests and tokens are fewer

@@ -14,11 +14,11 @@ import pytest
 
 from capplan import Adapter, InputError, Lengths, Workload, load_workload, plan
 from capplan.deploy import vllm_files
+from capplan.registry import RegisteredAdapter, read_adapter
 from capplan.spec import Plan, PlanEngine, Pool, WorkloadFile
 from capplan.spec.engine_args import VLLM_FLAGS, has_flag, vllm_rank
 from capplan.spec.lora_modules import LORA_MODULES
 from capplan.spec.peft_folder import PeftFiles, is_other_model, path_kind, placed_path
-from capplan.spec.registry import RegisteredAdapter, read_adapter
 from capplan.spec.validation import NOT_PRINTABLE
 from tests.cli.conftest import ROOT, Run, error_line, run
 from tests.cli.examples import MODEL, group, small_plan

@@ -15,9 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-import capplan.compile as compile_
-from benchmarks.soak.case import PROFILE
-from benchmarks.soak.file_inputs import (
+import capplan._jit as compile_
+from capplan import InputError
+from capplan.engine.timing import RecordFile
+from capplan.profiling.load.record import RequestFile
+from capplan.spec import write_text_atomic
+from capplan.workload.predictors import FEATURES, read_predictor
+from tests.cli.conftest import command, environment, error_line
+from tests.fuzz.case import PROFILE
+from tests.fuzz.file_inputs import (
     CONFIGS,
     FIELDS,
     FLAGS,
@@ -30,12 +36,6 @@ from benchmarks.soak.file_inputs import (
     trained_predictor,
     workload_with,
 )
-from capplan import InputError
-from capplan.engine.timing import RecordFile
-from capplan.profiling.load.record import RequestFile
-from capplan.spec import write_text_atomic
-from capplan.workload.predictors import FEATURES, read_predictor
-from tests.cli.conftest import command, environment, error_line
 
 
 @pytest.fixture(scope="module")

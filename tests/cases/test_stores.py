@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from capplan import InputError
-from capplan.spec.registry import AdapterRegistry, RegisteredAdapter
+from capplan.registry import AdapterRegistry, RegisteredAdapter
 from tests.cli.conftest import ROOT, Run, environment, error_line
 from tests.spec.conftest import entry
 

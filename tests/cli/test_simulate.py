@@ -113,7 +113,7 @@ def test_metrics_without_a_completed_request_are_null(run: Run, workload_yaml: P
 def test_the_wait_for_compilation_is_announced(
     run: Run, workload_yaml: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from capplan import compile as compilation
+    from capplan import _jit as compilation
 
     monkeypatch.setattr(compilation, "is_compiled", lambda: False)
     text = run("simulate", workload_yaml, "--max-loras", "4", *SHORT).stderr
@@ -125,7 +125,7 @@ def test_the_wait_for_compilation_is_announced(
 def test_an_impossible_flag_is_told_before_anything_is_compiled(
     run: Run, workload_yaml: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from capplan import compile as compilation
+    from capplan import _jit as compilation
 
     monkeypatch.setattr(compilation, "is_compiled", lambda: False)
     result = run("simulate", workload_yaml, "--max-loras", "four")

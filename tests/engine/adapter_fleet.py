@@ -10,11 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from capplan.registry import AdapterRegistry, read_adapter
 from capplan.server import PoolSettings
 from capplan.server.adapter_copies import PoolParams
 from capplan.server.server_claim import OWNER_FILE
 from capplan.server.transfer import TransferParams
-from capplan.spec.registry import AdapterRegistry, read_adapter
 from tests.engine.live import ADMIN_KEY, TINY, Live, live
 from tests.engine.test_faults import Answer, complete, send, tokens_of
 from tests.engine.test_generate import write_adapter

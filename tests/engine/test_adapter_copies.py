@@ -20,8 +20,8 @@ pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
 from benchmarks.moving_cluster import is_intact
 from capplan import InputError
 from capplan.engine.lora.store import AdapterStore
+from capplan.registry import AdapterRegistry
 from capplan.server.adapter_copies import PoolParams
-from capplan.spec.registry import AdapterRegistry
 from tests.engine.adapter_fleet import (
     NAMES,
     SERVERS,

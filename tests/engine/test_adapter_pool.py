@@ -20,11 +20,11 @@ import pytest
 pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
 
 from capplan.errors import InputError
+from capplan.registry import RegisteredAdapter, read_adapter
 from capplan.server import PoolSettings, ServerLimits
 from capplan.server.adapter_copies import PoolParams
 from capplan.server.limiter import transfer_key
 from capplan.server.transfer import TransferParams
-from capplan.spec.registry import RegisteredAdapter, read_adapter
 from tests.engine.adapter_fleet import (
     NAMES,
     QUICK,

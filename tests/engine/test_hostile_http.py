@@ -1,4 +1,4 @@
-"""A part of the hostile HTTP interactions of `benchmarks.soak`; its command sends all of them."""
+"""A part of the hostile HTTP interactions of `tests.fuzz`; its command sends all of them."""
 
 import asyncio
 import json
@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.soak.interactions import CLOSED, Interaction, interactions
 from capplan.server import ServerLimits
 from tests.engine.live import Live, live
 from tests.engine.test_faults import complete, send
+from tests.fuzz.interactions import CLOSED, Interaction, interactions
 
 LIMITS = ServerLimits(header_timeout_s=1.0, body_timeout_s=2.0, send_timeout_s=1.0)
 REFUSALS = {400, 401, 403, 404, 405, 408, 413, 429, 431, 503}

@@ -24,7 +24,7 @@ from benchmarks.moving_cluster import (
     write_adapter,
 )
 from capplan.engine.models import model_config
-from capplan.spec.registry import read_adapter
+from capplan.registry import read_adapter
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ from capplan.fleet.registered_adapters import (
     RegistrySnapshot,
     placed_by_registry,
 )
-from capplan.spec.registry import AdapterRegistry, RegisteredAdapter
+from capplan.registry import AdapterRegistry, RegisteredAdapter
 from tests.engine.fake_instances import Routed, routed
 from tests.engine.test_rebalance_loop import MODEL, RANKS, config_of, placement, registry
 

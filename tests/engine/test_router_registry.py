@@ -12,8 +12,8 @@ from capplan.datasets import load_profile
 from capplan.fleet import launcher
 from capplan.fleet.registered_adapters import RegistrySettings
 from capplan.fleet.supervisor import RouterConfig
+from capplan.registry import AdapterRegistry, RegisteredAdapter
 from capplan.server import PoolSettings
-from capplan.spec.registry import AdapterRegistry, RegisteredAdapter
 from tests.cases.test_adapters import adapter_folder
 from tests.cli.conftest import Run, error_line, run
 from tests.cli.examples import MODEL

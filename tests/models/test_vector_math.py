@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from capplan.compile import jit
+from capplan._jit import jit
 from capplan.models.vector_math import LEAST_EXPONENT, asinh, exp, log
 
 TWO_UNITS = 2.0**-51

@@ -34,8 +34,8 @@ from capplan.planner.solvers import REGISTRY
 from capplan.planner.splitting import split_hot_adapters
 from capplan.spec import Slo
 from capplan.spec.engine_args import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
+from capplan.spec.traffic import zipf
 from capplan.testing import example_problem
-from capplan.workload import zipf
 
 BOUNDED = Slo(tpot_p99_ms=50.0)
 

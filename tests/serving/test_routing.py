@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from capplan.compile import jit
+from capplan._jit import jit
 from capplan.serving.routers import Fleet, Performance, Placement
 from capplan.serving.routers.fleet import PRESENT, new_fleet
 from capplan.serving.routers.toppings import BGMV, MBGMV, rank_aware

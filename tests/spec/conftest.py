@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from capplan.spec.registry import AdapterRegistry, RegisteredAdapter
+from capplan.registry import AdapterRegistry, RegisteredAdapter
 
 
 def entry(name: str, version: int = 0, **fields: Any) -> RegisteredAdapter:

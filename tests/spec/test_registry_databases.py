@@ -22,9 +22,9 @@ from benchmarks.scratch_database import (
     scratch_database,
 )
 from capplan import InputError, load_workload
+from capplan.registry import AdapterRegistry, RegisteredAdapter, RegistryUnavailableError
+from capplan.registry.database import Database
 from capplan.spec.limits import InputLimits, limited
-from capplan.spec.registry import AdapterRegistry, RegisteredAdapter, RegistryUnavailableError
-from capplan.spec.registry.database import Database
 from tests.spec.test_registry import RegistryMachine, entry, line_of
 
 WORKLOAD = """

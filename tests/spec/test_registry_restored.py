@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from capplan.spec.registry import AdapterRegistry, RegistryUnavailableError
+from capplan.registry import AdapterRegistry, RegistryUnavailableError
 from tests.spec.test_registry import entry, line_of
 
 

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import InputError, load_workload
-from capplan.spec import TimeUnit, Trace, TraceFormat, WorkloadFile, read_length_pairs, read_trace
+from capplan.spec import TimeUnit, Trace, TraceFormat, WorkloadFile
+from capplan.workload import read_length_pairs, read_trace
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
 

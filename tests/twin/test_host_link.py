@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import simulate
-from capplan.compile import jit
+from capplan._jit import jit
 from capplan.spec import Trace
 from capplan.twin.cluster import Instance, simulate_cluster
 from capplan.twin.cluster.scenario import build_cluster

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import inner, jit
+from capplan._jit import inner, jit
 from capplan.serving.routers.choose import RoutingRule, choose_blindly, choose_by_state, sent_ns
 from capplan.serving.routers.dlora import busiest, idlest, is_excessive, load, to_move
 from capplan.serving.routers.fleet import ArrivingRequest, Placement, note_waiting, report_time_ns

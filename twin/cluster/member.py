@@ -12,7 +12,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import by_reference, jit
+from capplan._jit import by_reference, jit
 from capplan.serving import Limits, State, new_state
 from capplan.serving.lines import is_pooled, line_access, new_lines
 from capplan.serving.state import POOLED, VLLM

@@ -15,7 +15,7 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import jit
+from capplan._jit import jit
 from capplan.errors import InputError
 from capplan.serving import NONE
 from capplan.serving.rebalancing import Rebalanced, Rebalancer, RebalanceSettings, Replan

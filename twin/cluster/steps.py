@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import by_reference, inner, jit
+from capplan._jit import by_reference, inner, jit
 from capplan.serving import State
 from capplan.serving.pooled_state import has_pool, with_pool
 from capplan.serving.routers.fleet import ACTIVE, AWAITED, RESIDENT, Fleet, Placement, add_waiting

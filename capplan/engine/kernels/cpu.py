@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from capplan.compile import cache_on_disk
+from capplan._jit import cache_on_disk
 from capplan.engine.input_batch import Decodes, ModelInputs, Segment
 from capplan.engine.kernels.torch_lora import GroupedLoRA, Views
 from capplan.engine.lora.adapter import GROUPS, SITES, A, AdapterLayout, B

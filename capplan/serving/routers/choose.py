@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import by_reference, inner, jit
+from capplan._jit import by_reference, inner, jit
 from capplan.errors import InputError
 from capplan.serving.routers.first_fit import first_fit
 from capplan.serving.routers.fleet import ArrivingRequest, Fleet, Placement, note_waiting

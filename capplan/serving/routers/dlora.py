@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from capplan.compile import inner
+from capplan._jit import inner
 from capplan.errors import InputError
 from capplan.serving.routers.fleet import Fleet
 

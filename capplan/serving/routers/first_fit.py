@@ -5,7 +5,7 @@ If no holder has room, which the source leaves open, the request goes to the lea
 
 from __future__ import annotations
 
-from capplan.compile import inner
+from capplan._jit import inner
 from capplan.serving.routers.fleet import Fleet, Placement, has_room
 from capplan.serving.routers.least_loaded import least_loaded
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import by_reference, inner, jit
+from capplan._jit import by_reference, inner, jit
 from capplan.serving.structures import Records, int_fields
 
 

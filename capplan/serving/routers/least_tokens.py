@@ -6,7 +6,7 @@ requests, and of running ones the KV tokens and what is left of their prompts.
 
 from __future__ import annotations
 
-from capplan.compile import inner
+from capplan._jit import inner
 from capplan.serving.routers.fleet import Fleet, Placement, after, queued_tokens
 
 

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import inner
+from capplan._jit import inner
 from capplan.errors import InputError
 from capplan.serving.routers.fleet import (
     ACTIVE,

@@ -11,7 +11,7 @@ rotate.
 
 from __future__ import annotations
 
-from capplan.compile import inner
+from capplan._jit import inner
 from capplan.serving.routers.fleet import ACTIVE, AWAITED, Fleet, Placement, after
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from capplan.compile import inner
+from capplan._jit import inner
 from capplan.serving.routers.fleet import Fleet, Placement, after
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import inner
+from capplan._jit import inner
 from capplan.serving.routers.fleet import Placement, adapter_of_places, places_in_both
 
 

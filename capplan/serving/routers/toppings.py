@@ -28,7 +28,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.compile import inner
+from capplan._jit import inner
 from capplan.errors import InputError
 from capplan.serving.routers.fleet import PRESENT, QUEUED, Fleet, Placement, after, fits_memory
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from capplan.compile import jit
+from capplan._jit import jit
 from capplan.serving import Limits, State
 from capplan.serving import state as s
 from capplan.serving.routers.dlora import to_move

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from enum import StrEnum
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +20,7 @@ from capplan.spec.files import read_at_most
 from capplan.spec.lengths import LengthPairs
 from capplan.spec.limits import beyond, input_limits
 from capplan.spec.table_files import MAX_COLUMNS, Header, open_unpacked, table_parts
-from capplan.spec.trace import NS_PER_S, NamedRows, Trace, lengths_column, require_each
+from capplan.spec.trace import NS_PER_S, NamedRows, TimeUnit, Trace, TraceFormat, lengths_column, require_each
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,27 +35,6 @@ _MAX_JSON_BYTES: Final = 2**28  # of records that are not one per line, whose te
 _MAX_LINE: Final = 2**24  # bytes; a record of Mooncake lists the hashes of its blocks
 _JSON_PART_ROWS: Final = 100_000
 _LENGTHS: Final = ("prompt_tokens", "output_tokens")
-
-
-class TraceFormat(StrEnum):
-    """Layout of a file of requests."""
-
-    TABLE = "table"
-    AZURE = "azure"
-    BURSTGPT = "burstgpt"
-    RAGPULSE = "ragpulse"
-    BAILIAN = "bailian"
-    MOONCAKE = "mooncake"
-    VLLM = "vllm"
-
-
-class TimeUnit(StrEnum):
-    """Unit of the times of a trace."""
-
-    S = "s"
-    MS = "ms"
-    US = "us"
-    NS = "ns"
 
 
 _PER_S: Final[Mapping[TimeUnit, int]] = MappingProxyType(

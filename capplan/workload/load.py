@@ -19,7 +19,6 @@ from capplan.spec.peft_folder import FolderAdapter, PeftFiles, local_folder, pla
 from capplan.spec.scheduling import Scheduler
 from capplan.spec.table_files import Header, open_unpacked, read_columns, table_parts, with_decimal_points
 from capplan.spec.trace import Trace
-from capplan.spec.trace_files import read_length_pairs, read_trace
 from capplan.spec.validation import Key, SpecModel, unknown_key, validate_document
 from capplan.spec.workload import AdapterFields, PlanningRequirements, Workload, is_profile_path
 from capplan.spec.workload_file import (
@@ -31,11 +30,12 @@ from capplan.spec.workload_file import (
     TraceEntry,
     WorkloadFile,
 )
+from capplan.workload.trace_files import read_length_pairs, read_trace
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from capplan.spec.registry import RegisteredAdapter
+    from capplan.registry import RegisteredAdapter
 
 _REGISTRY_TIMEOUT_S: Final = 3.0
 _LENGTHS = ("prompt_tokens", "output_tokens")
@@ -120,7 +120,7 @@ class _Reader:
 
     def registered(self, entry: RegistryEntry) -> list[_AdapterRecord]:
         """Return the adapters of a base model in a registry, with the rates of the entry."""
-        from capplan.spec.registry import AdapterRegistry
+        from capplan.registry import AdapterRegistry
 
         where = entry.registry if "://" in entry.registry else str(self.folder / entry.registry)
         with AdapterRegistry(where, timeout_s=_REGISTRY_TIMEOUT_S, read_only=True) as registry:

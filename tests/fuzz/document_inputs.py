@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from benchmarks.soak.case import (
+from tests.fuzz.case import (
     DIGITS,
     EXPORT,
     PLAN,

@@ -1,4 +1,4 @@
-"""Servers beyond their capacity, and faults under load: ``python -m benchmarks.soak.overload``.
+"""Servers beyond their capacity, and faults under load: ``python -m tests.fuzz.overload``.
 
 Starts a single server, then a router over two instances, with the tiny model, and measures its capacity in
 closed loops. Phases follow, in which requests arrive at a multiple of the capacity (open loop, independent of
@@ -32,8 +32,8 @@ from urllib.parse import urlsplit
 import psutil
 
 from benchmarks.common import command_line, emit, markdown
-from benchmarks.soak.servers import KINDS, served
 from capplan.processes import raise_file_limit
+from tests.fuzz.servers import KINDS, served
 
 MODELS: Final = ("base", "a", "b")
 TOKENS: Final = 32

@@ -1,4 +1,4 @@
-"""Exports of hostile plans: ``python -m benchmarks.soak.exports``.
+"""Exports of hostile plans: ``python -m tests.fuzz.exports``.
 
 Text of every kind is put into every field of a plan that reaches a script. A plan is refused, or its
 scripts start a program named vllm with the model, the flags and the adapters of the plan and nothing else.

@@ -1,4 +1,4 @@
-"""Hostile inputs of commands, each in a process of its own: ``python -m benchmarks.soak.commands``.
+"""Hostile inputs of commands, each in a process of its own: ``python -m tests.fuzz.commands``.
 
 The processes are forks of one that has imported capplan and loaded its compiled code; each runs the
 function `main` of the command line in a folder of its own. Reported are tracebacks, ends by a signal,
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.common import command_line, markdown
-from benchmarks.soak import document_inputs, file_inputs, flag_inputs, table_inputs
-from benchmarks.soak.case import PLAN, Case, write_base
-from benchmarks.soak.isolation import Limits, Outcome, isolated
+from tests.fuzz import document_inputs, file_inputs, flag_inputs, table_inputs
+from tests.fuzz.case import PLAN, Case, write_base
+from tests.fuzz.isolation import Limits, Outcome, isolated
 
 MOST_S: Final = 10.0  # of processor time: other work on the machine does not count
 MOST_BYTES: Final = 2**30

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.soak.case import (
+from tests.fuzz.case import (
     COMPOSE,
     DIGITS,
     ROOFLINE,

@@ -1,16 +1,16 @@
 """Fast subsets of the hostile inputs of commands, of exports, and of the faults at writes.
 
-All of them: ``python -m benchmarks.soak.commands``, ``.exports`` and ``.write_faults``.
+All of them: ``python -m tests.fuzz.commands``, ``.exports`` and ``.write_faults``.
 """
 
 import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.soak.commands import cases
-from benchmarks.soak.exports import FIELDS, TEXTS, checked_export, documents, prepare
 from tests.cli.conftest import ROOT, environment
 from tests.cli.examples import small_plan
+from tests.fuzz.commands import cases
+from tests.fuzz.exports import FIELDS, TEXTS, checked_export, documents, prepare
 
 
 def ended_without_a_fault(*words: str) -> None:
@@ -33,7 +33,7 @@ def test_there_are_2000_inputs_of_commands_and_110_exports() -> None:
 
 
 def test_hostile_inputs_end_in_one_line_in_bounded_time_and_memory() -> None:
-    ended_without_a_fault("benchmarks.soak.commands", "--every", "50")
+    ended_without_a_fault("tests.fuzz.commands", "--every", "50")
 
 
 def test_hostile_plans_are_refused_or_exported_as_they_are(tmp_path: Path) -> None:
@@ -46,4 +46,4 @@ def test_hostile_plans_are_refused_or_exported_as_they_are(tmp_path: Path) -> No
 
 
 def test_a_fault_at_any_write_of_a_command_leaves_the_old_file_or_the_new_one() -> None:
-    ended_without_a_fault("benchmarks.soak.write_faults", "--only", "profile")
+    ended_without_a_fault("tests.fuzz.write_faults", "--only", "profile")

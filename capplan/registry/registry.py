@@ -13,10 +13,10 @@ from typing import Any, Final, NamedTuple, Self
 import sqlalchemy as sa
 
 from capplan.errors import InputError
+from capplan.registry.adapter import RegisteredAdapter, RegisteredServer
+from capplan.registry.database import ADAPTERS, HOLDERS, SERVERS, Database
 from capplan.spec.limits import beyond, input_limits
 from capplan.spec.plan import Plan
-from capplan.spec.registry.adapter import RegisteredAdapter, RegisteredServer
-from capplan.spec.registry.database import ADAPTERS, HOLDERS, SERVERS, Database
 from capplan.spec.validation import format_key, validate_document
 
 _MAX_CACHED: Final = 200_000

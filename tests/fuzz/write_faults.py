@@ -1,4 +1,4 @@
-"""A fault at every write of commands that write files: ``python -m benchmarks.soak.write_faults``.
+"""A fault at every write of commands that write files: ``python -m tests.fuzz.write_faults``.
 
 A command replaces the output of an earlier one. In a forked process each call of the operating system by
 which Python code changes the folder of the output raises an error (EIO, ENOSPC) or kills the process, one
@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.common import command_line, markdown
-from benchmarks.soak.commands import preload, prepare, run_words
-from benchmarks.soak.isolation import Limits, Outcome, isolated
+from tests.fuzz.commands import preload, prepare, run_words
+from tests.fuzz.isolation import Limits, Outcome, isolated
 
 CALLS: Final = ("fsync", "replace", "rename", "mkdir", "chmod")
 """Calls of `os` that a fault is injected into, beside opening a file for writing."""

@@ -91,7 +91,7 @@ def source_digest() -> str:
             parts = file.relative_to(folder).with_suffix("").parts
             name = ".".join(("capplan", folder.name, *parts)).removesuffix(".__init__")
             sources[name] = file.read_bytes()
-    pending = sorted(name for name, source in sources.items() if b"capplan.compile" in source)
+    pending = sorted(name for name, source in sources.items() if b"capplan._jit" in source)
     seen: set[str] = set()
     while pending:
         name = pending.pop()

@@ -1,7 +1,7 @@
-"""Hostile HTTP interactions beside normal traffic: ``python -m benchmarks.soak.servers``.
+"""Hostile HTTP interactions beside normal traffic: ``python -m tests.fuzz.servers``.
 
 Starts a single server, then a router over two instances, with the tiny model. While each is sent every
-interaction of `benchmarks.soak.interactions`, another process probes ``/health`` and sends completions. Exit
+interaction of `tests.fuzz.interactions`, another process probes ``/health`` and sends completions. Exit
 status 1 if a bar breaks: ``/health`` within 0.5 s, all completions answered, no answer 500, resident memory
 within 200 MiB of the start, and no open file, process or shared memory left.
 """
@@ -31,9 +31,9 @@ import aiohttp
 import psutil
 
 from benchmarks.common import command_line, markdown
-from benchmarks.soak.interactions import Interaction, interactions
 from capplan import Plan
 from capplan.spec import EngineArgs, Group, PlanAdapter, PlanEngine, Predicted, Totals, Verification
+from tests.fuzz.interactions import Interaction, interactions
 
 MIB: Final = 2**20
 HEALTH_S: Final = 0.5
@@ -164,7 +164,7 @@ def plan() -> Plan:
         for number, name in enumerate("ab")
     )
     return Plan(
-        created_by="benchmarks.soak",
+        created_by="tests.fuzz",
         base_model="base",
         engine=PlanEngine(name="vllm", version="0.8.5", rules="vllm-0.8"),
         objective="min_gpus",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from benchmarks.soak.case import (
+from tests.fuzz.case import (
     DIGITS,
     PROFILE,
     SIMULATE,

@@ -1,0 +1,14 @@
+from .lengths import LengthTable, length_table
+from .load import load_workload
+from .requests import Requests, draw_requests
+from .trace_files import read_length_pairs, read_trace
+
+__all__ = [
+    "LengthTable",
+    "Requests",
+    "draw_requests",
+    "length_table",
+    "load_workload",
+    "read_length_pairs",
+    "read_trace",
+]
