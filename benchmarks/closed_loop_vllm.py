@@ -52,8 +52,8 @@ from capplan.profiling.validation.compare import (
 )
 from capplan.profiling.validation.loop import saturated_rps
 from capplan.spec import write_text_atomic
-from capplan.twin.calibration import CalibrationOptions, CalibrationTables, calibrate
-from capplan.twin.paired import PAIRED_SEEDS, contradictions, paired_order
+from capplan.twin.calibration.calibrate import CalibrationOptions, CalibrationTables, calibrate
+from capplan.twin.instance.paired import PAIRED_SEEDS, contradictions, paired_order
 
 SHOWN: Final = {
     "throughput, tok/s": "throughput_tok_s",

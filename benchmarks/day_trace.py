@@ -18,7 +18,7 @@ from capplan import Adapter, Lengths, Plan, Workload, plan
 from capplan.planner.served import fleet_of_plan
 from capplan.spec import Slo, Trace
 from capplan.spec.traffic import zipf
-from capplan.twin.metrics import bound_value
+from capplan.twin.instance.metrics import bound_value
 
 _SLO = Slo(ttft_p99_s=5.0, tpot_p99_ms=120.0)
 _RANKS = (8, 16, 32, 64)

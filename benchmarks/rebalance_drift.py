@@ -45,7 +45,7 @@ from capplan.serving.routers import LeastWorkLeft
 from capplan.spec import Adapter, Trace
 from capplan.spec.routing import STATE_PERIOD_S
 from capplan.twin.cluster import ClusterResult, Instance, Rebalancing, simulate_cluster
-from capplan.twin.per_request import REJECTED
+from capplan.twin.instance.per_request import REJECTED
 
 SERVERS: Final = 4
 HOUR_S: Final = 3600.0

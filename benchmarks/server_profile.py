@@ -22,7 +22,12 @@ from capplan.profiling.load.result import BenchResult
 from capplan.profiling.server.profiler import EngineSetting, ServerProfilingOptions, profile_server
 from capplan.profiling.tables import MeasurementFolder
 from capplan.spec import ModelArch
-from capplan.twin.calibration import CalibrationOptions, CalibrationResult, CalibrationTables, calibrate
+from capplan.twin.calibration.calibrate import (
+    CalibrationOptions,
+    CalibrationResult,
+    CalibrationTables,
+    calibrate,
+)
 
 SERVER = {"base_ms": 15.0, "ms_per_token": 0.3, "load_ms": 12.0, "slots": 4}
 ADAPTERS = 6

@@ -21,7 +21,7 @@ from capplan.models.calibration.step_model import step_ranges
 from capplan.models.calibration.tables import read_steps
 from capplan.models.memory import assumed_model
 from capplan.spec import write_text_atomic
-from capplan.twin.calibration import CalibrationOptions, CalibrationTables, calibrate
+from capplan.twin.calibration.calibrate import CalibrationOptions, CalibrationTables, calibrate
 
 FORM = "additive-without-ranks-and-requests"
 FREE = ("length_correlation", "request_ms", "scrape_us_per_series", "scrape_us_per_series_adapter")

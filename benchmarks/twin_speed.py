@@ -32,10 +32,10 @@ from benchmarks.common import (
 from capplan import Lengths, SimulationResult, Workload, load_profile, simulate
 from capplan.spec.engine_args import DEFAULT_MAX_MODEL_LEN
 from capplan.twin import Scenario
-from capplan.twin.core import run
-from capplan.twin.scenario import with_length_correlation
+from capplan.twin.instance.core import run
+from capplan.twin.instance.scenario import with_length_correlation
+from capplan.twin.instance.trace import TwinTrace
 from capplan.twin.sweep import cores
-from capplan.twin.trace import TwinTrace
 from capplan.workload import Requests, draw_requests
 from tests.oracle import run_reference
 

@@ -39,8 +39,8 @@ from capplan.reports.tables.calibration import (
 if TYPE_CHECKING:
     from capplan.models.calibration.step_model import StepCalibration
     from capplan.spec import Profile
-    from capplan.twin.calibration import CalibrationResult
-    from capplan.twin.calibration_fit import RunCalibration
+    from capplan.twin.calibration.calibrate import CalibrationResult
+    from capplan.twin.calibration.fit import RunCalibration
 
 _GIB = 2**30
 
@@ -95,7 +95,7 @@ def calibrate(args: CalibrateArgs) -> None:
     papers. A folder stands for its tables and their base; options name others instead.
     """
     from capplan.spec import Kernel, write_text_atomic
-    from capplan.twin.calibration import CalibrationOptions, CalibrationTables
+    from capplan.twin.calibration.calibrate import CalibrationOptions, CalibrationTables
 
     recorded = command_line("capplan calibrate", args)
     args = _with_tables_of_folder(args)
@@ -114,7 +114,7 @@ def calibrate(args: CalibrateArgs) -> None:
     )
     if args.runs is not None:
         announce_compilation(quiet=args.quiet)
-    from capplan.twin.calibration import calibrate as fit
+    from capplan.twin.calibration.calibrate import calibrate as fit
 
     with progress_bars(quiet=args.quiet) as on_progress:
         made = fit(base, tables, options, on_progress)

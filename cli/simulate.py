@@ -54,7 +54,7 @@ from capplan.spec.scheduling import completed
 if TYPE_CHECKING:
     from capplan.spec import Cache, Profile, Scheduler, Workload
     from capplan.twin import DetailedResult
-    from capplan.twin.simulate import SimulateSettings
+    from capplan.twin.instance.simulate import SimulateSettings
     from capplan.twin.sweep import Job
 
 _ENGINE: Final = (
@@ -160,7 +160,7 @@ def simulate(args: SimulateArgs) -> None:
     notes = () if workload.trace is None else workload.trace.notes
     lines = (*beyond, *trace_lines(speed, notes))
     if args.requests_out is not None:
-        from capplan.twin.per_request import several_tables, write_parquet
+        from capplan.twin.instance.per_request import several_tables, write_parquet
 
         tables = {count: detail.requests for count, detail in details.items()}
         write_parquet(args.requests_out, several_tables(tables, by="a_max"))
@@ -224,8 +224,8 @@ def found_extrapolations(
     workload: Workload, profile: Profile, settings: Mapping[str, Any], outcomes: Outcomes
 ) -> list[dict[str, Any]]:
     """Return the extrapolations of all simulations as JSON data; groups are the numbers of slots."""
-    from capplan.twin.extrapolation import extrapolations, merged, values_of
-    from capplan.twin.simulate import engine_args
+    from capplan.twin.instance.extrapolation import extrapolations, merged, values_of
+    from capplan.twin.instance.simulate import engine_args
 
     known = {name: value for name, value in settings.items() if name in (*_ENGINE, "s_max")}
     found = []

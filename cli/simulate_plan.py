@@ -70,7 +70,7 @@ def simulate_plan(
         fleet = replace(fleet, state_period_s=given.state_period_s)
     result = fleet.simulate(given.seed, simulated_s(workload, given.duration_s))
     if given.requests_out is not None:
-        from capplan.twin.per_request import write_parquet
+        from capplan.twin.instance.per_request import write_parquet
 
         write_parquet(given.requests_out, requests_table(fleet, result))
     ranks, held = by_rank(fleet, result), stored_adapters(fleet)
@@ -146,7 +146,7 @@ def requests_table(fleet: SimulatedFleet, result: ClusterResult) -> pa.Table:
     """Return a row per request: adapter, instance and status by name, null for what had not happened."""
     import pyarrow as pa
 
-    from capplan.twin.per_request import STATUSES
+    from capplan.twin.instance.per_request import STATUSES
 
     adapters = ("", *(adapter.name for adapter in fleet.workload.adapters))
     names = {"adapter": adapters, "instance": fleet.names, "status": STATUSES}

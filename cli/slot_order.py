@@ -13,8 +13,8 @@ from capplan.spec.limits import require_seed_count
 if TYPE_CHECKING:
     from capplan.spec import Workload
     from capplan.twin import SimulationResult
-    from capplan.twin.paired import PairedOrder
-    from capplan.twin.simulate import SimulateSettings
+    from capplan.twin.instance.paired import PairedOrder
+    from capplan.twin.instance.simulate import SimulateSettings
     from capplan.twin.sweep import Job
 
 _METRICS: Final = (  # metric of the result, its name with unit, decimals, whether the largest is best
@@ -73,7 +73,7 @@ def paired_metrics(
     further
         Results of `further_jobs` of the same numbers.
     """
-    from capplan.twin.paired import paired_order
+    from capplan.twin.instance.paired import paired_order
 
     each = len(further) // len(first)
     runs = {
@@ -90,7 +90,7 @@ def paired_metrics(
 
 def paired_table(metrics: Sequence[PairedMetric], names: Mapping[int, str]) -> Table:
     """Return means with standard errors, one column per number of slots with its name, and the order."""
-    from capplan.twin.paired import mean_with_error
+    from capplan.twin.instance.paired import mean_with_error
 
     def cell(values: Sequence[float], decimals: int) -> str:
         found = mean_with_error(values)

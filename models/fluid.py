@@ -207,7 +207,7 @@ def _flow_when_full_rps(engine: FluidEngine, load: FluidLoad, limit: float, life
 
 @jit
 def _adapter_load_s(engine: FluidEngine, running: float) -> float:
-    """Return the seconds of a load; with every slot in use it causes further loads (twin/clock.py)."""
+    """Return the seconds of a load; with every slot in use it causes further loads (the twin's clock)."""
     in_use = min(1.0, max(0.0, (running / engine.a_max - 0.8) / 0.2))
     return engine.adapter_load_s * (1.0 + in_use * running / 6.0)
 

@@ -17,8 +17,8 @@ from capplan._jit import is_compiled
 from capplan.errors import InfeasibleError, InputError
 from capplan.processes import end_with_pool
 from capplan.spec import Profile, Workload
-from capplan.twin.metrics import SimulationResult
-from capplan.twin.simulate import DetailedResult, SimulateSettings, simulate, simulate_detailed
+from capplan.twin.instance.metrics import SimulationResult
+from capplan.twin.instance.simulate import DetailedResult, SimulateSettings, simulate, simulate_detailed
 
 Item = TypeVar("Item")
 

@@ -16,11 +16,11 @@ from benchmarks.chameleon.setting import A40, SLO_S, Platform, at_rate, profile,
 from benchmarks.chameleon.systems import SYSTEMS
 from capplan import Workload
 from capplan.twin import build_scenario
-from capplan.twin.core import run
-from capplan.twin.policies import choose_policies
-from capplan.twin.pool_metrics import pool_metrics
-from capplan.twin.scenario import NS_PER_S, Scenario
-from capplan.twin.trace import NEVER, STATUS_REJECTED, TwinTrace, gap_percentiles_ms
+from capplan.twin.instance.core import run
+from capplan.twin.instance.policies import choose_policies
+from capplan.twin.instance.pool_metrics import pool_metrics
+from capplan.twin.instance.scenario import NS_PER_S, Scenario
+from capplan.twin.instance.trace import NEVER, STATUS_REJECTED, TwinTrace, gap_percentiles_ms
 
 HORIZON_S: Final = 1800.0
 WARM_UP_S: Final = 300.0

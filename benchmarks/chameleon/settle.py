@@ -32,8 +32,8 @@ from benchmarks.chameleon.setting import (
     workload,
 )
 from capplan import Workload
-from capplan.twin.core import run
-from capplan.twin.scenario import NS_PER_S
+from capplan.twin.instance.core import run
+from capplan.twin.instance.scenario import NS_PER_S
 
 _ALONE_RPS: Final = 0.02
 _ALONE_S: Final = 100_000.0

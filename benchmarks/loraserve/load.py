@@ -13,8 +13,8 @@ from benchmarks.common import preset_workload
 from capplan import Profile, Workload
 from capplan.profiling.load.requests import scaled
 from capplan.spec import LengthPairs
-from capplan.twin.scenario import NS_PER_S, draw_for
-from capplan.twin.trace import STATUS_REJECTED
+from capplan.twin.instance.scenario import NS_PER_S, draw_for
+from capplan.twin.instance.trace import STATUS_REJECTED
 from capplan.workload import Requests
 
 TRACES: Final = tuple(

@@ -41,9 +41,9 @@ from capplan.serving.routers import LeastWorkLeft
 from capplan.spec import Objective
 from capplan.twin import build_scenario
 from capplan.twin.cluster import ClusterResult, Instance, NamedRouter, Rebalancing, simulate_cluster
-from capplan.twin.core import run
-from capplan.twin.per_request import REJECTED
-from capplan.twin.scenario import NS_PER_S
+from capplan.twin.instance.core import run
+from capplan.twin.instance.per_request import REJECTED
+from capplan.twin.instance.scenario import NS_PER_S
 from capplan.workload import Requests
 
 MAX_BATCH_TOKENS: Final = 8192

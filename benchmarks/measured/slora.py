@@ -34,9 +34,9 @@ from capplan.models.memory import MEMORY_FORM, assumed_model, load_share
 from capplan.models.roofline import EngineChoice, roofline_profile
 from capplan.spec import FittedModel, Kernel, Provenance, ProvenanceKind, write_text_atomic
 from capplan.spec.lora_modules import ATTENTION_MODULES
-from capplan.twin.calibration import CalibrationOptions, fit_runs
-from capplan.twin.calibration_fit import RunCalibration
-from capplan.twin.calibration_runs import TARGETS, MeasuredRun
+from capplan.twin.calibration.calibrate import CalibrationOptions, fit_runs
+from capplan.twin.calibration.fit import RunCalibration
+from capplan.twin.calibration.runs import TARGETS, MeasuredRun
 
 FILE: Final = "slora_h100_llama2_7b.csv"
 NAME: Final = "h100-64g/llama-2-7b/s-lora-c1ddf48"

@@ -46,8 +46,8 @@ from capplan.spec import (
 )
 from capplan.spec.routing import MEAN_LENGTHS
 from capplan.twin import SimulationResult
-from capplan.twin.extrapolation import Extrapolation, extrapolations, merged, values_of
-from capplan.twin.metrics import bound_value
+from capplan.twin.instance.extrapolation import Extrapolation, extrapolations, merged, values_of
+from capplan.twin.instance.metrics import bound_value
 from capplan.version import installed_version
 
 _SHARE_DIGITS: Final = 12

@@ -28,7 +28,7 @@ from capplan.planner.problem import AdapterShare, Assignment, Estimate, Estimato
 from capplan.planner.queues import with_queues
 from capplan.spec import STARVED_BELOW, Workload
 from capplan.twin import SimulationResult
-from capplan.twin.metrics import bound_value
+from capplan.twin.instance.metrics import bound_value
 
 ESTIMATORS: Final = ("auto", *KINDS, "twin")
 _DEFAULT_SURROGATE: Final = "best"

@@ -20,14 +20,14 @@ from capplan.spec.routing import PLAN_ROUTER, STATE_PERIOD_S
 from capplan.spec.slo import STABLE_TTFT_P99_S, describe_latency
 from capplan.twin import SimulationResult, simulate
 from capplan.twin.cluster import Instance, Rebalancing, served_router, simulate_cluster
-from capplan.twin.core import run
-from capplan.twin.group_metrics import Attainment
-from capplan.twin.metrics import bound_value
-from capplan.twin.per_request import LOST, REJECTED, WAITING, request_status
-from capplan.twin.scenario import NS_PER_S, Scenario
-from capplan.twin.simulate import keywords_of, tpt_attainment
-from capplan.twin.trace import NEVER as NEVER_NS
-from capplan.twin.trace import TwinTrace
+from capplan.twin.instance.core import run
+from capplan.twin.instance.group_metrics import Attainment
+from capplan.twin.instance.metrics import bound_value
+from capplan.twin.instance.per_request import LOST, REJECTED, WAITING, request_status
+from capplan.twin.instance.scenario import NS_PER_S, Scenario
+from capplan.twin.instance.simulate import keywords_of, tpt_attainment
+from capplan.twin.instance.trace import NEVER as NEVER_NS
+from capplan.twin.instance.trace import TwinTrace
 
 SAFE_SERVED_FRACTION: Final = 0.99
 """Served fraction from which simulations of an instance differ little by seed."""
@@ -114,7 +114,7 @@ class SimulatedRequests(NamedTuple):
     first_token_s: NDArray[np.float64]
     """Infinite without a first token."""
     status: NDArray[np.int8]
-    """Position in `capplan.twin.per_request.STATUSES`."""
+    """Position in `capplan.twin.instance.per_request.STATUSES`."""
     duration_s: float
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from capplan.errors import InputError
 from capplan.planner.parallel import estimate_all
 from capplan.spec import Profile
-from capplan.twin.extrapolation import MODELS, SLACK
+from capplan.twin.instance.extrapolation import MODELS, SLACK
 
 if TYPE_CHECKING:
     from capplan.planner.problem import Assignment, Estimate, Estimator, Problem

@@ -35,7 +35,7 @@ from capplan.spec import (
 from capplan.spec.engine_args import vllm_rank
 from capplan.spec.limits import beyond, input_limits
 from capplan.spec.peft_folder import require_adapter
-from capplan.twin.policies import chosen_rules
+from capplan.twin.instance.policies import chosen_rules
 from capplan.workload.peak import (
     DecidingTime,
     TraceWindow,

@@ -14,11 +14,11 @@ from capplan.serving.pool_setup import PoolSetup
 from capplan.serving.queue_design import RequestSample, design_queues
 from capplan.spec import Queues, Slo, Workload
 from capplan.twin import RequestTable, SimulationResult, simulate_detailed
-from capplan.twin.core import run
-from capplan.twin.per_request import REJECTED
-from capplan.twin.scenario import Scenario
-from capplan.twin.simulate import keywords_of
-from capplan.twin.trace import TwinTrace
+from capplan.twin.instance.core import run
+from capplan.twin.instance.per_request import REJECTED
+from capplan.twin.instance.scenario import Scenario
+from capplan.twin.instance.simulate import keywords_of
+from capplan.twin.instance.trace import TwinTrace
 
 _QUEUE_SEED: Final = 11
 _SAMPLE_REQUESTS: Final = 4000

@@ -29,9 +29,9 @@ from capplan.twin.cluster import (
     simulate_cluster,
     simulate_without_adapters,
 )
-from capplan.twin.extrapolation import Extrapolation, extrapolations, merged, values_of
-from capplan.twin.metrics import bound_value
-from capplan.twin.per_request import FINISHED
+from capplan.twin.instance.extrapolation import Extrapolation, extrapolations, merged, values_of
+from capplan.twin.instance.metrics import bound_value
+from capplan.twin.instance.per_request import FINISHED
 
 UNLOADED: Final = 0.01
 """Load of the reference run `unloaded`, as a share of the workload's."""

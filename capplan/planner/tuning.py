@@ -24,10 +24,10 @@ from capplan.serving.refresh import new_queues
 from capplan.spec import Cache, EngineArgs, Profile, Queues, Scheduler, Workload, allowed_lora_rank
 from capplan.spec.queues import MOST_QUEUES
 from capplan.spec.scheduling import CHAMELEON_WEIGHTS
-from capplan.twin.core import run
-from capplan.twin.policies import choose_policies
-from capplan.twin.scenario import NS_PER_S, Scenario, build_scenario, draw_for, with_predictions
-from capplan.twin.trace import NEVER, STATUS_REJECTED
+from capplan.twin.instance.core import run
+from capplan.twin.instance.policies import choose_policies
+from capplan.twin.instance.scenario import NS_PER_S, Scenario, build_scenario, draw_for, with_predictions
+from capplan.twin.instance.trace import NEVER, STATUS_REJECTED
 from capplan.workload import Requests
 
 if TYPE_CHECKING:

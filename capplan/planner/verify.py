@@ -35,7 +35,7 @@ from capplan.spec.limits import require_seed_count
 from capplan.spec.plan import OUT_OF_TIME, Verdict
 from capplan.twin import SimulationResult
 from capplan.twin.cluster import Rebalancing
-from capplan.twin.metrics import bound_value
+from capplan.twin.instance.metrics import bound_value
 
 FRESH_SEEDS = 5
 _TIMES_IF_DOUBTFUL = 4

@@ -29,7 +29,7 @@ from capplan.planner.splitting import split_hot_adapters
 from capplan.spec import Adapter, EngineConfig, Lengths, Workload
 from capplan.twin.cluster import ClusterResult, Instance, PythonRouter, simulate_cluster
 from capplan.twin.cluster.routers import NamedRouter
-from capplan.twin.per_request import FINISHED
+from capplan.twin.instance.per_request import FINISHED
 
 MakeRouter: TypeAlias = Callable[[], NamedRouter | PythonRouter]
 

@@ -34,8 +34,8 @@ from capplan.profiling.validation.compare import (
 )
 from capplan.spec import Group, Plan, Profile, Workload
 from capplan.twin import simulate
-from capplan.twin.policies import chosen_rules
-from capplan.twin.simulate import keywords_of
+from capplan.twin.instance.policies import chosen_rules
+from capplan.twin.instance.simulate import keywords_of
 
 _DRAIN_S: Final = 1.0
 _MORE_CONNECTIONS: Final = 64

@@ -24,7 +24,7 @@ from capplan.serving.routers.fleet import ACTIVE, AWAITED, RESIDENT, report_time
 from capplan.spec.routing import ROUTER_NAMES
 from capplan.twin.cluster import Candidate, RoutedRequest
 from capplan.twin.cluster.routers import plain_rule
-from capplan.twin.host_link import NEVER_NS
+from capplan.twin.instance.host_link import NEVER_NS
 from tests.engine.fake_instances import idle_state
 from tests.engine.test_router import run
 from tests.oracle.routers import (

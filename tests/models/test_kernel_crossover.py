@@ -13,7 +13,7 @@ from capplan.models.kernel_crossover import crossover
 from capplan.models.kernel_fits import COLUMNS
 from capplan.profiling.validation.loop import ClosedLoop, LoopSettings
 from capplan.spec import Profile
-from capplan.twin.calibration import CalibrationTables, calibrate
+from capplan.twin.calibration.calibrate import CalibrationTables, calibrate
 from tests.models.test_kernel_fits import batches
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64)

@@ -29,7 +29,7 @@ from capplan.planner.explain.what_if import one_fewer, one_more
 from capplan.planner.problem import Estimate, make_problem
 from capplan.planner.slots import best_slots
 from capplan.spec import QueueConfig, Trace
-from capplan.twin.paired import PAIRED_SEEDS
+from capplan.twin.instance.paired import PAIRED_SEEDS
 from tests.planner.conftest import MODEL, PROFILE
 
 Make = Callable[..., Workload]

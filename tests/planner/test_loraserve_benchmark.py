@@ -47,7 +47,7 @@ from capplan.models.step_latency import StepRanks, coefficient_array, latency_co
 from capplan.planner.problem import AdapterShare
 from capplan.serving.rebalancing import RebalanceSettings
 from capplan.spec import Kernel, ProvenanceKind
-from capplan.twin.trace import NEVER, STATUS_REJECTED
+from capplan.twin.instance.trace import NEVER, STATUS_REJECTED
 from capplan.workload import Requests
 
 POINTS = {8: 9000.0, 128: 4000.0}

@@ -16,7 +16,7 @@ from capplan.planner.problem import Assignment, make_problem
 from capplan.planner.queues import group_queues
 from capplan.planner.slots import slot_grid
 from capplan.spec import Cache, Group, Scheduler
-from capplan.twin.simulate import keywords_of
+from capplan.twin.instance.simulate import keywords_of
 
 Make = Callable[..., Workload]
 

@@ -12,7 +12,7 @@ from capplan.planner.served import fleet_of_plan
 from capplan.serving.routers import LeastWorkLeft
 from capplan.spec import Gpus, Renewal, RouterOptions, Slo
 from capplan.twin.cluster.routers import served_router
-from capplan.twin.metrics import bound_value
+from capplan.twin.instance.metrics import bound_value
 from tests.planner.test_rebalancing import make
 
 FACTORS: dict[str, Any] = {"off_plan": 1.25, "rank_raise": 1.5, "turn_s": 0.5}

@@ -8,7 +8,7 @@ from capplan.datasets import load_profile
 from capplan.planner.tuning import Settings, TuneOptions, fragment, tune
 from capplan.spec import Cache, Lengths, Scheduler
 from capplan.spec.scheduling import cache_of, scheduler_of
-from capplan.twin.core import run
+from capplan.twin.instance.core import run
 
 PROFILE = "h100-64g/llama-2-7b/s-lora-c1ddf48"
 

@@ -8,7 +8,7 @@ from capplan.serving.pool_setup import PoolSetup
 from capplan.spec import QueueClass, Queues, Scheduler, Wrs
 from capplan.spec.queues import MOST_QUEUES
 from capplan.twin import Scenario
-from capplan.twin.scenario import NS_PER_MS
+from capplan.twin.instance.scenario import NS_PER_MS
 from tests.serving.pooled_worlds import make_pooled_limits
 from tests.serving.worlds import Choose, seeded
 from tests.twin.scenarios import make_scenario

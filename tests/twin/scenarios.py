@@ -10,7 +10,7 @@ from capplan.models.step_tables import pack_tables
 from capplan.spec import StepTable
 from capplan.spec.step_tables import TABLE_AXES
 from capplan.twin import Scenario
-from capplan.twin.scenario import NS_PER_MS, Costs
+from capplan.twin.instance.scenario import NS_PER_MS, Costs
 from capplan.workload import Requests
 from tests.serving.worlds import Choose, make_world, seeded
 

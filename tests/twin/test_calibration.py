@@ -8,15 +8,15 @@ import pytest
 from capplan import InputError, Profile
 from capplan.models.step_latency import ADDITIVE
 from capplan.spec import Coefficient
-from capplan.twin.calibration import CalibrationOptions, CalibrationTables, calibrate
-from capplan.twin.calibration_fit import (
+from capplan.twin.calibration.calibrate import CalibrationOptions, CalibrationTables, calibrate
+from capplan.twin.calibration.fit import (
     calibrate_runs,
     free_coefficients,
     predict_targets,
     simulate_runs,
     with_coefficients,
 )
-from capplan.twin.calibration_runs import TARGETS, MeasuredRun, read_runs
+from capplan.twin.calibration.runs import TARGETS, MeasuredRun, read_runs
 from tests.twin.examples import part, profile
 
 BASE = dict.fromkeys(ADDITIVE.coefficients, 0.0) | {

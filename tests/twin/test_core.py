@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from capplan.serving import Limits
 from capplan.serving.state import SLORA, VLLM
-from capplan.twin import Scenario, pauses
-from capplan.twin import trace as t
-from capplan.twin.core import run
-from capplan.twin.scenario import NS_PER_MS
+from capplan.twin import Scenario
+from capplan.twin.instance import pauses
+from capplan.twin.instance import trace as t
+from capplan.twin.instance.core import run
+from capplan.twin.instance.scenario import NS_PER_MS
 from tests.oracle import run_reference, slora
 from tests.oracle.memory import ReferenceAdapters
 from tests.serving.worlds import seeded

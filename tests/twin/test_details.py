@@ -14,10 +14,10 @@ from capplan import Adapter, Slo, Workload, simulate, simulate_detailed
 from capplan.spec import Trace
 from capplan.spec.latency_stats import grouped_latency_stats
 from capplan.twin import DetailedResult, Scenario
-from capplan.twin import trace as t
-from capplan.twin.core import run
-from capplan.twin.group_metrics import bucket_count
-from capplan.twin.per_request import FINISHED, REJECTED, RUNNING, STATUSES, WAITING, request_table
+from capplan.twin.instance import trace as t
+from capplan.twin.instance.core import run
+from capplan.twin.instance.group_metrics import bucket_count
+from capplan.twin.instance.per_request import FINISHED, REJECTED, RUNNING, STATUSES, WAITING, request_table
 from tests.twin.examples import profile, workload
 from tests.twin.scenarios import scenarios, seeded_scenario
 from tests.twin.test_simulate import hand_computed

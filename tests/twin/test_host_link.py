@@ -10,7 +10,7 @@ from capplan._jit import jit
 from capplan.spec import Trace
 from capplan.twin.cluster import Instance, simulate_cluster
 from capplan.twin.cluster.scenario import build_cluster
-from capplan.twin.host_link import (
+from capplan.twin.instance.host_link import (
     HostLink,
     copy_ahead,
     copy_on_demand,

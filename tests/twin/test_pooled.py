@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from capplan.serving import Limits, State, refresh
 from capplan.serving.pooled_state import QUEUES
 from capplan.spec import Scheduler
-from capplan.twin import Scenario, core
-from capplan.twin import trace as t
-from capplan.twin.core import run
+from capplan.twin import Scenario
+from capplan.twin.instance import core
+from capplan.twin.instance import trace as t
+from capplan.twin.instance.core import run
 from tests.oracle import run_reference
 from tests.twin.comparison import assert_forms_agree, assert_same
 from tests.twin.pooled import pooled_scenarios, seeded_pooled, with_period

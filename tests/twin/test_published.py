@@ -15,8 +15,8 @@ from capplan.models.calibration.least_squares import smape
 from capplan.models.calibration.tables import read_steps
 from capplan.models.memory import kv_tokens
 from capplan.models.step_latency import ADDITIVE
-from capplan.twin.calibration import CalibrationTables, calibrate
-from capplan.twin.calibration_runs import read_runs
+from capplan.twin.calibration.calibrate import CalibrationTables, calibrate
+from capplan.twin.calibration.runs import read_runs
 
 PER_SIDE = 6
 EVERY = 12

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from capplan import SimulationResult, simulate
 from capplan.spec.latency_stats import PERCENTILES, latency_stats_in_place
 from capplan.twin import Scenario
-from capplan.twin import trace as t
-from capplan.twin.core import run
-from capplan.twin.metrics import summarize
-from capplan.twin.scenario import NS_PER_MS, NS_PER_S
+from capplan.twin.instance import trace as t
+from capplan.twin.instance.core import run
+from capplan.twin.instance.metrics import summarize
+from capplan.twin.instance.scenario import NS_PER_MS, NS_PER_S
 from tests.twin.examples import profile, workload
 from tests.twin.scenarios import scenarios, seeded_scenario
 

@@ -12,10 +12,16 @@ from capplan.models.step_latency import DIGITAL_TWIN
 from capplan.serving import Limits
 from capplan.spec import LengthPairs
 from capplan.twin import Scenario
-from capplan.twin.core import run
-from capplan.twin.metrics import summarize
-from capplan.twin.scenario import NS_PER_MS, Costs
-from capplan.twin.trace import STATUS_REJECTED, STATUS_RUNNING, gap_bin, gap_percentiles_ms, new_trace
+from capplan.twin.instance.core import run
+from capplan.twin.instance.metrics import summarize
+from capplan.twin.instance.scenario import NS_PER_MS, Costs
+from capplan.twin.instance.trace import (
+    STATUS_REJECTED,
+    STATUS_RUNNING,
+    gap_bin,
+    gap_percentiles_ms,
+    new_trace,
+)
 from capplan.workload import Requests
 from tests.oracle import run_reference
 from tests.twin.examples import profile, workload

@@ -15,7 +15,7 @@ import pytest
 
 from capplan import InfeasibleError, InputError, SimulationResult, simulate, sweep
 from capplan.twin import DetailedResult
-from capplan.twin.simulate import SimulateSettings
+from capplan.twin.instance.simulate import SimulateSettings
 from capplan.twin.sweep import Job, cores, in_parallel, sweep_detailed
 from tests.twin.examples import profile, workload
 

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from capplan.serving import NONE, Limits, State, new_state
 from capplan.serving.routers.fleet import NEVER_SEEN, Fleet, new_fleet
 from capplan.serving.state import POOLED
-from capplan.twin import trace as t
-from capplan.twin.clock import TwinClock, new_answered, new_clock
 from capplan.twin.cluster.member import ClusterMember, new_memory, store_member
 from capplan.twin.cluster.scenario import ClusterScenario, take_requests
 from capplan.twin.cluster.steps import Cluster, new_progress, places_by_instance
-from capplan.twin.host_link import NEVER_NS, HostLink, new_link
-from capplan.twin.scenario import Scenario, new_engine
+from capplan.twin.instance import trace as t
+from capplan.twin.instance.clock import TwinClock, new_answered, new_clock
+from capplan.twin.instance.host_link import NEVER_NS, HostLink, new_link
+from capplan.twin.instance.scenario import Scenario, new_engine
 
 FIRST_ROWS = 512
 """Initial rows of an instance for requests in flight; a full table is doubled."""

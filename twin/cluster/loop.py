@@ -12,7 +12,6 @@ from capplan.serving.routers.fleet import ArrivingRequest, Placement, note_waiti
 from capplan.serving.scheduler import is_movable, withdraw
 from capplan.serving.state import NONE, State
 from capplan.serving.structures import Heap, heap_push, heap_remove, int_fields, new_record
-from capplan.twin.clock import count_present, count_queued, keeps_stats
 from capplan.twin.cluster.member import load_member
 from capplan.twin.cluster.steps import (
     Cluster,
@@ -23,7 +22,8 @@ from capplan.twin.cluster.steps import (
     observe_adapter,
     report_state,
 )
-from capplan.twin.core import mark_running
+from capplan.twin.instance.clock import count_present, count_queued, keeps_stats
+from capplan.twin.instance.core import mark_running
 from capplan.workload.sampling import uniform
 
 _CURSOR = int_fields(

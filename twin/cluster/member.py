@@ -1,4 +1,4 @@
-"""Memory of the instances of a cluster: one line each, with the arguments of `capplan.twin.core.advance`.
+"""Memory of the instances of a cluster: one line each, with the arguments of the compiled loop.
 
 All instances have one type, whatever the sizes of their arrays.
 """
@@ -16,9 +16,9 @@ from capplan._jit import by_reference, jit
 from capplan.serving import Limits, State, new_state
 from capplan.serving.lines import is_pooled, line_access, new_lines
 from capplan.serving.state import POOLED, VLLM
-from capplan.twin.clock import TwinClock, new_clock
-from capplan.twin.scenario import Costs
-from capplan.twin.trace import TwinTrace, new_trace
+from capplan.twin.instance.clock import TwinClock, new_clock
+from capplan.twin.instance.scenario import Costs
+from capplan.twin.instance.trace import TwinTrace, new_trace
 
 _typeof: Any = numba.typeof
 

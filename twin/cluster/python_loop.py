@@ -19,7 +19,6 @@ from capplan.serving import NONE, State
 from capplan.serving.routers import Placement
 from capplan.serving.routers.fleet import adapter_of_places
 from capplan.serving.state import ENDING, LOADING, POOLED
-from capplan.twin import trace as t
 from capplan.twin.cluster.layout import Laid, grow, lay_out
 from capplan.twin.cluster.rebalancing import FleetChanges, Rebalancing
 from capplan.twin.cluster.run import (
@@ -32,9 +31,10 @@ from capplan.twin.cluster.run import (
 )
 from capplan.twin.cluster.scenario import ClusterScenario
 from capplan.twin.cluster.steps import advance_instances, hand_to, lacks_row
-from capplan.twin.core import mark_running
-from capplan.twin.host_link import NEVER_NS
-from capplan.twin.scenario import NS_PER_S
+from capplan.twin.instance import trace as t
+from capplan.twin.instance.core import mark_running
+from capplan.twin.instance.host_link import NEVER_NS
+from capplan.twin.instance.scenario import NS_PER_S
 from capplan.workload.sampling import uniform
 
 

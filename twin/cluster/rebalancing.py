@@ -21,7 +21,6 @@ from capplan.serving import NONE
 from capplan.serving.rebalancing import Rebalanced, Rebalancer, RebalanceSettings, Replan
 from capplan.serving.routers import Placement
 from capplan.serving.routers.fleet import Fleet, placement_of, places_in_both
-from capplan.twin import trace as t
 from capplan.twin.cluster.layout import Laid, grow, restart_member
 from capplan.twin.cluster.scenario import ClusterScenario, MovableAdapters
 from capplan.twin.cluster.steps import (
@@ -35,8 +34,9 @@ from capplan.twin.cluster.steps import (
     start_wait,
 )
 from capplan.twin.cluster.transfers import AdapterStorage, Crash, Faults, StorageEvent, TransferLink
-from capplan.twin.host_link import NEVER_NS
-from capplan.twin.scenario import NS_PER_S
+from capplan.twin.instance import trace as t
+from capplan.twin.instance.host_link import NEVER_NS
+from capplan.twin.instance.scenario import NS_PER_S
 
 Reason = Literal["period", "crash", "restart"]
 

@@ -16,7 +16,7 @@ import numpy as np
 from capplan.models.step_latency import StepFeatures, StepRanks, rank_ms, step_ms
 from capplan.serving.routers import Performance, Toppings, WorkModel
 from capplan.serving.routers.toppings import BGMV, BLIND, MBGMV
-from capplan.twin.scenario import Costs, Scenario
+from capplan.twin.instance.scenario import Costs, Scenario
 from capplan.workload import Requests
 
 DECODE_BATCHES: Final = (4, 8, 12, 16, 20, 24, 28, 32)

@@ -26,7 +26,7 @@ from capplan.serving.routers.toppings import PREFILL_TOKEN
 from capplan.spec.routing import RouterOptions
 from capplan.twin.cluster.router_models import base_iteration_ms, fit_performance, fit_work, mean_lengths
 from capplan.twin.cluster.scenario import ClusterScenario
-from capplan.twin.scenario import NS_PER_S, Scenario
+from capplan.twin.instance.scenario import NS_PER_S, Scenario
 
 NamedRouter: TypeAlias = str | Dlora | Gateway | LeastWorkLeft | Toppings
 

@@ -15,16 +15,16 @@ from capplan.serving.routers import Placement
 from capplan.serving.routers.choose import ASK_RANKS, RoutingRule
 from capplan.serving.routers.smooth_shares import carried_credit
 from capplan.serving.structures import new_heap
-from capplan.twin import trace as t
 from capplan.twin.cluster.layout import FIRST_ROWS, Laid, grow, lay_out
 from capplan.twin.cluster.loop import FETCH_DUE, REFRESH_DUE, new_cursor, serve
 from capplan.twin.cluster.rebalancing import FleetChanges, FleetMoves, Rebalancing
 from capplan.twin.cluster.scenario import ClusterScenario
 from capplan.twin.cluster.steps import show_arrivals
-from capplan.twin.core import record_pool
-from capplan.twin.host_link import NEVER_NS
-from capplan.twin.pauses import Pauses
-from capplan.twin.scenario import NS_PER_S
+from capplan.twin.instance import trace as t
+from capplan.twin.instance.core import record_pool
+from capplan.twin.instance.host_link import NEVER_NS
+from capplan.twin.instance.pauses import Pauses
+from capplan.twin.instance.scenario import NS_PER_S
 
 
 @dataclass(frozen=True, eq=False)

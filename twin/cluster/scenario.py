@@ -21,8 +21,8 @@ from capplan.spec.engine_args import (
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
 )
-from capplan.twin.policies import CacheLike, Policies, SchedulerLike, choose_policies
-from capplan.twin.scenario import (
+from capplan.twin.instance.policies import CacheLike, Policies, SchedulerLike, choose_policies
+from capplan.twin.instance.scenario import (
     NS_PER_S,
     Scenario,
     build_scenario,
@@ -32,7 +32,7 @@ from capplan.twin.scenario import (
     with_length_correlation,
     with_predictions,
 )
-from capplan.twin.simulate import EngineKeywords, engine_args, keywords_of
+from capplan.twin.instance.simulate import EngineKeywords, engine_args, keywords_of
 from capplan.workload import Requests
 
 

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from capplan.errors import InputError
 from capplan.serving.pool_setup import PoolSetup
 from capplan.spec import Profile, Workload
-from capplan.twin import trace as t
 from capplan.twin.cluster.python_loop import PythonRouter, run_with
 from capplan.twin.cluster.rebalancing import FleetMoves, Rebalancing
 from capplan.twin.cluster.routers import NamedRouter, build_rule
@@ -26,12 +25,13 @@ from capplan.twin.cluster.scenario import (
     take_requests,
     without_adapters,
 )
-from capplan.twin.group_metrics import Attainment
-from capplan.twin.metrics import SimulationResult, summarize
-from capplan.twin.per_request import FINISHED, request_status
-from capplan.twin.scenario import NS_PER_S, Scenario
-from capplan.twin.scrapes import client_itl_factor
-from capplan.twin.simulate import tpt_attainment
+from capplan.twin.instance import trace as t
+from capplan.twin.instance.group_metrics import Attainment
+from capplan.twin.instance.metrics import SimulationResult, summarize
+from capplan.twin.instance.per_request import FINISHED, request_status
+from capplan.twin.instance.scenario import NS_PER_S, Scenario
+from capplan.twin.instance.scrapes import client_itl_factor
+from capplan.twin.instance.simulate import tpt_attainment
 from capplan.workload import Requests
 
 _MOST_ROUNDS: Final = 100_000
@@ -164,7 +164,7 @@ class RoutedRequests:
     instance: NDArray[np.int32]
     """Where each was in the end."""
     status: NDArray[np.int8]
-    """Position in `capplan.twin.per_request.STATUSES`: finished, running, waiting, rejected, or lost in a
+    """Position in `STATUSES`: finished, running, waiting, rejected, or lost in a
     crash after the first token."""
     queue_s: NDArray[np.float64]
     """From arrival to the first admission to a batch, without the wait for the load of its adapter to the

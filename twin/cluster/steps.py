@@ -17,9 +17,9 @@ from capplan.serving.state import (
     NONE,
 )
 from capplan.serving.structures import Records, int_fields
-from capplan.twin.clock import count_present, count_queued, keeps_stats
 from capplan.twin.cluster.member import ClusterMember, load_member
-from capplan.twin.core import advance, next_event_ns, take_arrivals_before
+from capplan.twin.instance.clock import count_present, count_queued, keeps_stats
+from capplan.twin.instance.core import advance, next_event_ns, take_arrivals_before
 from capplan.workload import Requests
 
 _PROGRESS = int_fields(

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InputError
-from capplan.twin.host_link import NEVER_NS
-from capplan.twin.scenario import NS_PER_S
+from capplan.twin.instance.host_link import NEVER_NS
+from capplan.twin.instance.scenario import NS_PER_S
 
 LOCATION: Final = -1
 """Source of a transfer from the adapter's location."""

@@ -19,8 +19,8 @@ from capplan.errors import InfeasibleError
 from capplan.models.training.data import OUTCOMES, DatasetRequest
 from capplan.spec import Profile
 from capplan.twin.dataset.designs import DESIGNS, Sample, draw
-from capplan.twin.metrics import SimulationResult
-from capplan.twin.simulate import SimulateSettings, simulate
+from capplan.twin.instance.metrics import SimulationResult
+from capplan.twin.instance.simulate import SimulateSettings, simulate
 from capplan.twin.sweep import in_parallel
 
 _MS_PER_S: Final = 1e3

@@ -29,7 +29,7 @@ from capplan.models.surrogates.features import (
 )
 from capplan.spec import STARVED_BELOW, Adapter, Lengths, Profile, Workload, allowed_lora_rank
 from capplan.spec.traffic import ArrivalProcess, Arrivals, Renewal, zipf
-from capplan.twin.simulate import SimulateSettings, engine_args
+from capplan.twin.instance.simulate import SimulateSettings, engine_args
 
 GRID_COUNTS: Final = (8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384)
 GRID_RATES_RPS: Final = (3.2, 1.6, 0.8, 0.4, 0.1, 0.05, 0.025, 0.0125, 0.00625, 0.003125)

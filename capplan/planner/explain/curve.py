@@ -16,7 +16,7 @@ from capplan.planner.knobs import KNOBS, knob_variants
 from capplan.planner.parallel import parallel_map
 from capplan.planner.problem import GRID, Assignment, Estimate, Problem, distinct_adapters
 from capplan.planner.slots import best_slots, max_fitting_slots
-from capplan.twin.paired import PAIRED_SEEDS
+from capplan.twin.instance.paired import PAIRED_SEEDS
 
 MAX_POINTS: Final = 8
 """Maximum number of simulations over A_max."""

@@ -7,7 +7,7 @@ from typing import Final
 
 from capplan.planner.explain.curve import CurvePoint, SlotCurve
 from capplan.planner.slots import best_slots
-from capplan.twin.paired import paired_difference
+from capplan.twin.instance.paired import paired_difference
 
 _NOTABLE: Final = 0.02
 """Relative difference in throughput or request time that is reported."""

@@ -25,9 +25,9 @@ from capplan.planner.problem import (
 )
 from capplan.planner.solvers.base import Solver, SolverContext
 from capplan.planner.splitting import in_input_order
-from capplan.twin.core import run
-from capplan.twin.metrics import SimulationResult, summarize
-from capplan.twin.scenario import build_scenario
+from capplan.twin.instance.core import run
+from capplan.twin.instance.metrics import SimulationResult, summarize
+from capplan.twin.instance.scenario import build_scenario
 
 
 def _place(problem: Problem, context: SolverContext, *, adapters_per_slot: int = 1) -> tuple[Assignment, ...]:

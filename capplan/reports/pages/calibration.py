@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from capplan.models.calibration.step_model import Residuals, StepCalibration
     from capplan.models.kernel_fits import KernelReport
-    from capplan.twin.calibration import CalibrationResult
-    from capplan.twin.calibration_fit import RunCalibration
+    from capplan.twin.calibration.calibrate import CalibrationResult
+    from capplan.twin.calibration.fit import RunCalibration
 
 _MOST_POINTS = 4000  # of one scatter chart; evenly thinned beyond
 _BINS = 41

@@ -10,8 +10,8 @@ from capplan.reports.console import DASH, Table, number, smape
 if TYPE_CHECKING:
     from capplan.models.calibration.step_model import Residuals, StepCalibration
     from capplan.spec import FittedModel
-    from capplan.twin.calibration import CalibrationResult
-    from capplan.twin.calibration_fit import RunCalibration
+    from capplan.twin.calibration.calibrate import CalibrationResult
+    from capplan.twin.calibration.fit import RunCalibration
 
 
 _PARTS = ("step_latency", "memory", "loading", "host")

@@ -10,7 +10,7 @@ import numpy as np
 
 from capplan import Lengths, SimulationResult, Workload, simulate
 from capplan.models.surrogates.features import MAX_IN_FLIGHT, feature_vector
-from capplan.twin.simulate import engine_args
+from capplan.twin.instance.simulate import engine_args
 from tests.models.surrogates.making import SETTINGS, asked, profile
 
 CASES: dict[str, Callable[[], tuple[Workload, dict[str, Any]]]] = {

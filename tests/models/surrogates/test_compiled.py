@@ -13,7 +13,7 @@ from capplan.models.surrogates.compiled import LOAD_FEATURES, Predictions, compi
 from capplan.models.surrogates.features import FEATURES, feature_vector
 from capplan.models.surrogates.files import KINDS
 from capplan.spec import Arrivals, EngineArgs, Renewal
-from capplan.twin.simulate import engine_args
+from capplan.twin.instance.simulate import engine_args
 from tests.models.surrogates.making import SETTINGS, asked, surrogates
 
 ANSWERS = ("throughput_tok_s", "low_tok_s", "high_tok_s", "starvation_probability", "novelty")

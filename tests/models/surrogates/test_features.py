@@ -21,7 +21,7 @@ from capplan.models.surrogates.features import (
     unsupported_workload,
 )
 from capplan.spec import Arrivals, Diurnal, LengthPairs, Renewal, Stickiness, Trace, Unpredictable
-from capplan.twin.simulate import engine_args
+from capplan.twin.instance.simulate import engine_args
 from tests.models.surrogates.making import SETTINGS, asked, profile
 
 Named = dict[str, float]

@@ -9,7 +9,7 @@ from capplan.models import Surrogate
 from capplan.models.surrogates.features import FEATURES, feature_vector
 from capplan.models.surrogates.files import KINDS
 from capplan.spec import Arrivals, Diurnal, LengthPairs, Renewal, Stickiness, Trace
-from capplan.twin.simulate import engine_args
+from capplan.twin.instance.simulate import engine_args
 from tests.models.surrogates.making import SETTINGS, asked, drawn, made, profile
 
 

@@ -20,8 +20,8 @@ from capplan.profiling.engine.profiler import profile_engine
 from capplan.profiling.engine.steps import iteration_cases
 from capplan.profiling.server.closed_loop import LoopError, RequestSender, ServerPoint, closed_loop
 from capplan.spec import Kernel
-from capplan.twin.calibration import CalibrationOptions as HowToCalibrate
-from capplan.twin.calibration import CalibrationTables, calibrate
+from capplan.twin.calibration.calibrate import CalibrationOptions as HowToCalibrate
+from capplan.twin.calibration.calibrate import CalibrationTables, calibrate
 
 
 def tiny(**fields: object) -> EngineProfilingOptions:

@@ -28,7 +28,7 @@ from capplan.profiling.server.profiler import (
     profile_server,
 )
 from capplan.profiling.tables import MeasurementFolder
-from capplan.twin.calibration_runs import read_runs
+from capplan.twin.calibration.runs import read_runs
 from tests.profiling.load.servers import toy_server
 
 RANKS = {"a0": 8, "a1": 8, "a2": 16, "a3": 8}

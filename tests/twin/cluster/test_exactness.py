@@ -14,8 +14,8 @@ from capplan.twin.cluster.python_loop import Candidate, RoutedRequest, run_with
 from capplan.twin.cluster.routers import build_rule
 from capplan.twin.cluster.run import run_cluster
 from capplan.twin.cluster.scenario import ClusterScenario, place
-from capplan.twin.core import run
-from capplan.twin.scenario import new_engine
+from capplan.twin.instance.core import run
+from capplan.twin.instance.scenario import new_engine
 from tests.oracle.routers import LeastAddedWork, RankAware, reference_router
 from tests.serving.worlds import seeded
 from tests.twin.cluster.comparison import (

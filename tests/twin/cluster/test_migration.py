@@ -13,14 +13,14 @@ from capplan.serving.routers.dlora import to_move
 from capplan.serving.scheduler import withdraw
 from capplan.testing import check_integrity
 from capplan.testing.integrity import running_rows, waiting_rows
-from capplan.twin import trace as t
-from capplan.twin.clock import PRESENT, QUEUED
 from capplan.twin.cluster import Dlora, Instance, simulate_cluster
 from capplan.twin.cluster.layout import lay_out
 from capplan.twin.cluster.python_loop import unseen_requests
 from capplan.twin.cluster.routers import build_rule
 from capplan.twin.cluster.run import run_laid
 from capplan.twin.cluster.scenario import ClusterScenario
+from capplan.twin.instance import trace as t
+from capplan.twin.instance.clock import PRESENT, QUEUED
 from tests.serving.worlds import World, play, worlds
 from tests.twin.cluster.scenarios import clusters
 from tests.twin.cluster.workloads import PROFILE, even

@@ -26,7 +26,7 @@ from capplan.twin.cluster import (
 from capplan.twin.cluster.python_loop import Candidate, RoutedRequest, run_with
 from capplan.twin.cluster.routers import build_rule, served_router
 from capplan.twin.cluster.run import run_cluster
-from capplan.twin.per_request import LOST, REJECTED
+from capplan.twin.instance.per_request import LOST, REJECTED
 from tests.oracle.routers import LeastAddedWork, RankAware, reference_router
 from tests.serving.worlds import seeded
 from tests.twin.cluster.movable import World, assert_integrity, movable_clusters

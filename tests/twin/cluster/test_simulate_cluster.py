@@ -18,7 +18,7 @@ from capplan.twin.cluster import (
     simulate_without_adapters,
 )
 from capplan.twin.cluster.scenario import build_cluster
-from capplan.twin.scenario import draw_for
+from capplan.twin.instance.scenario import draw_for
 from tests.twin.cluster.workloads import OTHER, PROFILE, even, same
 
 MINUTE = 60.0

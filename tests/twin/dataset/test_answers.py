@@ -15,7 +15,7 @@ from capplan.models.training.data import LATENCIES, OUTCOMES
 from capplan.spec import STARVED_BELOW
 from capplan.twin.dataset import DESIGNS, Sample, draw
 from capplan.twin.dataset.answers import NoRow, ScenarioRow, simulate_sample, simulate_span, simulation_seed
-from capplan.twin.simulate import SimulateSettings
+from capplan.twin.instance.simulate import SimulateSettings
 from tests.twin.examples import profile, workload
 
 SHIPPED = load_profile("h100-64g/llama-3.1-8b/vllm-0.8.5")

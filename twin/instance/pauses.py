@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from capplan.twin.host_link import NEVER_NS
+from capplan.twin.instance.host_link import NEVER_NS
 
 MAX_PAUSE_NS: Final = 60 * 10**9
 """Largest simulated time between two calls."""

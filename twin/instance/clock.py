@@ -19,7 +19,7 @@ from capplan.serving.state import (
     SLORA,
 )
 from capplan.serving.structures import int_fields, new_record
-from capplan.twin.host_link import (
+from capplan.twin.instance.host_link import (
     NEVER_NS,
     HostLink,
     copy_ahead,
@@ -28,8 +28,8 @@ from capplan.twin.host_link import (
     prefetched_ns,
     promote,
 )
-from capplan.twin.scenario import Costs
-from capplan.twin.trace import TwinTrace, record_load
+from capplan.twin.instance.scenario import Costs
+from capplan.twin.instance.trace import TwinTrace, record_load
 
 _AT = int_fields(
     "visible_ns",  # arrivals up to this time are known when the next step is decided
@@ -63,7 +63,7 @@ class TwinClock(NamedTuple):
     following: NDArray[np.int64]
     """The request after each request at this instance, shape (requests,); empty: the next number."""
     rank_stats: NDArray[np.int64]
-    """What routers ask that is not in the state, by rank; see `capplan.twin.clock`."""
+    """What routers ask that is not in the state, by rank; see `capplan.twin.instance.clock`."""
     answered: np.record
     """Finished requests of the whole cluster, and their output tokens."""
 

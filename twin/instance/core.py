@@ -18,7 +18,7 @@ from capplan.serving.state import (
     SLORA,
     VLLM,
 )
-from capplan.twin.clock import (
+from capplan.twin.instance.clock import (
     TwinClock,
     compute_ns,
     count_finished,
@@ -35,10 +35,10 @@ from capplan.twin.clock import (
     take_copies,
     wait_for_load_ns,
 )
-from capplan.twin.host_link import NEVER_NS
-from capplan.twin.pauses import Pauses
-from capplan.twin.scenario import Costs, Scenario, new_engine
-from capplan.twin.trace import (
+from capplan.twin.instance.host_link import NEVER_NS
+from capplan.twin.instance.pauses import Pauses
+from capplan.twin.instance.scenario import Costs, Scenario, new_engine
+from capplan.twin.instance.trace import (
     NEVER,
     POOL_COUNTS,
     SMALL_BATCH,

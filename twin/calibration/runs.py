@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from capplan.errors import InfeasibleError, InputError
 from capplan.spec import Adapter, Lengths, Profile, Workload
 from capplan.spec.table_files import read_columns
-from capplan.twin.core import run as run_compiled
-from capplan.twin.metrics import SimulationResult
-from capplan.twin.scenario import Scenario
-from capplan.twin.simulate import simulate
-from capplan.twin.trace import TwinTrace
+from capplan.twin.instance.core import run as run_compiled
+from capplan.twin.instance.metrics import SimulationResult
+from capplan.twin.instance.scenario import Scenario
+from capplan.twin.instance.simulate import simulate
+from capplan.twin.instance.trace import TwinTrace
 from capplan.workload import load_workload
 
 TARGETS: Final = (

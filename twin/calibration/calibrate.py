@@ -20,14 +20,14 @@ from capplan.models.calibration.step_model import DEFAULT_FOLDS, StepCalibration
 from capplan.models.calibration.tables import MeasuredSteps, read_steps
 from capplan.models.kernel_crossover import read_crossover
 from capplan.spec import Fit, FittedModel, Kernel, Profile, Provenance, ProvenanceKind, Uncertainty
-from capplan.twin.calibration_fit import (
+from capplan.twin.calibration.fit import (
     COMPONENTS,
     RunCalibration,
     calibrate_runs,
     free_coefficients,
     simulate_runs,
 )
-from capplan.twin.calibration_runs import TARGETS, MeasuredRun, read_runs
+from capplan.twin.calibration.runs import TARGETS, MeasuredRun, read_runs
 
 Progress = Callable[[str, int, int], None]
 Loads = Literal["no steps", "the table", "the twin", "unknown"]

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.spec import FittedModel
-from capplan.twin import trace as t
-from capplan.twin.scenario import NS_PER_S, Scenario
+from capplan.twin.instance import trace as t
+from capplan.twin.instance.scenario import NS_PER_S, Scenario
 
 _MAX_NATS = 40.0  # of the entropy: more combinations than any server reaches
 

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from capplan.serving.structures import Records
 from capplan.spec import STARVED_BELOW, Slo
 from capplan.spec.latency_stats import LatencyStats, grouped_latency_stats
-from capplan.twin import trace as t
-from capplan.twin.metrics import SimulationResult, bound_value
-from capplan.twin.per_request import FINISHED, REJECTED, RUNNING, STATUSES, WAITING, RequestTable
-from capplan.twin.scenario import NS_PER_MS, NS_PER_S, Scenario
+from capplan.twin.instance import trace as t
+from capplan.twin.instance.metrics import SimulationResult, bound_value
+from capplan.twin.instance.per_request import FINISHED, REJECTED, RUNNING, STATUSES, WAITING, RequestTable
+from capplan.twin.instance.scenario import NS_PER_MS, NS_PER_S, Scenario
 
 _ENDS: Final = (FINISHED, RUNNING, WAITING, REJECTED)
 """Statuses of the requests of one engine, which does not crash."""

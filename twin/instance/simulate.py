@@ -20,9 +20,9 @@ from capplan.spec.engine_args import (
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
 )
-from capplan.twin import trace as t
-from capplan.twin.core import run
-from capplan.twin.group_metrics import (
+from capplan.twin.instance import trace as t
+from capplan.twin.instance.core import run
+from capplan.twin.instance.group_metrics import (
     Attainment,
     GroupMetrics,
     TimeSeries,
@@ -31,8 +31,8 @@ from capplan.twin.group_metrics import (
     group_metrics,
     time_series,
 )
-from capplan.twin.metrics import SimulationResult, reduce_trace, summarize
-from capplan.twin.per_request import (
+from capplan.twin.instance.metrics import SimulationResult, reduce_trace, summarize
+from capplan.twin.instance.per_request import (
     FINISHED,
     LOST,
     REJECTED,
@@ -41,10 +41,16 @@ from capplan.twin.per_request import (
     request_status,
     request_table,
 )
-from capplan.twin.policies import CacheLike, SchedulerLike, choose_policies
-from capplan.twin.scenario import NS_PER_S, Scenario, build_scenario, on_shared_link, require_settings
-from capplan.twin.scrapes import client_itl_factor
-from capplan.twin.trace import TwinTrace
+from capplan.twin.instance.policies import CacheLike, SchedulerLike, choose_policies
+from capplan.twin.instance.scenario import (
+    NS_PER_S,
+    Scenario,
+    build_scenario,
+    on_shared_link,
+    require_settings,
+)
+from capplan.twin.instance.scrapes import client_itl_factor
+from capplan.twin.instance.trace import TwinTrace
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -372,7 +378,7 @@ def tpt_attainment(
     """Return the attainment of ``slo.tpt_over_base``: of `factor` times the mean TPT without adapters.
 
     It is that of a detailed run without its details. `status` is that of `request_status`, and `interrupt`
-    that of `capplan.twin.core.run`.
+    that of `capplan.twin.instance.core.run`.
     """
     requests = scenario.requests
     limit_ms = factor * mean_base_tpt_ms(scenario, overhead_s, partial(run, interrupt=interrupt))

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.spec import Workload, write_bytes_atomic
-from capplan.twin import trace as t
-from capplan.twin.pool_metrics import size_classes
-from capplan.twin.scenario import NS_PER_S, Scenario
+from capplan.twin.instance import trace as t
+from capplan.twin.instance.pool_metrics import size_classes
+from capplan.twin.instance.scenario import NS_PER_S, Scenario
 from capplan.workload import Requests
 
 if TYPE_CHECKING:

@@ -34,12 +34,12 @@ from capplan.models.step_latency import (
     step_ms,
 )
 from capplan.spec import Coefficient, FittedModel, Profile
-from capplan.twin.calibration_runs import TARGETS, MeasuredRun, measured_targets
-from capplan.twin.core import run as run_compiled
-from capplan.twin.metrics import SimulationResult
-from capplan.twin.scenario import Scenario
-from capplan.twin.scrapes import ScrapeLoad, itl_factor, scrape_load
-from capplan.twin.trace import TwinTrace
+from capplan.twin.calibration.runs import TARGETS, MeasuredRun, measured_targets
+from capplan.twin.instance.core import run as run_compiled
+from capplan.twin.instance.metrics import SimulationResult
+from capplan.twin.instance.scenario import Scenario
+from capplan.twin.instance.scrapes import ScrapeLoad, itl_factor, scrape_load
+from capplan.twin.instance.trace import TwinTrace
 
 Progress = Callable[[int, int], None]
 

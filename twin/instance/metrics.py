@@ -14,10 +14,10 @@ from capplan.serving.structures import int_fields, new_record
 from capplan.spec import STARVED_BELOW
 from capplan.spec.display import Plotted
 from capplan.spec.latency_stats import PERCENTILES, LatencyStats, latency_stats_in_place
-from capplan.twin import trace as t
-from capplan.twin.pool_metrics import PoolMetrics, pool_metrics
-from capplan.twin.scenario import NS_PER_MS, NS_PER_S, Scenario
-from capplan.twin.trace import NEVER, STATUS_RUNNING, TwinTrace
+from capplan.twin.instance import trace as t
+from capplan.twin.instance.pool_metrics import PoolMetrics, pool_metrics
+from capplan.twin.instance.scenario import NS_PER_MS, NS_PER_S, Scenario
+from capplan.twin.instance.trace import NEVER, STATUS_RUNNING, TwinTrace
 from capplan.workload import Requests
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from capplan.serving.queue_design import RequestSample, clustered_classes
 from capplan.spec.latency_stats import LatencyStats, latency_stats
 from capplan.spec.queues import QueueConfig
-from capplan.twin.scenario import NS_PER_MS, NS_PER_S, Scenario
-from capplan.twin.trace import NEVER, STATUS_REJECTED, TwinTrace
+from capplan.twin.instance.scenario import NS_PER_MS, NS_PER_S, Scenario
+from capplan.twin.instance.trace import NEVER, STATUS_REJECTED, TwinTrace
 
 _NAMES: Final = (
     ("all",),

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from capplan.spec import EngineArgs, Profile, ProvenanceKind, Workload
-from capplan.twin.metrics import SimulationResult
+from capplan.twin.instance.metrics import SimulationResult
 
 MODELS: Final = ("step_latency", "memory", "loading", "host")
 """Models of a profile."""

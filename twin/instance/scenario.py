@@ -19,7 +19,7 @@ from capplan.serving.state import POOLED
 from capplan.spec import EngineArgs, Predictor, Profile, Scheduler, Workload
 from capplan.spec.limits import require_duration
 from capplan.spec.lora_modules import LORA_MODULES
-from capplan.twin.policies import Policies, choose_policies
+from capplan.twin.instance.policies import Policies, choose_policies
 from capplan.workload import Requests, draw_requests
 from capplan.workload.predictors import predicted_tokens
 

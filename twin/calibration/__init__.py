@@ -1,0 +1,1 @@
+"""Calibration of a profile with the twin in the loop."""

@@ -1,0 +1,1 @@
+"""Digital twin of one instance: its loop, clock, requests and metrics."""
