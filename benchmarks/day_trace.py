@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.common import H100_LLAMA, LLAMA, command_line, markdown, peak_mib
 from capplan import Adapter, Lengths, Plan, Workload, plan
-from capplan.planner.served import fleet_of_plan
+from capplan.planner.verification.served import fleet_of_plan
 from capplan.spec import Slo, Trace
 from capplan.spec.traffic import zipf
 from capplan.twin.instance.metrics import bound_value

@@ -34,9 +34,9 @@ from benchmarks.common import command_line, emit, numbered_adapters, read_or_mak
 from capplan import Lengths, Workload, load_profile, plan, simulate
 from capplan.datasets.profile_files import profiles_with_surrogates
 from capplan.errors import InfeasibleError
-from capplan.planner.bound import busy_gpus
-from capplan.planner.knobs import KnobSearch
-from capplan.planner.problem import make_problem
+from capplan.planner.problem.bound import busy_gpus
+from capplan.planner.problem.knobs import KnobSearch
+from capplan.planner.problem.problem import make_problem
 from capplan.spec import Slo
 from capplan.spec.traffic import zipf
 

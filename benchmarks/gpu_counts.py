@@ -29,8 +29,8 @@ from benchmarks.common import (
 )
 from capplan import Lengths, Plan, Workload, load_workload, plan
 from capplan.errors import CapplanError, InfeasibleError
-from capplan.planner.evaluate import find_bottlenecks
-from capplan.planner.explain.rebuild import rebuild
+from capplan.planner.problem.evaluate import find_bottlenecks
+from capplan.planner.problem.rebuild import rebuild
 from capplan.spec import Slo
 from capplan.workload.presets import presets
 

@@ -18,8 +18,8 @@ from capplan.datasets.catalog import gpu_sheet
 from capplan.errors import CapplanError
 from capplan.models.roofline import EngineChoice, roofline_profile
 from capplan.planner import SOLVERS
-from capplan.planner.bound import lower_bound
-from capplan.planner.problem import make_problem
+from capplan.planner.problem.bound import lower_bound
+from capplan.planner.problem.problem import make_problem
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers.base import Requirement
 from capplan.serving.rules import RULES

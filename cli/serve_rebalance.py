@@ -55,7 +55,7 @@ def equal_settings(plan: Plan, groups: Sequence[str]) -> dict[str, Any]:
     InputError
         If the instances are not equal.
     """
-    from capplan.planner.served_rebalancing import equal_engine_args
+    from capplan.planner.verification.served_rebalancing import equal_engine_args
 
     chosen = [group for group in plan.groups if not groups or group.id in groups]
     return equal_engine_args(chosen).model_dump(exclude_none=True) if chosen else {}
@@ -79,7 +79,7 @@ def rebalancing(
         If an instance sustains no load of a rank.
     """
     from capplan.fleet.rebalancing import RebalancingConfig
-    from capplan.planner.served_rebalancing import served_rebalancer
+    from capplan.planner.verification.served_rebalancing import served_rebalancer
     from capplan.registry import AdapterRegistry
     from capplan.twin.cluster.plans import workload_of
     from capplan.workload import load_workload

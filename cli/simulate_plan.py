@@ -26,7 +26,7 @@ from capplan.reports.tables.notes import extrapolation_line, require_no_extrapol
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from capplan.planner.served import RankMetrics, SimulatedFleet, StoredAdapters
+    from capplan.planner.verification.served import RankMetrics, SimulatedFleet, StoredAdapters
     from capplan.twin.cluster import ClusterResult
 
 
@@ -55,7 +55,7 @@ def simulate_plan(
     workload_file: str, plan_file: str, given: PlanSimulation, *, strict: bool, as_json: bool
 ) -> None:
     """Simulate the instances of a plan, and print the metrics of all, of each instance, and by rank."""
-    from capplan.planner.served import by_rank, fleet_of_plan, stored_adapters
+    from capplan.planner.verification.served import by_rank, fleet_of_plan, stored_adapters
     from capplan.workload import load_workload
 
     workload = load_workload(workload_file)

@@ -99,7 +99,7 @@ def validate(args: ValidateArgs) -> None:
     require_extra("bench", ("httptools",))
     if not args.url:
         require_extra("engine", ENGINE)
-    from capplan.planner.explain.rebuild import planned_workload
+    from capplan.planner.problem.rebuild import planned_workload
     from capplan.profiling.validation.compare import Tolerances
     from capplan.profiling.validation.validate import ValidationOptions
     from capplan.profiling.validation.validate import validate as run

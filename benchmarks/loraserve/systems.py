@@ -23,12 +23,12 @@ from benchmarks.loraserve.load import (
 )
 from capplan import Assignment, EngineArgs, Problem, Profile, Workload
 from capplan.errors import InfeasibleError
-from capplan.planner.estimate import TwinEstimator
-from capplan.planner.operating_points import OperatingPoints
-from capplan.planner.problem import AdapterShare, make_problem
-from capplan.planner.solve import solve
+from capplan.planner.problem.estimate import TwinEstimator
+from capplan.planner.problem.operating_points import OperatingPoints
+from capplan.planner.problem.problem import AdapterShare, make_problem
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers.random_placement import contiguous_by_rank, shuffled_runs
+from capplan.planner.solvers.solve import solve
 from capplan.serving import adapter_bytes
 from capplan.serving.rebalancing import (
     AdapterDemand,

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from capplan.planner.api import plan
     from capplan.planner.comparison import SolverComparison, SolverResult, compare
-    from capplan.planner.problem import Assignment, Problem
+    from capplan.planner.document.without_scheduling import verify_without_scheduling
+    from capplan.planner.problem.problem import Assignment, Problem
     from capplan.planner.solvers.base import RequiredEstimator, Solver, SolverContext
-    from capplan.planner.without_scheduling import verify_without_scheduling
 
 __all__ = [
     "SOLVERS",
@@ -47,8 +47,8 @@ SOLVERS: Final = (
 _NAMES: Final = {
     "api": ("plan",),
     "comparison": ("SolverComparison", "SolverResult", "compare"),
-    "without_scheduling": ("verify_without_scheduling",),
-    "problem": ("Assignment", "Problem"),
+    "document.without_scheduling": ("verify_without_scheduling",),
+    "problem.problem": ("Assignment", "Problem"),
     "solvers.base": ("RequiredEstimator", "Solver", "SolverContext"),
 }
 _HOME = MappingProxyType(

@@ -7,16 +7,15 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from capplan.errors import InfeasibleError, InputError
-from capplan.planner.assemble import build_plan
-from capplan.planner.bound import lower_bound_gpus
-from capplan.planner.deadline import OutOfTimeError, TimeBudget
-from capplan.planner.estimate import TwinEstimator
-from capplan.planner.evaluate import evaluate, evaluate_cluster
-from capplan.planner.evened import evened_out
-from capplan.planner.knobs import KnobSearch
-from capplan.planner.parallel import Progress, no_progress
-from capplan.planner.previous import PreviousInstance, previous_instances, read_previous
-from capplan.planner.problem import (
+from capplan.planner.document.assemble import build_plan
+from capplan.planner.problem.bound import lower_bound_gpus
+from capplan.planner.problem.deadline import OutOfTimeError, TimeBudget
+from capplan.planner.problem.estimate import TwinEstimator
+from capplan.planner.problem.evaluate import evaluate, evaluate_cluster
+from capplan.planner.problem.knobs import KnobSearch
+from capplan.planner.problem.parallel import Progress, no_progress
+from capplan.planner.problem.previous import PreviousInstance, previous_instances, read_previous
+from capplan.planner.problem.problem import (
     OPEN_FACTOR,
     Assignment,
     Problem,
@@ -24,14 +23,15 @@ from capplan.planner.problem import (
     make_problem,
     require_folders,
 )
-from capplan.planner.repair import RepairResult, fit_slots_in_memory, repair
+from capplan.planner.problem.validity import require_one_kind
 from capplan.planner.search.local_search import fleet_size_of
 from capplan.planner.search.moves import placement_cost
-from capplan.planner.solve import SolverRun, solve
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers.base import DEFAULT_TIME_LIMIT_S, Solver
-from capplan.planner.validity import require_one_kind
-from capplan.planner.verify import (
+from capplan.planner.solvers.solve import SolverRun, solve
+from capplan.planner.verification.evened import evened_out
+from capplan.planner.verification.repair import RepairResult, fit_slots_in_memory, repair
+from capplan.planner.verification.verify import (
     FRESH_SEEDS,
     InstanceVerification,
     Verifier,

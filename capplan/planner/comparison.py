@@ -10,16 +10,27 @@ from typing import TYPE_CHECKING
 
 from capplan.errors import CapplanError, InputError
 from capplan.planner import SOLVERS
-from capplan.planner.bound import lower_bound_gpus
-from capplan.planner.estimate import TwinEstimator
-from capplan.planner.evaluate import known_values
-from capplan.planner.parallel import Progress, no_progress
-from capplan.planner.previous import read_previous
-from capplan.planner.problem import Assignment, Problem, distinct_adapters, make_problem, require_folders
-from capplan.planner.solve import SolverRun, solve
+from capplan.planner.problem.bound import lower_bound_gpus
+from capplan.planner.problem.estimate import TwinEstimator
+from capplan.planner.problem.evaluate import known_values
+from capplan.planner.problem.parallel import Progress, no_progress
+from capplan.planner.problem.previous import read_previous
+from capplan.planner.problem.problem import (
+    Assignment,
+    Problem,
+    distinct_adapters,
+    make_problem,
+    require_folders,
+)
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers.base import DEFAULT_TIME_LIMIT_S, Solver
-from capplan.planner.verify import FRESH_SEEDS, InstanceVerification, make_verifier, require_seeds
+from capplan.planner.solvers.solve import SolverRun, solve
+from capplan.planner.verification.verify import (
+    FRESH_SEEDS,
+    InstanceVerification,
+    make_verifier,
+    require_seeds,
+)
 from capplan.spec import Profile, Workload
 from capplan.spec.display import Displayed
 from capplan.twin import SimulationResult

@@ -15,7 +15,7 @@ import numpy as np
 
 from capplan.datasets import load_profile
 from capplan.errors import InfeasibleError
-from capplan.planner.problem import (
+from capplan.planner.problem.problem import (
     AdapterShare,
     Assignment,
     Estimate,
@@ -25,7 +25,7 @@ from capplan.planner.problem import (
     distinct_adapters,
     whole_adapters,
 )
-from capplan.planner.splitting import split_hot_adapters
+from capplan.planner.problem.splitting import split_hot_adapters
 from capplan.spec import Adapter, EngineConfig, Lengths, Workload
 from capplan.twin.cluster import ClusterResult, Instance, PythonRouter, simulate_cluster
 from capplan.twin.cluster.routers import NamedRouter

@@ -6,9 +6,9 @@ import pytest
 
 from capplan import Adapter, EngineConfig, InputError, Lengths, Plan, Workload, errors, plan
 from capplan.planner import SOLVERS
-from capplan.planner.bound import lower_bound
 from capplan.planner.explain import explain
-from capplan.planner.problem import Assignment, make_problem
+from capplan.planner.problem.bound import lower_bound
+from capplan.planner.problem.problem import Assignment, make_problem
 from capplan.spec import BaseTraffic, QueueConfig
 from tests.twin.examples import profile as tiny_profile
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from capplan import Adapter, Assignment, EngineConfig, InfeasibleError, InputError, Problem
 from capplan.planner import SolverContext
-from capplan.planner.constraints import read_constraints
-from capplan.planner.problem import GpuPool, whole_adapters
+from capplan.planner.problem.constraints import read_constraints
+from capplan.planner.problem.problem import GpuPool, whole_adapters
+from capplan.planner.problem.splitting import split_hot_adapters
 from capplan.planner.solvers import REGISTRY
-from capplan.planner.splitting import split_hot_adapters
 from capplan.testing import Capacity, example_problem
 
 SMALL = Capacity(rps=4.0, rps_per_slot_of_rank_16=0.01)
@@ -155,7 +155,7 @@ def test_the_first_test_of_the_hottest_adapters_changes_no_share(seed: int, rps:
     problem, estimator = example_problem(seed, adapters=8, gpus=40), Capacity(rps=rps)
     fast = split_hot_adapters(problem, estimator)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("capplan.planner.splitting._is_plain", lambda _: False)
+        patched.setattr("capplan.planner.problem.splitting._is_plain", lambda _: False)
         assert split_hot_adapters(problem, estimator) == fast
 
 

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from capplan import Assignment, EngineConfig, InputError, Lengths, Problem, Profile, Slo, Workload
 from capplan.models import Surrogate
 from capplan.models.surrogates.files import KINDS
-from capplan.planner import estimate
-from capplan.planner.estimate import (
+from capplan.planner.problem import estimate
+from capplan.planner.problem.estimate import (
     ESTIMATORS,
     SurrogateEstimator,
     TwinEstimator,
     estimator_name,
     make_estimator,
 )
-from capplan.planner.problem import AdapterShare, Estimate, GpuPool, whole_adapters
-from capplan.planner.splitting import split_evenly
+from capplan.planner.problem.problem import AdapterShare, Estimate, GpuPool, whole_adapters
+from capplan.planner.problem.splitting import split_evenly
 from capplan.spec import Arrivals, Renewal, Stickiness
 from tests.models.surrogates import making
 

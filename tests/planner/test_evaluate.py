@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from capplan import Assignment, Lengths, Profile, Slo, Workload
-from capplan.planner.evaluate import evaluate, evaluate_cluster, told_from
-from capplan.planner.parallel import estimate_all, parallel_map
-from capplan.planner.problem import AdapterShare, Estimate, make_problem
-from capplan.planner.slots import choose_slots
+from capplan.planner.problem.evaluate import evaluate, evaluate_cluster, told_from
+from capplan.planner.problem.parallel import estimate_all, parallel_map
+from capplan.planner.problem.problem import AdapterShare, Estimate, make_problem
+from capplan.planner.problem.slots import choose_slots
 from capplan.spec import Diurnal, Renewal, Trace
 from capplan.spec.slo import describe_latency
 from capplan.testing import example_problem

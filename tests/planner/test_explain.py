@@ -20,14 +20,14 @@ from capplan import (
     explain,
     plan,
 )
-from capplan.planner.evaluate import evaluate
 from capplan.planner.explain import CurvePoint, CurveRuns, Explanation, SlotCurve, slot_curve
 from capplan.planner.explain.curve import MAX_POINTS
-from capplan.planner.explain.rebuild import rebuild
 from capplan.planner.explain.slot_reason import explain_slots
 from capplan.planner.explain.what_if import one_fewer, one_more
-from capplan.planner.problem import Estimate, make_problem
-from capplan.planner.slots import best_slots
+from capplan.planner.problem.evaluate import evaluate
+from capplan.planner.problem.problem import Estimate, make_problem
+from capplan.planner.problem.rebuild import rebuild
+from capplan.planner.problem.slots import best_slots
 from capplan.spec import QueueConfig, Trace
 from capplan.twin.instance.paired import PAIRED_SEEDS
 from tests.planner.conftest import MODEL, PROFILE

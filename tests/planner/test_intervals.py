@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from capplan import Adapter, Lengths, Profile, Workload, explain, load_profile, plan, simulate
 from capplan.models.uncertainty import DRAWS, pessimistic_profile
-from capplan.planner.estimate import TwinEstimator
+from capplan.planner.document.intervals import LEVEL, prediction_interval
 from capplan.planner.explain import CurveRuns
-from capplan.planner.explain.rebuild import rebuild
-from capplan.planner.intervals import LEVEL, prediction_interval
+from capplan.planner.problem.estimate import TwinEstimator
+from capplan.planner.problem.rebuild import rebuild
 from capplan.reports.tables.plan import verdict
 from capplan.spec import Plan, Uncertainty
 

@@ -19,9 +19,9 @@ from capplan import (
 )
 from capplan.planner import SolverContext
 from capplan.planner.api import plan
-from capplan.planner.estimate import TwinEstimator
 from capplan.planner.explain.curve import CurveRuns, knob_curves
-from capplan.planner.knobs import (
+from capplan.planner.problem.estimate import TwinEstimator
+from capplan.planner.problem.knobs import (
     KNOBS,
     RUNNING_REQUESTS,
     TOKEN_BUDGETS,
@@ -29,9 +29,9 @@ from capplan.planner.knobs import (
     knob_grid,
     tune_knobs,
 )
-from capplan.planner.problem import Estimate, Problem, make_problem
+from capplan.planner.problem.problem import Estimate, Problem, make_problem
+from capplan.planner.problem.splitting import split_hot_adapters
 from capplan.planner.solvers import REGISTRY
-from capplan.planner.splitting import split_hot_adapters
 from capplan.spec import Slo
 from capplan.spec.engine_args import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
 from capplan.spec.traffic import zipf

@@ -44,7 +44,7 @@ from benchmarks.loraserve.systems import (
 from capplan import Adapter, Assignment, Lengths, Profile, Workload
 from capplan.errors import InputError
 from capplan.models.step_latency import StepRanks, coefficient_array, latency_code, rank_ms
-from capplan.planner.problem import AdapterShare
+from capplan.planner.problem.problem import AdapterShare
 from capplan.serving.rebalancing import RebalanceSettings
 from capplan.spec import Kernel, ProvenanceKind
 from capplan.twin.instance.trace import NEVER, STATUS_REJECTED

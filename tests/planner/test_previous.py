@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capplan import Adapter, InfeasibleError, InputError, Lengths, Plan, Workload, plan
-from capplan.planner.estimate import TwinEstimator
-from capplan.planner.previous import (
+from capplan.planner.problem.estimate import TwinEstimator
+from capplan.planner.problem.previous import (
     PreviousInstance,
     moved_adapters,
     moved_bytes,
     name_groups,
     previous_instances,
 )
-from capplan.planner.problem import AdapterShare, Assignment, Problem, make_problem
+from capplan.planner.problem.problem import AdapterShare, Assignment, Problem, make_problem
 from capplan.planner.search.data import SearchData, build_search_data
 from capplan.planner.search.evaluator import Evaluator
 from capplan.planner.search.local_search import LocalSearch

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from capplan import Adapter, InputError, Plan, Workload, plan
-from capplan.planner.evaluate import evaluate_cluster
-from capplan.planner.explain.rebuild import rebuild
-from capplan.planner.served import (
+from capplan.planner.problem.evaluate import evaluate_cluster
+from capplan.planner.problem.rebuild import rebuild
+from capplan.planner.verification.served import (
     RelativeBound,
     SimulatedFleet,
     by_rank,

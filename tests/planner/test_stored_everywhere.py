@@ -7,8 +7,8 @@ import pytest
 
 from capplan import Adapter, InputError, Plan, Workload, load_workload, plan
 from capplan.deploy import export
-from capplan.planner.explain.rebuild import rebuild
-from capplan.planner.served import fleet_of_plan
+from capplan.planner.problem.rebuild import rebuild
+from capplan.planner.verification.served import fleet_of_plan
 from capplan.serving.routers import LeastWorkLeft
 from capplan.spec import Gpus, Renewal, RouterOptions, Slo
 from capplan.twin.cluster.routers import served_router

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from capplan import InfeasibleError, InputError, Lengths, Plan, Profile, Workload, plan
-from capplan.planner.deadline import NEVER, Deadline, OutOfTimeError, TimeBudget
-from capplan.planner.estimate import TwinEstimator
-from capplan.planner.evaluate import Evaluation, evaluate, evaluate_cluster
-from capplan.planner.parallel import parallel_until
-from capplan.planner.problem import Assignment, Problem, make_problem
-from capplan.planner.queues import with_queues
-from capplan.planner.shortage import broken_when_spread
-from capplan.planner.solve import solve
+from capplan.planner.problem.deadline import NEVER, Deadline, OutOfTimeError, TimeBudget
+from capplan.planner.problem.estimate import TwinEstimator
+from capplan.planner.problem.evaluate import Evaluation, evaluate, evaluate_cluster
+from capplan.planner.problem.parallel import parallel_until
+from capplan.planner.problem.problem import Assignment, Problem, make_problem
+from capplan.planner.problem.queues import with_queues
+from capplan.planner.search.shortage import broken_when_spread
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers.base import SolverContext
-from capplan.planner.verify import make_verifier
+from capplan.planner.solvers.solve import solve
+from capplan.planner.verification.verify import make_verifier
 from capplan.spec.plan import OUT_OF_TIME
 
 Make = Callable[..., Workload]

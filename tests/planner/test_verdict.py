@@ -8,8 +8,8 @@ import pytest
 
 from capplan import Adapter, Lengths, Plan, Profile, Workload, load_workload, plan, simulate
 from capplan.errors import InfeasibleError, InputError
-from capplan.planner.bound import lower_bound_gpus
-from capplan.planner.problem import make_problem
+from capplan.planner.problem.bound import lower_bound_gpus
+from capplan.planner.problem.problem import make_problem
 from capplan.spec import Renewal, Slo, Trace, Unpredictable
 from capplan.workload.peak import deciding_time
 

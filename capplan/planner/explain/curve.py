@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from capplan.models.memory import kv_tokens
-from capplan.planner.evaluate import Evaluation, evaluate, known_value
-from capplan.planner.knobs import KNOBS, knob_variants
-from capplan.planner.parallel import parallel_map
-from capplan.planner.problem import GRID, Assignment, Estimate, Problem, distinct_adapters
-from capplan.planner.slots import best_slots, max_fitting_slots
+from capplan.planner.problem.evaluate import Evaluation, evaluate, known_value
+from capplan.planner.problem.knobs import KNOBS, knob_variants
+from capplan.planner.problem.parallel import parallel_map
+from capplan.planner.problem.problem import GRID, Assignment, Estimate, Problem, distinct_adapters
+from capplan.planner.problem.slots import best_slots, max_fitting_slots
 from capplan.twin.instance.paired import PAIRED_SEEDS
 
 MAX_POINTS: Final = 8

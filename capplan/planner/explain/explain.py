@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from capplan.planner.explain.curve import CurveRuns, SettingCurve, SlotCurve, knob_curves, slot_curve
 from capplan.planner.explain.headroom import Headroom, find_headroom
-from capplan.planner.explain.rebuild import RebuiltGroup, rebuild, search_seed
 from capplan.planner.explain.slot_reason import SHARED, explain_slots
 from capplan.planner.explain.what_if import PlanOutcome, WhatIf, plan_outcome, what_if
-from capplan.planner.parallel import Progress, no_progress, parallel_map
-from capplan.planner.verify import fresh_seeds
+from capplan.planner.problem.parallel import Progress, no_progress, parallel_map
+from capplan.planner.problem.rebuild import RebuiltGroup, rebuild, search_seed
+from capplan.planner.verification.verify import fresh_seeds
 from capplan.spec import Group, Plan, Profile, Workload
 from capplan.spec.display import Displayed
 

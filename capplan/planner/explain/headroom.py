@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from capplan.planner.bound import busy_gpus
-from capplan.planner.evaluate import evaluate, known_value, kv_share
-from capplan.planner.knobs import KnobSearch
-from capplan.planner.problem import Assignment, Problem, distinct_adapters
+from capplan.planner.problem.bound import busy_gpus
+from capplan.planner.problem.evaluate import evaluate, known_value, kv_share
+from capplan.planner.problem.knobs import KnobSearch
+from capplan.planner.problem.problem import Assignment, Problem, distinct_adapters
 from capplan.spec import Binds
 from capplan.twin import SimulationResult
 from capplan.twin.instance.metrics import bound_value

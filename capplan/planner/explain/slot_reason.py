@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Final
 
 from capplan.planner.explain.curve import CurvePoint, SlotCurve
-from capplan.planner.slots import best_slots
+from capplan.planner.problem.slots import best_slots
 from capplan.twin.instance.paired import paired_difference
 
 _NOTABLE: Final = 0.02

@@ -10,14 +10,14 @@ from typing import Final
 
 from capplan.errors import InfeasibleError
 from capplan.planner.api import PlanOptions, plan_problem
-from capplan.planner.estimate import TwinEstimator
-from capplan.planner.evaluate import evaluate
-from capplan.planner.explain.rebuild import RebuiltPlan
-from capplan.planner.parallel import Progress, parallel_map
-from capplan.planner.problem import Assignment, Problem, infeasible, make_problem
+from capplan.planner.problem.estimate import TwinEstimator
+from capplan.planner.problem.evaluate import evaluate
+from capplan.planner.problem.parallel import Progress, parallel_map
+from capplan.planner.problem.problem import Assignment, Problem, infeasible, make_problem
+from capplan.planner.problem.rebuild import RebuiltPlan
+from capplan.planner.problem.slots import rank_slots
 from capplan.planner.search.data import build_search_data
 from capplan.planner.search.placement import balanced
-from capplan.planner.slots import rank_slots
 from capplan.planner.solvers import find_solver
 from capplan.spec import Objective, Plan, Workload
 

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.models.surrogates.features import FEATURES, feature_vector
-from capplan.planner.problem import AdapterShare, Assignment, Problem, merge_shares, whole_adapters
-from capplan.planner.splitting import split_evenly
+from capplan.planner.problem.problem import AdapterShare, Assignment, Problem, merge_shares, whole_adapters
+from capplan.planner.problem.splitting import split_evenly
 from capplan.spec import Adapter, Kernel, Lengths, allowed_lora_rank
 
 _SAMPLE_ADAPTERS: Final = 32

@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from capplan.planner.parallel import no_progress, parallel_map
-from capplan.planner.problem import Assignment, Problem
+from capplan.planner.problem.parallel import no_progress, parallel_map
+from capplan.planner.problem.problem import Assignment, Problem
 from capplan.planner.search.data import SearchData
 from capplan.planner.search.evaluator import Evaluator
 from capplan.planner.search.placement import INITIAL_SOLUTIONS, InitialSolution, PlacementState

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from capplan.planner.previous import PreviousInstance, count_moves
-from capplan.planner.problem import Assignment, Problem
+from capplan.planner.problem.previous import PreviousInstance, count_moves
+from capplan.planner.problem.problem import Assignment, Problem
 from capplan.planner.search.local_search import (
     FleetSize,
     LocalSearch,

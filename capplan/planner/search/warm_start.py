@@ -10,9 +10,9 @@ from typing import Final
 
 import numpy as np
 
-from capplan.planner.parallel import parallel_map
-from capplan.planner.previous import PreviousInstance
-from capplan.planner.problem import AdapterShare, Problem
+from capplan.planner.problem.parallel import parallel_map
+from capplan.planner.problem.previous import PreviousInstance
+from capplan.planner.problem.problem import AdapterShare, Problem
 from capplan.planner.search.data import SearchData
 from capplan.planner.search.placement import InitialSolution, PlacementState, greedy_insert
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from capplan.planner.deadline import NEVER, Deadline
-from capplan.planner.parallel import no_progress
-from capplan.planner.problem import Assignment, Estimator, Problem
+from capplan.planner.problem.deadline import NEVER, Deadline
+from capplan.planner.problem.parallel import no_progress
+from capplan.planner.problem.problem import Assignment, Estimator, Problem
 from capplan.spec import Plan
 
 DEFAULT_TIME_LIMIT_S = 60.0

@@ -16,11 +16,11 @@ from functools import partial
 from typing import Final
 
 from capplan.errors import InfeasibleError, InfeasibleReason
-from capplan.planner.bound import lower_bound, lower_bound_gpus
-from capplan.planner.knobs import knob_grid
-from capplan.planner.parallel import no_progress
-from capplan.planner.previous import previous_instances
-from capplan.planner.problem import Assignment, Estimator, Problem, infeasible
+from capplan.planner.problem.bound import lower_bound, lower_bound_gpus
+from capplan.planner.problem.knobs import knob_grid
+from capplan.planner.problem.parallel import no_progress
+from capplan.planner.problem.previous import previous_instances
+from capplan.planner.problem.problem import Assignment, Estimator, Problem, infeasible
 from capplan.planner.search.data import SearchData, build_search_data, split_heavy_adapters
 from capplan.planner.search.evaluator import Evaluator, frequent_settings
 from capplan.planner.search.local_search import (
@@ -37,8 +37,8 @@ from capplan.planner.search.placement import (
     PlacementState,
     placement_of,
 )
+from capplan.planner.search.shortage import broken_when_spread
 from capplan.planner.search.warm_start import keep_shares, levelled_start, relieved_start, warm_start
-from capplan.planner.shortage import broken_when_spread
 from capplan.planner.solvers.base import RequiredEstimator, Requirement, Solver, SolverContext
 from capplan.planner.solvers.greedy import solve_greedy
 from capplan.spec import Objective

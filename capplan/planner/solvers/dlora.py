@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.models.memory import kv_tokens
-from capplan.planner.problem import (
+from capplan.planner.problem.problem import (
     AdapterShare,
     Assignment,
     Problem,
@@ -26,8 +26,8 @@ from capplan.planner.problem import (
     infeasible,
     whole_adapters,
 )
+from capplan.planner.problem.splitting import split_evenly
 from capplan.planner.solvers.base import Solver, SolverContext
-from capplan.planner.splitting import split_evenly
 from capplan.serving.memory import kv_bytes_per_token, slot_bytes
 
 

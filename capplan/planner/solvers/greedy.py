@@ -19,9 +19,9 @@ from operator import attrgetter
 from typing import Final
 
 from capplan.errors import InfeasibleError
-from capplan.planner.evaluate import describe_failure
-from capplan.planner.parallel import estimate_all
-from capplan.planner.problem import (
+from capplan.planner.problem.evaluate import describe_failure
+from capplan.planner.problem.parallel import estimate_all
+from capplan.planner.problem.problem import (
     GRID,
     AdapterShare,
     Assignment,
@@ -30,7 +30,7 @@ from capplan.planner.problem import (
     distinct_adapters,
     infeasible,
 )
-from capplan.planner.shortage import broken_when_spread
+from capplan.planner.search.shortage import broken_when_spread
 from capplan.planner.solvers.base import RequiredEstimator, Solver, SolverContext
 from capplan.planner.solvers.greedy_fill import GpuFill, compiled_fill
 

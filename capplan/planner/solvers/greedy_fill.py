@@ -18,8 +18,8 @@ from capplan.models.surrogates.greedy_fill import (
     SlotNumbers,
     scratch_arrays,
 )
-from capplan.planner.estimate import SurrogateEstimator
-from capplan.planner.problem import AdapterShare, Estimator, Problem
+from capplan.planner.problem.estimate import SurrogateEstimator
+from capplan.planner.problem.problem import AdapterShare, Estimator, Problem
 
 _NO_LIMIT: Final = 2**31
 

@@ -7,11 +7,11 @@ tests all GPUs once, at the end. Every GPU is used, since an empty one has the l
 from __future__ import annotations
 
 from capplan.errors import InfeasibleError
-from capplan.planner.evaluate import describe_failure
-from capplan.planner.parallel import parallel_map
-from capplan.planner.problem import AdapterShare, Assignment, Problem, distinct_adapters, infeasible
+from capplan.planner.problem.evaluate import describe_failure
+from capplan.planner.problem.parallel import parallel_map
+from capplan.planner.problem.problem import AdapterShare, Assignment, Problem, distinct_adapters, infeasible
+from capplan.planner.problem.splitting import in_input_order
 from capplan.planner.solvers.base import RequiredEstimator, Solver, SolverContext
-from capplan.planner.splitting import in_input_order
 
 
 def _place(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:

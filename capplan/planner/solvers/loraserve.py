@@ -12,10 +12,10 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from capplan.planner.operating_points import OperatingPoints
-from capplan.planner.previous import previous_instances
-from capplan.planner.problem import AdapterShare, Assignment, Problem, infeasible
-from capplan.planner.slots import most_slots
+from capplan.planner.problem.operating_points import OperatingPoints
+from capplan.planner.problem.previous import previous_instances
+from capplan.planner.problem.problem import AdapterShare, Assignment, Problem, infeasible
+from capplan.planner.problem.slots import most_slots
 from capplan.planner.solvers.base import RequiredEstimator, Requirement, Solver, SolverContext
 from capplan.serving.rebalancing import AdapterDemand, place
 from capplan.spec import Plan

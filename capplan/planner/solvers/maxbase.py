@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from capplan.models.memory import kv_tokens
-from capplan.planner.problem import (
+from capplan.planner.problem.problem import (
     AdapterShare,
     Assignment,
     Problem,
@@ -23,8 +23,8 @@ from capplan.planner.problem import (
     infeasible,
     whole_adapters,
 )
+from capplan.planner.problem.splitting import in_input_order
 from capplan.planner.solvers.base import Solver, SolverContext
-from capplan.planner.splitting import in_input_order
 from capplan.twin.instance.core import run
 from capplan.twin.instance.metrics import SimulationResult, summarize
 from capplan.twin.instance.scenario import build_scenario

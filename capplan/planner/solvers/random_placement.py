@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from capplan.planner.problem import AdapterShare, Assignment, Problem, distinct_adapters
-from capplan.planner.slots import slot_candidates
+from capplan.planner.problem.problem import AdapterShare, Assignment, Problem, distinct_adapters
+from capplan.planner.problem.slots import slot_candidates
+from capplan.planner.problem.splitting import in_input_order
 from capplan.planner.solvers.base import RequiredEstimator, Solver, SolverContext
-from capplan.planner.splitting import in_input_order
 
 
 def _place_random(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:

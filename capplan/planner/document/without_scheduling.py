@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from capplan.planner.assemble import build_plan
-from capplan.planner.estimate import TwinEstimator, make_estimator
-from capplan.planner.explain.rebuild import rebuild, search_seed
-from capplan.planner.parallel import Progress, no_progress
-from capplan.planner.problem import Assignment, Estimator, Problem
-from capplan.planner.repair import RepairResult
-from capplan.planner.slots import choose_slots, most_slots
-from capplan.planner.verify import FRESH_SEEDS, make_verifier
+from capplan.planner.document.assemble import build_plan
+from capplan.planner.problem.estimate import TwinEstimator, make_estimator
+from capplan.planner.problem.parallel import Progress, no_progress
+from capplan.planner.problem.problem import Assignment, Estimator, Problem
+from capplan.planner.problem.rebuild import rebuild, search_seed
+from capplan.planner.problem.slots import choose_slots, most_slots
+from capplan.planner.verification.repair import RepairResult
+from capplan.planner.verification.verify import FRESH_SEEDS, make_verifier
 from capplan.spec import Plan, Profile, Workload
 
 

@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from capplan.errors import InfeasibleError, InputError
-from capplan.planner.deadline import OutOfTimeError
-from capplan.planner.estimate import (
+from capplan.planner.problem.deadline import OutOfTimeError
+from capplan.planner.problem.estimate import (
     ESTIMATORS,
     TwinEstimator,
     estimator_name,
     make_estimator,
     make_surrogate,
 )
-from capplan.planner.problem import Assignment, Estimator, Problem, infeasible
+from capplan.planner.problem.problem import Assignment, Estimator, Problem, infeasible
+from capplan.planner.problem.splitting import require_memory, split_hot_adapters
+from capplan.planner.problem.validity import require_valid
 from capplan.planner.search.local_search import fleet_cost, fleet_size_of
-from capplan.planner.shortage import broken_when_spread
+from capplan.planner.search.shortage import broken_when_spread
 from capplan.planner.solvers.base import RequiredEstimator, Requirement, Solver, SolverContext
-from capplan.planner.splitting import require_memory, split_hot_adapters
-from capplan.planner.validity import require_valid
 from capplan.spec import Objective, Plan, Workload
 
 _CONSERVATIVE_MARGIN = 0.01

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from os import cpu_count
 from typing import TYPE_CHECKING, TypeVar
 
-from capplan.planner.deadline import Deadline, OutOfTimeError
+from capplan.planner.problem.deadline import Deadline, OutOfTimeError
 
 if TYPE_CHECKING:
-    from capplan.planner.problem import Assignment, Estimate, Estimator
+    from capplan.planner.problem.problem import Assignment, Estimate, Estimator
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -10,7 +10,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from capplan.errors import InputError
-from capplan.planner.problem import Assignment, Problem
+from capplan.planner.problem.problem import Assignment, Problem
 from capplan.spec import Move, Plan, Workload
 
 _MIN_SHARE = 1e-5

@@ -10,11 +10,11 @@ from operator import attrgetter
 from typing import Final
 
 from capplan.errors import InfeasibleError
-from capplan.planner.bound import lower_bound_instances
-from capplan.planner.evaluate import describe_failure
-from capplan.planner.knobs import knob_grid, tune_knobs
-from capplan.planner.parallel import estimate_all
-from capplan.planner.problem import AdapterShare, Assignment, Estimator, Problem, infeasible
+from capplan.planner.problem.bound import lower_bound_instances
+from capplan.planner.problem.evaluate import describe_failure
+from capplan.planner.problem.knobs import knob_grid, tune_knobs
+from capplan.planner.problem.parallel import estimate_all
+from capplan.planner.problem.problem import AdapterShare, Assignment, Estimator, Problem, infeasible
 from capplan.spec import Adapter
 
 _KIND: Final = attrgetter("rank", "prompt_tokens", "output_tokens")

@@ -8,8 +8,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from capplan.errors import InfeasibleError
-from capplan.planner.deadline import interrupt_at
-from capplan.planner.problem import Assignment, Problem
+from capplan.planner.problem.deadline import interrupt_at
+from capplan.planner.problem.problem import Assignment, Problem
 from capplan.serving.pool_setup import PoolSetup
 from capplan.serving.queue_design import RequestSample, design_queues
 from capplan.spec import Queues, Slo, Workload

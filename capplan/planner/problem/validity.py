@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from capplan.errors import InputError
-from capplan.planner.problem import Assignment, Problem
+from capplan.planner.problem.problem import Assignment, Problem
 from capplan.twin.instance.policies import choose_policies
 
 _TOLERANCE: Final = 1e-6

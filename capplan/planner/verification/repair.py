@@ -9,13 +9,13 @@ from itertools import islice
 from typing import Final, TypeAlias
 
 from capplan.errors import InfeasibleError
-from capplan.planner.knobs import KNOBS, knob_grid, tune_knobs
-from capplan.planner.problem import AdapterShare, Assignment, Estimator, Problem
-from capplan.planner.queues import with_queues
+from capplan.planner.problem.knobs import KNOBS, knob_grid, tune_knobs
+from capplan.planner.problem.problem import AdapterShare, Assignment, Estimator, Problem
+from capplan.planner.problem.queues import with_queues
+from capplan.planner.problem.slots import choose_slots, slot_candidates
+from capplan.planner.problem.validity import broken_rules
 from capplan.planner.search.data import AdapterGroup, adapter_groups
-from capplan.planner.slots import choose_slots, slot_candidates
-from capplan.planner.validity import broken_rules
-from capplan.planner.verify import InstanceVerification, Verifier
+from capplan.planner.verification.verify import InstanceVerification, Verifier
 
 Placement: TypeAlias = frozenset[tuple[frozenset[AdapterShare], int, int]]
 

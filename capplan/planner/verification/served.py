@@ -12,11 +12,11 @@ import numpy as np
 from scipy.stats import t as student_t
 
 from capplan.errors import InfeasibleError, InputError
-from capplan.planner.evaluate import violated_bounds
-from capplan.planner.explain.rebuild import rebuild
-from capplan.planner.operating_points import rebalancing_of
-from capplan.planner.parallel import parallel_map
-from capplan.planner.served_rebalancing import equal_engine_args
+from capplan.planner.problem.evaluate import violated_bounds
+from capplan.planner.problem.operating_points import rebalancing_of
+from capplan.planner.problem.parallel import parallel_map
+from capplan.planner.problem.rebuild import rebuild
+from capplan.planner.verification.served_rebalancing import equal_engine_args
 from capplan.serving import adapter_bytes
 from capplan.spec import Plan, Profile, RebalanceSettings, Slo, Workload
 from capplan.spec.latency_stats import LatencyStats, latency_stats
@@ -147,7 +147,7 @@ def fleet_of_plan(
     Parameters
     ----------
     plan, workload, profile, source
-        As for `capplan.planner.explain.rebuild.rebuild`.
+        As for `capplan.planner.problem.rebuild.rebuild`.
     router, rebalance
         Router and re-balancing instead of the plan's. Instances to re-balance have the engine settings of the
         group with the largest slots, as `capplan serve PLAN` starts them.

@@ -6,8 +6,8 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from capplan.planner.parallel import estimate_all
-from capplan.planner.problem import (
+from capplan.planner.problem.parallel import estimate_all
+from capplan.planner.problem.problem import (
     GRID,
     AdapterShare,
     Assignment,

@@ -10,20 +10,20 @@ from typing import Final
 import numpy as np
 from pydantic import JsonValue
 
-from capplan.planner.bound import lower_bound, lower_bound_gpus
-from capplan.planner.deadline import NEVER, Deadline
-from capplan.planner.evaluate import find_bottlenecks, known_values
-from capplan.planner.intervals import least_share_of_seeds, prediction_interval
-from capplan.planner.previous import (
+from capplan.planner.document.intervals import least_share_of_seeds, prediction_interval
+from capplan.planner.problem.bound import lower_bound, lower_bound_gpus
+from capplan.planner.problem.deadline import NEVER, Deadline
+from capplan.planner.problem.evaluate import find_bottlenecks, known_values
+from capplan.planner.problem.previous import (
     PreviousInstance,
     moved_adapters,
     moved_bytes,
     name_groups,
     previous_instances,
 )
-from capplan.planner.problem import Assignment, GpuPool, Problem
-from capplan.planner.repair import RepairResult
-from capplan.planner.verify import InstanceVerification, PlanVerdict, Verifier
+from capplan.planner.problem.problem import Assignment, GpuPool, Problem
+from capplan.planner.verification.repair import RepairResult
+from capplan.planner.verification.verify import InstanceVerification, PlanVerdict, Verifier
 from capplan.spec import (
     Binds,
     Group,

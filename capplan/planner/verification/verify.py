@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from capplan.errors import InputError
 from capplan.models.uncertainty import DRAWS, drawn_profiles
-from capplan.planner.deadline import NEVER, Deadline, OutOfTimeError
-from capplan.planner.estimate import TwinEstimator
-from capplan.planner.evaluate import (
+from capplan.planner.problem.deadline import NEVER, Deadline, OutOfTimeError
+from capplan.planner.problem.estimate import TwinEstimator
+from capplan.planner.problem.evaluate import (
     SAFE_SERVED_FRACTION,
     Evaluation,
     equal_instances,
@@ -22,14 +22,14 @@ from capplan.planner.evaluate import (
     known_values,
     simulate_instances,
 )
-from capplan.planner.operating_points import rebalancing_of
-from capplan.planner.parallel import no_progress, parallel_map, parallel_until
-from capplan.planner.problem import (
+from capplan.planner.problem.operating_points import rebalancing_of
+from capplan.planner.problem.parallel import no_progress, parallel_map, parallel_until
+from capplan.planner.problem.problem import (
     Assignment,
     Estimate,
     Problem,
 )
-from capplan.planner.queues import with_queues
+from capplan.planner.problem.queues import with_queues
 from capplan.spec import Profile
 from capplan.spec.limits import require_seed_count
 from capplan.spec.plan import OUT_OF_TIME, Verdict

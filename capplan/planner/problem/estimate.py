@@ -21,11 +21,11 @@ from capplan.models.surrogates.compiled import (
 )
 from capplan.models.surrogates.features import unsupported_workload
 from capplan.models.surrogates.files import KINDS
-from capplan.planner.deadline import NEVER, Deadline
-from capplan.planner.evaluate import SAFE_SERVED_FRACTION, Evaluation, evaluate
-from capplan.planner.parallel import estimate_all
-from capplan.planner.problem import AdapterShare, Assignment, Estimate, Estimator, Problem
-from capplan.planner.queues import with_queues
+from capplan.planner.problem.deadline import NEVER, Deadline
+from capplan.planner.problem.evaluate import SAFE_SERVED_FRACTION, Evaluation, evaluate
+from capplan.planner.problem.parallel import estimate_all
+from capplan.planner.problem.problem import AdapterShare, Assignment, Estimate, Estimator, Problem
+from capplan.planner.problem.queues import with_queues
 from capplan.spec import STARVED_BELOW, Workload
 from capplan.twin import SimulationResult
 from capplan.twin.instance.metrics import bound_value

@@ -9,10 +9,10 @@ from functools import cached_property
 from typing import Final
 
 from capplan.errors import InputError
-from capplan.planner.deadline import NEVER, Deadline
-from capplan.planner.estimate import TwinEstimator
-from capplan.planner.parallel import parallel_map
-from capplan.planner.problem import (
+from capplan.planner.problem.deadline import NEVER, Deadline
+from capplan.planner.problem.estimate import TwinEstimator
+from capplan.planner.problem.parallel import parallel_map
+from capplan.planner.problem.problem import (
     SIMULATED_S,
     AdapterShare,
     Assignment,
@@ -20,7 +20,7 @@ from capplan.planner.problem import (
     infeasible,
     whole_adapters,
 )
-from capplan.planner.slots import most_slots
+from capplan.planner.problem.slots import most_slots
 from capplan.spec import Adapter, Arrivals, BaseTraffic, LengthPairs, RebalanceSettings, Renewal, Workload
 from capplan.twin.cluster import Rebalancing
 from capplan.workload import draw_requests

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from capplan.datasets import load_profile
 from capplan.errors import InputError
-from capplan.planner.operating_points import OperatingPoints
-from capplan.planner.problem import AdapterShare, Problem, make_problem
+from capplan.planner.problem.operating_points import OperatingPoints
+from capplan.planner.problem.problem import AdapterShare, Problem, make_problem
 from capplan.serving.rebalancing import AdapterDemand, Rebalancer, RebalanceSettings, Replan
 from capplan.spec import EngineArgs, Group, Plan, Profile, Workload
 from capplan.twin.cluster.plans import workload_of

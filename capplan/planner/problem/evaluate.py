@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InfeasibleError
-from capplan.planner.deadline import NEVER, Deadline, OutOfTimeError, interrupt_at
-from capplan.planner.parallel import parallel_until
-from capplan.planner.problem import Assignment, Problem, distinct_adapters
-from capplan.planner.queues import with_queues
+from capplan.planner.problem.deadline import NEVER, Deadline, OutOfTimeError, interrupt_at
+from capplan.planner.problem.parallel import parallel_until
+from capplan.planner.problem.problem import Assignment, Problem, distinct_adapters
+from capplan.planner.problem.queues import with_queues
 from capplan.spec import Binds, Slo, Workload
 from capplan.spec.routing import PLAN_ROUTER, STATE_PERIOD_S
 from capplan.spec.slo import STABLE_TTFT_P99_S, describe_latency

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 
 from capplan.models.step_latency import ADDITIVE, TABLE, StepFeatures, coefficient_array, step_ms
-from capplan.planner.knobs import max_running_requests
-from capplan.planner.problem import Problem
+from capplan.planner.problem.knobs import max_running_requests
+from capplan.planner.problem.problem import Problem
 from capplan.spec import FittedModel, Lengths
 from capplan.spec.step_tables import TABLE_AXES
 from capplan.workload import Requests, draw_requests

@@ -8,8 +8,8 @@ from itertools import product
 
 from capplan.datasets import list_profiles
 from capplan.errors import InputError
-from capplan.planner.knobs import KnobSearch
-from capplan.planner.problem import AdapterShare, Assignment, Problem, make_problem
+from capplan.planner.problem.knobs import KnobSearch
+from capplan.planner.problem.problem import AdapterShare, Assignment, Problem, make_problem
 from capplan.spec import Group, Plan, Profile, QueueConfig, Workload
 
 

@@ -15,9 +15,9 @@ from capplan.errors import InfeasibleError, InfeasibleReason, InputError
 from capplan.models.memory import KvBudget, kv_budget
 from capplan.models.surrogates.features import EngineLimits
 from capplan.models.uncertainty import pessimistic_profile
-from capplan.planner.constraints import Constraints, read_constraints
-from capplan.planner.deadline import NEVER, Deadline
-from capplan.planner.knobs import KnobSearch
+from capplan.planner.problem.constraints import Constraints, read_constraints
+from capplan.planner.problem.deadline import NEVER, Deadline
+from capplan.planner.problem.knobs import KnobSearch
 from capplan.serving import adapter_bytes
 from capplan.serving.rules import VLLM_ENGINE
 from capplan.spec import (
@@ -531,7 +531,7 @@ def _with_instances(problem: Problem, pool: GpuPool) -> GpuPool:
     """Return the pool with a number of instances."""
     if not pool.is_open:
         return pool
-    from capplan.planner.bound import lower_bound_instances  # which imports this module
+    from capplan.planner.problem.bound import lower_bound_instances  # which imports this module
 
     objective = problem.workload.objective
     if objective in (Objective.MIN_LATENCY, Objective.MAX_THROUGHPUT):

@@ -13,12 +13,12 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from capplan.errors import InputError
-from capplan.planner.parallel import estimate_all
+from capplan.planner.problem.parallel import estimate_all
 from capplan.spec import Profile
 from capplan.twin.instance.extrapolation import MODELS, SLACK
 
 if TYPE_CHECKING:
-    from capplan.planner.problem import Assignment, Estimate, Estimator, Problem
+    from capplan.planner.problem.problem import Assignment, Estimate, Estimator, Problem
 
 TOKEN_BUDGETS: Final = (256, 512, 1024, 2048, 4096, 8192, 16384)
 """Values of max_num_batched_tokens to try."""

@@ -7,12 +7,12 @@ from typing import Final
 
 import numpy as np
 
-from capplan.planner.deadline import OutOfTimeError
-from capplan.planner.evaluate import NOTHING_BREAKS, describe_failure
-from capplan.planner.problem import AdapterShare, Assignment, Problem, distinct_adapters
+from capplan.planner.problem.deadline import OutOfTimeError
+from capplan.planner.problem.evaluate import NOTHING_BREAKS, describe_failure
+from capplan.planner.problem.problem import AdapterShare, Assignment, Problem, distinct_adapters
+from capplan.planner.problem.slots import max_fitting_slots
 from capplan.planner.search.data import build_search_data
 from capplan.planner.search.placement import balanced
-from capplan.planner.slots import max_fitting_slots
 
 _MAX_INSTANCES: Final = 64
 """Instances up to which the load is spread."""

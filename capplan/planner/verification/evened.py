@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from capplan.planner.bound import lower_bound_instances
-from capplan.planner.deadline import OutOfTimeError
-from capplan.planner.parallel import no_progress
-from capplan.planner.problem import Assignment, Estimator, Problem, distinct_adapters, whole_adapters
-from capplan.planner.repair import RepairResult
+from capplan.planner.problem.bound import lower_bound_instances
+from capplan.planner.problem.deadline import OutOfTimeError
+from capplan.planner.problem.parallel import no_progress
+from capplan.planner.problem.problem import Assignment, Estimator, Problem, distinct_adapters, whole_adapters
+from capplan.planner.problem.slots import max_fitting_slots, slot_candidates
 from capplan.planner.search.data import build_search_data
 from capplan.planner.search.placement import balanced, balanced_by_rank
-from capplan.planner.slots import max_fitting_slots, slot_candidates
-from capplan.planner.verify import Verifier
+from capplan.planner.verification.repair import RepairResult
+from capplan.planner.verification.verify import Verifier
 from capplan.spec import Objective
 
 

@@ -1,0 +1,1 @@
+"""The plan document, assembled from a verified placement."""

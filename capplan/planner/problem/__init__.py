@@ -1,0 +1,1 @@
+"""The planning problem: instances, their settings, and how they are estimated and evaluated."""

@@ -1,0 +1,1 @@
+"""Verification of placements by the twin, and their repair."""
