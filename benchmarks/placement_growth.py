@@ -19,8 +19,8 @@ from typing import Final
 import numpy as np
 
 from benchmarks.common import command_line, in_fresh_process, numbered_adapters, records_table, resident_mib
-from benchmarks.placement_grid import RATES_RPS, SIZES
-from benchmarks.placement_records import busy_gpus_of, workload_of
+from benchmarks.papers.placement_grid import RATES_RPS, SIZES
+from benchmarks.papers.placement_records import busy_gpus_of, workload_of
 from capplan import Problem, Workload
 from capplan.errors import CapplanError
 from capplan.planner.problem.bound import lower_bound_gpus

@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 
 from benchmarks.common import command_line, emit, numbered_adapters, records_table, user_errors
-from benchmarks.placement_records import MODELS, Record, Settings, Store, busy_gpus_of, workload_of
+from benchmarks.papers.placement_records import MODELS, Record, Settings, Store, busy_gpus_of, workload_of
 from capplan import EngineConfig, Lengths, Workload
 from capplan.planner import SolverResult
 from capplan.twin.sweep import in_parallel

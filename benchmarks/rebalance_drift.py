@@ -27,10 +27,10 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.common import H100_LLAMA, command_line, markdown, preset_workload
-from benchmarks.loraserve.hardware import standin
-from benchmarks.loraserve.lab import mean_and_range
-from benchmarks.loraserve.load import at_rate
-from benchmarks.loraserve.systems import LIMITS, OFF_PLAN, RANK_RAISE, Scene
+from benchmarks.papers.loraserve.hardware import standin
+from benchmarks.papers.loraserve.lab import mean_and_range
+from benchmarks.papers.loraserve.load import at_rate
+from benchmarks.papers.loraserve.systems import LIMITS, OFF_PLAN, RANK_RAISE, Scene
 from capplan import Workload, load_profile
 from capplan.serving import adapter_bytes
 from capplan.serving.rebalancing import (

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from capplan.spec import Profile
 
 
-_TABLE3: Final = "python -m benchmarks.surrogate_table3"
+_TABLE3: Final = "python -m benchmarks.papers.surrogate_table3"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class TrainArgs:
     )
     budget: int = typer.Option(12, metavar="N", min=1, help="Settings tried for each family and task.")
     paper_space: bool = typer.Option(
-        False, "--paper-space", help="Moved to python -m benchmarks.surrogate_table3."
+        False, "--paper-space", help="Moved to python -m benchmarks.papers.surrogate_table3."
     )
     workers: int | None = typer.Option(
         None, metavar="N", min=1, help="Processes, then threads; default: one per core."

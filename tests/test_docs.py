@@ -150,7 +150,8 @@ def test_every_flag_in_the_pages_is_one_of_some_program() -> None:
         own = {flag for each in command.params for flag in (*each.opts, *each.secondary_opts)}
         return own.union(*map(flags, getattr(command, "commands", {}).values()))
 
-    files = [*ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("profiling/**/*.py")]
+    folders = ("benchmarks", "profiling", "tests/fuzz", "tests/equal")
+    files = [file for folder in folders for file in ROOT.glob(f"{folder}/**/*.py")]
     code = "".join(file.read_text(encoding="utf-8") for file in files)
     known = (
         flags(typer.main.get_command(app))

@@ -26,7 +26,7 @@ from capplan.engine.request import SamplingParams
 from capplan.errors import CapplanError
 from capplan.processes import end_by_kernel_with, without_interrupts
 from capplan.serving import NONE
-from capplan.serving.refresh import compile_refresh
+from capplan.serving.pooled.refresh import compile_refresh
 
 _COMMAND: Final = (sys.executable, "-m", "capplan.engine.core_process")
 _STOP_TIMEOUT_S: Final = 5.0

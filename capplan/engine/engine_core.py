@@ -30,8 +30,8 @@ from capplan.engine.scheduler_output import (
 )
 from capplan.engine.timing import EngineClock, PhaseTimer, StepRecord, step_record
 from capplan.serving import NONE, Limits, State, finish
-from capplan.serving.refresh import refresh
-from capplan.serving.size_queues import forget_execution
+from capplan.serving.pooled.refresh import refresh
+from capplan.serving.pooled.size_queues import forget_execution
 from capplan.serving.stored import can_run, commit, schedule, store_engine, submit
 from capplan.spec import Scheduler
 

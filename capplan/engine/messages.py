@@ -148,7 +148,7 @@ class PoolGauges(NamedTuple):
     cached_adapters: int
     """Adapters in memory that no request uses."""
     counts: Mapping[str, int]
-    """Totals since the start, by their names in `capplan.serving.pooled_state`."""
+    """Totals since the start, by their names in `capplan.serving.pooled.state`."""
 
 
 class Gauges(NamedTuple):

@@ -13,20 +13,20 @@ from numpy.typing import NDArray
 
 from capplan._jit import jit
 from capplan.serving import NONE, Limits, State
-from capplan.serving.adapter_slots import release_adapter
-from capplan.serving.caches import evict
-from capplan.serving.pooled_state import PooledState
-from capplan.serving.queue_design import base_model_bytes
-from capplan.serving.running import free_row
-from capplan.serving.size_queues import leave_queue
-from capplan.serving.slora import drop_unused
+from capplan.serving.pooled.caches import evict
+from capplan.serving.pooled.queue_design import base_model_bytes
+from capplan.serving.pooled.size_queues import leave_queue
+from capplan.serving.pooled.slora import drop_unused
+from capplan.serving.pooled.state import PooledState
 from capplan.serving.state import (
     NO_CLAIM,
     READY,
     SLORA,
 )
 from capplan.serving.structures import links_append, links_remove, new_links
-from capplan.serving.waiting_queue import leave_waiting
+from capplan.serving.vllm.adapter_slots import release_adapter
+from capplan.serving.vllm.running import free_row
+from capplan.serving.vllm.waiting_queue import leave_waiting
 
 _SCHEDULED = np.dtype(
     [

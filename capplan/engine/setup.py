@@ -18,8 +18,8 @@ from capplan.engine.timing import EngineClock, VirtualClock, WallClock
 from capplan.engine.worker import Sizes, Worker
 from capplan.errors import InfeasibleError, InputError
 from capplan.serving import new_state
-from capplan.serving.pool_setup import set_up_policies
-from capplan.serving.pooled_state import GDSF
+from capplan.serving.pooled.pool_setup import set_up_policies
+from capplan.serving.pooled.state import GDSF
 from capplan.serving.state import POOLED
 from capplan.spec import EngineArgs, allowed_lora_rank
 

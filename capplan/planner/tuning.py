@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InputError
-from capplan.serving.queue_design import RequestSample
-from capplan.serving.refresh import new_queues
+from capplan.serving.pooled.queue_design import RequestSample
+from capplan.serving.pooled.refresh import new_queues
 from capplan.spec import Cache, EngineArgs, Profile, Queues, Scheduler, Workload, allowed_lora_rank
 from capplan.spec.queues import MOST_QUEUES
 from capplan.spec.scheduling import CHAMELEON_WEIGHTS

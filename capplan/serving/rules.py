@@ -98,8 +98,8 @@ class ServingRules:
         Adapters are loaded asynchronously: a request is skipped until its adapter is resident. Otherwise a
         load blocks the step.
     policy
-        Code of the scheduler: vLLM's, S-LoRA's (`capplan.serving.slora`), or that of Chameleon and its
-        baselines (`capplan.serving.pooled`).
+        Code of the scheduler: vLLM's, S-LoRA's (`capplan.serving.pooled.slora`), or that of Chameleon and its
+        baselines (`capplan.serving.pooled.schedule`).
     """
 
     name: str

@@ -8,31 +8,17 @@ the scan. In asynchronous scheduling a step is decided while the previous one ru
 then seen one step later, and its blocks and place are released at that time.
 
 Source: vLLM 0.8.5 to 0.32.0, ``vllm/v1/core/sched/scheduler.py``. S-LoRA's rules are in
-`capplan.serving.slora`. The rules depend on no clock.
+`capplan.serving.pooled.slora`. The rules depend on no clock.
 """
 
 from __future__ import annotations
 
 from capplan._jit import inner, jit
-from capplan.serving.adapter_slots import release_adapter
-from capplan.serving.admission import admit_waiting
-from capplan.serving.kv_blocks import same_answers
-from capplan.serving.look_ahead import remove_from_order
-from capplan.serving.pool import end_admitted, watch_growth
-from capplan.serving.pooled import enter_pool, pooled_takes, schedule_pooled
-from capplan.serving.pooled_state import has_pool
-from capplan.serving.running import (
-    free_row,
-    leave_partial,
-    leave_running,
-    prefill_cap,
-    serve_running,
-    start_decoding,
-    stop_decoding,
-    take_row,
-)
-from capplan.serving.size_queues import leave_queue
-from capplan.serving.slora import drop_unused, schedule_slora, slora_takes
+from capplan.serving.pooled.pool import end_admitted, watch_growth
+from capplan.serving.pooled.schedule import enter_pool, pooled_takes, schedule_pooled
+from capplan.serving.pooled.size_queues import leave_queue
+from capplan.serving.pooled.slora import drop_unused, schedule_slora, slora_takes
+from capplan.serving.pooled.state import has_pool
 from capplan.serving.state import (
     ENDING,
     NO_CLAIM,
@@ -42,7 +28,21 @@ from capplan.serving.state import (
     Limits,
     State,
 )
-from capplan.serving.waiting_queue import list_queue, push_back, unlist_queue
+from capplan.serving.vllm.adapter_slots import release_adapter
+from capplan.serving.vllm.admission import admit_waiting
+from capplan.serving.vllm.kv_blocks import same_answers
+from capplan.serving.vllm.look_ahead import remove_from_order
+from capplan.serving.vllm.running import (
+    free_row,
+    leave_partial,
+    leave_running,
+    prefill_cap,
+    serve_running,
+    start_decoding,
+    stop_decoding,
+    take_row,
+)
+from capplan.serving.vllm.waiting_queue import list_queue, push_back, unlist_queue
 
 
 @jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Final
 
-from capplan.serving import pooled_state as p
+from capplan.serving.pooled import state as p
 from capplan.serving.rules import ServingRules, serving_rules
 from capplan.serving.state import SLORA, Limits
 from capplan.spec.scheduling import Cache, Scheduler

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan._jit import by_reference
-from capplan.serving.pooled_state import NoPool, PooledState, new_pooled
+from capplan.serving.pooled.state import NoPool, PooledState, new_pooled
 from capplan.serving.structures import (
     ABSENT,
     Heap,
@@ -104,7 +104,7 @@ class Limits(NamedTuple):
     unhashed_to_front: int = 0
     load_beside: int = 0
     policy: int = VLLM
-    # -- POOLED only; codes of `capplan.serving.pooled_state` --
+    # -- POOLED only; codes of `capplan.serving.pooled.state` --
     order: int = 0
     admit_every: int = 1
     cache: int = 0

@@ -6,7 +6,7 @@ import numpy as np
 
 from capplan.serving import NONE, Limits, State
 from capplan.serving import state as s
-from capplan.serving.pooled_state import NO_CACHE, QUEUES, SJF
+from capplan.serving.pooled.state import NO_CACHE, QUEUES, SJF
 from capplan.testing.structures import check_heap, same
 
 

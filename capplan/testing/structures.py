@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.serving import NONE, State
-from capplan.serving.pooled_state import PooledState
+from capplan.serving.pooled.state import PooledState
 from capplan.serving.structures import Heap
 
 

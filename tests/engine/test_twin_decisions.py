@@ -16,7 +16,7 @@ from capplan.engine.lora.loader import VirtualLoader
 from capplan.engine.scheduler_output import Decision
 from capplan.engine.settings import EngineOptions
 from capplan.serving import RULES, Limits, ServingRules, State
-from capplan.serving.refresh import refresh
+from capplan.serving.pooled.refresh import refresh
 from capplan.serving.state import POOLED
 from capplan.spec import QueueClass, Queues, Scheduler, Wrs
 from capplan.spec.scheduling import cache_of

@@ -1,6 +1,6 @@
 """Reference implementation of the rules for one pool: plain lists, one request at a time.
 
-Source: Chameleon, sections 4.1 to 4.4. Everything that the compiled `capplan.serving.pooled` keeps up to date
+Source: Chameleon, sections 4.1 to 4.4. Everything that the compiled rules keep up to date
 is computed from the running rows here: reservations, outstanding tokens, free blocks, pinned adapters.
 Tests compare the two.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from capplan.serving import Limits
-from capplan.serving.pooled_state import BY_HISTOGRAM, NO_PREFETCH, QUEUES, SJF
+from capplan.serving.pooled.state import BY_HISTOGRAM, NO_PREFETCH, QUEUES, SJF
 from tests.oracle.admission import QueueAdmission
 from tests.oracle.caches import CachedAdapter, ReferenceCache
 from tests.oracle.scheduler import ReferenceOutput, ReferenceStep

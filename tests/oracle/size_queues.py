@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from capplan.serving.pooled_state import DEGREE_1, DEGREE_2, OUTPUT_ONLY
+from capplan.serving.pooled.state import DEGREE_1, DEGREE_2, OUTPUT_ONLY
 from capplan.spec.queues import Wrs
 from tests.oracle.scheduler import ReferenceRequest
 

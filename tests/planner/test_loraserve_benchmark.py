@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.loraserve.__main__ import main
-from benchmarks.loraserve.authors import PrefillFit, batches, held_out, sweep
-from benchmarks.loraserve.hardware import PROMPT_TOKENS, SETTING, hardware, prefill_ms, standin
-from benchmarks.loraserve.lab import PRECISION, Lab, highest, mean_and_range
-from benchmarks.loraserve.load import (
+from benchmarks.papers.loraserve.__main__ import main
+from benchmarks.papers.loraserve.authors import PrefillFit, batches, held_out, sweep
+from benchmarks.papers.loraserve.hardware import PROMPT_TOKENS, SETTING, hardware, prefill_ms, standin
+from benchmarks.papers.loraserve.lab import PRECISION, Lab, highest, mean_and_range
+from benchmarks.papers.loraserve.load import (
     LENGTHS,
     MAX_OUTPUT_TOKENS,
     MAX_PROMPT_TOKENS,
@@ -28,8 +28,8 @@ from benchmarks.loraserve.load import (
     trace_workload,
     ttft_s,
 )
-from benchmarks.loraserve.parts import OF_LORASERVE, equal_load
-from benchmarks.loraserve.systems import (
+from benchmarks.papers.loraserve.parts import OF_LORASERVE, equal_load
+from benchmarks.papers.loraserve.systems import (
     FACTORS,
     OFF_PLAN,
     OURS,

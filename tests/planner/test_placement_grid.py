@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import placement_grid as grid
-from benchmarks.placement_grid import (
+from benchmarks.papers import placement_grid as grid
+from benchmarks.papers.placement_grid import (
     CI,
     RATES_RPS,
     SIZES,
@@ -22,7 +22,7 @@ from benchmarks.placement_grid import (
     workload,
     worse,
 )
-from benchmarks.placement_records import Record, Settings, Store, assignments_of
+from benchmarks.papers.placement_records import Record, Settings, Store, assignments_of
 from benchmarks.placement_small import OUTCOMES, UNDECIDED, Pair, small_case
 from capplan import InputError, plan
 from capplan.planner import SolverResult

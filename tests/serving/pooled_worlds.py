@@ -11,8 +11,8 @@ import numpy as np
 
 from capplan.engine.scheduler_output import cancel_waiting
 from capplan.serving import Limits, State, adapter_loaded, commit, finish, new_state, schedule, submit
-from capplan.serving import pooled_state as p
-from capplan.serving.refresh import set_queues
+from capplan.serving.pooled import state as p
+from capplan.serving.pooled.refresh import set_queues
 from capplan.serving.state import NONE, POOLED
 from capplan.spec.queues import MOST_QUEUES, Wrs
 from capplan.testing.integrity import check_integrity, running_rows

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from capplan.serving import State
-from capplan.serving.pooled_state import FIFO, QUEUES, SJF
+from capplan.serving.pooled.state import FIFO, QUEUES, SJF
 from capplan.testing import check_integrity
 from capplan.testing.integrity import running_rows
 from tests.oracle.admission import QueueAdmission

@@ -11,15 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import InfeasibleError
-from capplan.serving.queue_design import (
+from capplan.serving.pooled.queue_design import (
     RequestSample,
     base_model_bytes,
     design_queues,
     request_sizes,
     size_weights,
 )
-from capplan.serving.quotas import queue_loads
-from capplan.serving.size_clusters import choose_clustering, classify, cluster_sizes, cut_offs, subsample
+from capplan.serving.pooled.quotas import queue_loads
+from capplan.serving.pooled.size_clusters import (
+    choose_clustering,
+    classify,
+    cluster_sizes,
+    cut_offs,
+    subsample,
+)
 from capplan.spec import QueueConfig, Queues
 from capplan.spec.queues import MOST_QUEUES
 

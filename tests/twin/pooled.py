@@ -3,8 +3,8 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from capplan.serving import pooled_state as p
-from capplan.serving.pool_setup import PoolSetup
+from capplan.serving.pooled import state as p
+from capplan.serving.pooled.pool_setup import PoolSetup
 from capplan.spec import QueueClass, Queues, Scheduler, Wrs
 from capplan.spec.queues import MOST_QUEUES
 from capplan.twin import Scenario

@@ -2,11 +2,11 @@
 
 import pytest
 
-from benchmarks.chameleon.loading import load_share
-from benchmarks.chameleon.rows import Row
-from benchmarks.chameleon.runs import highest
-from benchmarks.chameleon.setting import A40, Platform, medium_ktokens, physics_of, profile
-from benchmarks.chameleon.systems import SYSTEMS
+from benchmarks.papers.chameleon.loading import load_share
+from benchmarks.papers.chameleon.rows import Row
+from benchmarks.papers.chameleon.runs import highest
+from benchmarks.papers.chameleon.setting import A40, Platform, medium_ktokens, physics_of, profile
+from benchmarks.papers.chameleon.systems import SYSTEMS
 from capplan.models.memory import gpu_load_ms
 from capplan.spec.scheduling import cache_of, completed, scheduler_of
 

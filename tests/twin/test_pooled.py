@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from capplan.serving import Limits, State, refresh
-from capplan.serving.pooled_state import QUEUES
+from capplan.serving import Limits, State
+from capplan.serving.pooled import refresh
+from capplan.serving.pooled.state import QUEUES
 from capplan.spec import Scheduler
 from capplan.twin import Scenario
 from capplan.twin.instance import core

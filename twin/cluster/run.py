@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from capplan.errors import InputError
 from capplan.serving import NONE
-from capplan.serving.refresh import refresh
+from capplan.serving.pooled.refresh import refresh
 from capplan.serving.routers import Placement
 from capplan.serving.routers.choose import ASK_RANKS, RoutingRule
 from capplan.serving.routers.smooth_shares import carried_credit

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from capplan._jit import by_reference, inner, jit
 from capplan.serving import State
-from capplan.serving.pooled_state import has_pool, with_pool
+from capplan.serving.pooled.state import has_pool, with_pool
 from capplan.serving.routers.fleet import ACTIVE, AWAITED, RESIDENT, Fleet, Placement, add_waiting
 from capplan.serving.state import (
     LOADING,

@@ -11,7 +11,7 @@ from capplan._jit import by_reference, inner, jit
 from capplan.models.step_latency import StepFeatures, StepRanks, rank_ms, step_line, step_ms, with_line_ms
 from capplan.models.step_tables import KvLine
 from capplan.serving import Limits, State, adapter_loaded
-from capplan.serving.pooled_state import with_pool
+from capplan.serving.pooled.state import with_pool
 from capplan.serving.routers.fleet import PRESENT, QUEUED, QUEUED_TOKENS
 from capplan.serving.state import (
     ENDING,

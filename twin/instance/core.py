@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 from capplan._jit import inner, jit
 from capplan.models.step_tables import no_line
 from capplan.serving import Limits, State, commit, schedule, submit
-from capplan.serving.fast_forward import decode_step, steps_ahead
-from capplan.serving.pooled_state import PooledState, has_pool
-from capplan.serving.refresh import refresh
+from capplan.serving.pooled.refresh import refresh
+from capplan.serving.pooled.state import PooledState, has_pool
 from capplan.serving.state import (
     NONE,
     SLORA,
     VLLM,
 )
+from capplan.serving.vllm.fast_forward import decode_step, steps_ahead
 from capplan.twin.instance.clock import (
     TwinClock,
     compute_ns,

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.serving.queue_design import RequestSample, clustered_classes
+from capplan.serving.pooled.queue_design import RequestSample, clustered_classes
 from capplan.spec.latency_stats import LatencyStats, latency_stats
 from capplan.spec.queues import QueueConfig
 from capplan.twin.instance.scenario import NS_PER_MS, NS_PER_S, Scenario

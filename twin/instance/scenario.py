@@ -14,7 +14,7 @@ from capplan.errors import InputError
 from capplan.models.memory import disk_load_ms, gpu_load_ms, load_share, require_kv_tokens
 from capplan.models.step_latency import coefficient_array, latency_code, uses_decode_ranks, uses_ranks
 from capplan.serving import Limits, State, adapter_pages, kv_bytes_per_token, new_state
-from capplan.serving.pool_setup import PoolSetup, pool_setup, set_up
+from capplan.serving.pooled.pool_setup import PoolSetup, pool_setup, set_up
 from capplan.serving.state import POOLED
 from capplan.spec import EngineArgs, Predictor, Profile, Scheduler, Workload
 from capplan.spec.limits import require_duration

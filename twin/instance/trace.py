@@ -77,7 +77,7 @@ POOL_COUNTS = (
     "kept_queues",
     "scaled_quotas",
 )
-"""Counts of the rules for one pool, as in `capplan.serving.pooled_state`."""
+"""Counts of the rules for one pool, as in `capplan.serving.pooled.state`."""
 _POOL = int_fields(*POOL_COUNTS, "link_ns")
 
 # Values of `Trace.status`.

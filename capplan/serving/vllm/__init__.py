@@ -1,0 +1,1 @@
+"""Rules of scheduling and adapter caching of vLLM."""
