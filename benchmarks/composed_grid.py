@@ -20,7 +20,7 @@ from scipy.optimize import nnls
 from benchmarks.common import emit, mape, records_table
 from capplan.models.compose import SYSTEMS, known_decoder, operator_times
 from capplan.models.compose.forward import StepTimes
-from capplan.models.compose.grids import CAPTURED, step_tables
+from capplan.models.compose.profile import CAPTURED, step_tables
 from capplan.models.step_latency import (
     GRAPH_TOKENS,
     StepFeatures,
@@ -29,7 +29,7 @@ from capplan.models.step_latency import (
     step_ms,
 )
 from capplan.spec import Fit, FittedModel
-from capplan.spec.step_tables import TABLE_FORM
+from capplan.spec.profile import TABLE_FORM
 
 Floats = NDArray[np.float64]
 

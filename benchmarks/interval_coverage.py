@@ -26,7 +26,7 @@ from benchmarks.fidelity import fitted_profile
 from capplan import Profile, simulate
 from capplan.datasets.published.runs import GROUPS, PUBLISHED, PublishedRun, published_runs
 from capplan.models.uncertainty import drawn_profiles, scatter
-from capplan.planner.document.intervals import LEVEL, prediction_interval
+from capplan.planner.document.assemble import LEVEL, prediction_interval
 from capplan.twin.sweep import in_parallel
 
 METRICS: Final = ("throughput_tok_s", "itl_ms_mean")

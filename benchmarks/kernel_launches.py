@@ -16,9 +16,8 @@ import torch
 from capplan.datasets.catalog import hf_config
 from capplan.engine import ModelConfig
 from capplan.engine.input_batch import Prefill, Segment
-from capplan.engine.kernels.launch import Launch
 from capplan.engine.kernels.triton_attention import decode_launches, prompt_launch, prompt_tiles
-from capplan.engine.kernels.triton_lora import Kind, TritonLoRA
+from capplan.engine.kernels.triton_lora import Kind, Launch, TritonLoRA
 from capplan.engine.lora import AdapterLayout
 from capplan.engine.lora.adapter import MODULES, SITES, B
 from capplan.engine.lora.memory import RowTables, StaticSlots

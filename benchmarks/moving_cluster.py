@@ -29,13 +29,12 @@ from safetensors.torch import save_file
 
 from capplan import Plan
 from capplan.engine.models import ModelConfig, model_config
+from capplan.fleet.app import RouterServer
 from capplan.fleet.instances import InstanceSpec, ServingOptions, instances_of
 from capplan.fleet.launcher import LocalLauncher
-from capplan.fleet.process import RouterServer
 from capplan.fleet.proxy import RouterState
-from capplan.fleet.rebalancing import RebalanceLoop, RebalancingConfig
+from capplan.fleet.rebalancing import PostParams, RebalanceLoop, RebalancingConfig
 from capplan.fleet.registered_adapters import RegistrySettings
-from capplan.fleet.share_updates import PostParams
 from capplan.fleet.supervisor import InstanceFleet, RestartPolicy, RouterConfig
 from capplan.registry import AdapterRegistry, digest_of, read_adapter
 from capplan.registry.adapter import ADAPTER_FILES

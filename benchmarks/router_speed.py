@@ -176,8 +176,8 @@ async def _serve_backends(pipe: Connection, count: int) -> None:
 
 def serve_router(pipe: Connection, urls: Sequence[str], name: str) -> None:
     """Serve a router over running instances."""
+    from capplan.fleet.app import run_router
     from capplan.fleet.instances import InstanceSpec
-    from capplan.fleet.process import run_router
     from capplan.fleet.supervisor import RouterConfig
     from capplan.server import ServerSettings
 

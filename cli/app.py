@@ -176,6 +176,7 @@ _COMMANDS: Final = {
 _MODULES: Final = {
     **{"report": "explain", "profiles": "documents", "schema": "documents"},
     **{"dataset generate": "dataset", "surrogate rules": "surrogate", "workload preset": "workload"},
+    "workload predictor": "workload",
     **{f"registry {name}": "registry" for name in ("add", "list", "remove", "show")},
 }
 """Modules of commands that are not named after their command."""

@@ -1,4 +1,7 @@
-"""Options of commands: shared declarations, parsing, and checks."""
+"""Options of commands: shared declarations, parsing, and checks.
+
+Options of re-balancing, and its settings from them and a plan.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, Field, asdict, fields
+from dataclasses import MISSING, Field, asdict, dataclass, fields
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,16 +20,86 @@ import typer
 from typer.models import ArgumentInfo, OptionInfo, ParameterInfo
 
 from capplan.errors import InputError
-from capplan.spec import Cache, EngineArgs, Queues, Scheduler
+from capplan.spec import Cache, EngineArgs, Queues, RebalanceSettings, Scheduler
 from capplan.spec.files import parse_yaml
 from capplan.spec.limits import InputLimits, input_limits, require_duration
 from capplan.spec.peft_folder import path_kind
-from capplan.spec.routing import ROUTER_NAMES, STATE_PERIOD_S
+from capplan.spec.routing import FORECASTS, ROUTER_NAMES, STATE_PERIOD_S
 from capplan.spec.scheduling import cache_of, scheduler_of
 from capplan.spec.validation import NOT_PRINTABLE, format_key, is_printable, validate_document
 
 if TYPE_CHECKING:
     from capplan.spec import Plan, Profile, Workload
+
+
+RebalancePeriod: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        "--rebalance",
+        metavar="SECONDS",
+        help="Re-balance the adapters over the GPUs of the plan this often; default: as in the plan.",
+    ),
+]
+
+ForecastName: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--forecast",
+        metavar="NAME",
+        help=f"Forecast of the demand for --rebalance: {', '.join(FORECASTS)}; default: holt.",
+    ),
+]
+
+RebalanceSolverName: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--rebalance-solver",
+        metavar="NAME",
+        help="Placement by --rebalance: loraserve (Algorithm 1) or capplan (moves from the placement in "
+        "force, with a price on copied bytes); default: loraserve.",
+    ),
+]
+
+_FLAGS: Final = {"every_s": "--rebalance", "forecast": "--forecast", "solver": "--rebalance-solver"}
+
+
+@dataclass(frozen=True)
+class RebalanceOptions:
+    """Options of re-balancing; None: as in the plan."""
+
+    every_s: float | None = None
+    forecast: str | None = None
+    solver: str | None = None
+
+    @property
+    def given(self) -> dict[str, float | str]:
+        """The options that are given, by name of the setting."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def require_plan(self) -> None:
+        """Raise an `InputError` if one is given, for a command without a plan."""
+        for name, value in self.given.items():
+            raise InputError("goes with --plan", value, _FLAGS[name])
+
+    def settings(self, planned: RebalanceSettings | None) -> RebalanceSettings | None:
+        """Return the settings of a plan, changed by the options; None without re-balancing.
+
+        Raises
+        ------
+        InputError
+            For an invalid value, or options without re-balancing.
+        """
+        changes = self.given
+        if planned is None and self.every_s is None:
+            for name, value in changes.items():
+                raise InputError("goes with --rebalance", value, _FLAGS[name])
+            return None
+        try:
+            return (planned or RebalanceSettings()).replace(**changes)
+        except InputError as error:
+            key = error.location.rpartition(".")[2]
+            raise InputError(error.rule, error.value, _FLAGS.get(key, error.location)) from None
+
 
 _HOUR_S: Final = 3600.0
 _MOST_RANK_DIGITS: Final = 9

@@ -15,6 +15,7 @@ import typer
 from capplan.cli.options import (
     ENGINE,
     CacheName,
+    ForecastName,
     RouterOption,
     SchedulerName,
     Unverified,
@@ -30,20 +31,21 @@ from capplan.cli.options import (
 )
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation
-from capplan.cli.rebalancing import ForecastName
+from capplan.cli.serve_plan import FLAGS as REBALANCE_FLAGS
 from capplan.cli.serve_plan import (
     PlanProfiles,
+    equal_settings,
     instance_launcher,
     model_of,
     plan_registry,
     plan_routing,
     pool_folder,
+    rebalance_options,
+    rebalancing,
     require_listening,
     running_groups,
     unverified_overrides,
 )
-from capplan.cli.serve_rebalance import FLAGS as REBALANCE_FLAGS
-from capplan.cli.serve_rebalance import equal_settings, rebalance_options, rebalancing
 from capplan.errors import InputError
 from capplan.reports.console import counted
 from capplan.spec import Plan
@@ -378,7 +380,7 @@ def _documents(args: ServeArgs) -> dict[str, Any]:
 def _serve_plan(args: ServeArgs) -> int:
     """Serve the instances of a plan until stopped; return the exit status."""
     require_extra("engine", ("aiohttp",))
-    from capplan.fleet.process import run_router
+    from capplan.fleet.app import run_router
     from capplan.fleet.supervisor import RouterConfig
     from capplan.registry import AdapterRegistry, with_locations
     from capplan.server import ServerLimits, ServerSettings

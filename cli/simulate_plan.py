@@ -8,9 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from capplan.cli.options import chosen_profile, read_any_plan, require_state_period, simulated_s
+from capplan.cli.options import (
+    RebalanceOptions,
+    chosen_profile,
+    read_any_plan,
+    require_state_period,
+    simulated_s,
+)
 from capplan.cli.progress import announce_compilation
-from capplan.cli.rebalancing import RebalanceOptions
 from capplan.errors import InputError
 from capplan.reports.console import print_json, print_table
 from capplan.reports.tables.cluster import (

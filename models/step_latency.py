@@ -21,7 +21,7 @@ from capplan._jit import inner, jit
 from capplan.errors import InputError
 from capplan.models.step_tables import KvLine, kv_line, milliseconds_at, no_line, pack_tables
 from capplan.spec import FittedModel, Kernel
-from capplan.spec.step_tables import TABLE_FORM
+from capplan.spec.profile import TABLE_FORM
 from capplan.spec.validation import unknown_key
 
 

@@ -45,7 +45,7 @@ def pack_tables(tokens_ms: StepTable, requests_ms: StepTable, start: int) -> NDA
     Parameters
     ----------
     tokens_ms, requests_ms
-        The tables of `capplan.spec.step_tables.TABLE_AXES`.
+        The tables of `capplan.spec.profile.TABLE_AXES`.
     start
         Position of the result in the array of the step model.
 

@@ -123,7 +123,7 @@ def _correctness(setting: SliceSettings) -> SliceResult:
 
 def _copies(setting: SliceSettings) -> SliceResult:
     """Measure copies, to which kernels and loads are compared."""
-    from capplan.profiling.kernels.copies import copy_rows
+    from capplan.profiling.kernels.measure import copy_rows
 
     rows = copy_rows(setting.device)
     _write_table(setting.folder / COPIES, rows)

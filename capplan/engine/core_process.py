@@ -3,6 +3,11 @@
 ``python -m capplan.engine.core_process FD PARENT`` reads `CoreSettings` from the socket FD, builds the
 engine, answers `CoreReady` or `CoreRefused`, and runs `CoreLoop` until the other end is closed. The end of
 the process PARENT closes it, too; on Linux the kernel then also kills the core, in the midst of a step.
+
+Loop of the engine core: take messages, run a step, send its results.
+
+The loop has its process to itself, so the time of a step depends on the step alone. `Engine` runs the same
+core without a loop.
 """
 
 from __future__ import annotations
@@ -10,23 +15,278 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import time
+from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Self
 
-from capplan.engine.affinity import bound_to, other_cpus
-from capplan.engine.core_loop import AWAKE_S, CoreLoop
+import numpy as np
+
+from capplan.engine.affinity import allowed_cpus, bound_to, device_name, other_cpus
 from capplan.engine.engine import Engine
-from capplan.engine.messages import CoreReady, CoreRefused, CoreSettings, FrameReader, frame
-from capplan.engine.request import SamplingParams
-from capplan.errors import CapplanError
+from capplan.engine.engine_core import StepOutput
+from capplan.engine.messages import (
+    AbortRequests,
+    AddRequests,
+    Call,
+    CoreFailed,
+    CoreReady,
+    CoreRefused,
+    CoreSettings,
+    Ended,
+    FrameReader,
+    Gauges,
+    NewRequest,
+    PoolGauges,
+    QueueGauges,
+    Refusals,
+    Reply,
+    StepTokens,
+    frame,
+)
+from capplan.engine.parallel.group import WorkerEndedError
+from capplan.engine.request import FinishReason, Request, SamplingParams, TokenLogprobs
+from capplan.engine.timing import SpeedProbe
+from capplan.errors import CapplanError, InputError
 from capplan.processes import end_by_kernel_with, without_interrupts
-from capplan.serving import NONE
+from capplan.serving import NONE, State
 from capplan.serving.pooled.refresh import compile_refresh
+from capplan.serving.state import POOLED
+
+_LOAD_WAIT_S: Final = 0.002
+"""Maximum wait for an in-flight adapter load while idle; a message that arrives meanwhile waits as long."""
+AWAKE_S: Final = 1.0
+"""Time without work after which a core that has CPUs of its own sleeps.
+
+A CPU that sleeps between requests slows down: on a virtual machine the steps after a pause of 20 ms took 1.6
+times as long as the same steps under load.
+"""
+_RECEIVE_IN_LOOP_BYTES: Final = 2**18
+_CALLS: Final = ("ping", "gauges", "state_report", "add_adapter", "remove_adapter", "replace_adapter")
+
+
+class CoreLoop:
+    """Loop around one engine, at the core's end of a pair of sockets.
+
+    Parameters
+    ----------
+    awake_s
+        Time after work for which an idle core looks for messages before it sleeps until one comes.
+    """
+
+    def __init__(self, engine: Engine, connection: socket.socket, awake_s: float = 0.0) -> None:
+        self._awake_s = awake_s
+        self._engine = engine
+        self._connection = connection
+        self._reader = FrameReader()
+        self._requests: dict[int, Request] = {}
+        self._ended: dict[int, Ended] = {}
+        self._has_worked = False
+        self._probe = SpeedProbe()
+
+    def ready(self) -> CoreReady:
+        """Return the facts of the engine."""
+        engine = self._engine
+        return CoreReady(
+            config=engine.config,
+            folder=engine.folder,
+            dtype=engine.options.torch_dtype(engine.config),
+            args=engine.args,
+            clock_start_ns=engine.core.clock.start_ns,
+            device=device_name(engine.options.device),
+            cpus=allowed_cpus(),
+            pid=os.getpid(),
+            max_adapters=engine.max_adapters,
+        )
+
+    def run(self) -> None:
+        """Serve until the server closes its end.
+
+        Raises
+        ------
+        SystemExit
+            If a worker of the engine has ended, after the server has received it as `CoreFailed`.
+        BaseException
+            What the engine raises, after the server has received it as `CoreFailed`.
+        """
+        try:
+            while self._receive(wait=False):
+                step = self._engine.step()
+                if step is not None:
+                    self._has_worked = True
+                    self._send_step(step)
+                elif not self._wait():
+                    return
+        except ConnectionError:  # the server has gone
+            return
+        except WorkerEndedError as error:
+            with suppress(ConnectionError):
+                self._send(CoreFailed(str(error)))
+            raise SystemExit(1) from None
+        except BaseException as error:
+            with suppress(ConnectionError):
+                self._send(CoreFailed(f"{type(error).__name__}: {error}"))
+            raise
+
+    def ping(self) -> None:
+        """Answer between two steps."""
+
+    def gauges(self) -> Gauges:
+        """Return the state of the scheduler."""
+        core = self._engine.core
+        counters = core.state.counters
+        running: set[str] = set()
+        waiting: set[str] = set()
+        for request in core.requests.values():
+            if request.adapter_name is not None:
+                (running if request.running else waiting).add(request.adapter_name)
+        is_pool = core.limits.policy == POOLED
+        idle_pages = counters.adapter_pages - core.state.pooled.counts.pinned_pages if is_pool else 0
+        used = 1.0 - (counters.free_blocks + idle_pages) / max(1, counters.capacity)
+        return Gauges(
+            running=int(counters.n_running),
+            waiting=int(counters.n_waiting),
+            kv_used=float(used),
+            running_adapters=sorted(running),
+            waiting_adapters=sorted(waiting),
+            pool=_pool_gauges(core.state) if is_pool else None,
+        )
+
+    def _receive(self, wait: bool) -> bool:
+        """Take the messages that have arrived, or wait for one; return False at the end of the stream."""
+        worker = self._engine.worker
+        if wait and (watched := worker.watched()):
+            select.select((self._connection, *watched), (), ())
+            worker.check()
+        flags = 0 if wait else socket.MSG_DONTWAIT
+        while True:
+            try:
+                data = self._connection.recv(_RECEIVE_IN_LOOP_BYTES, flags)
+            except BlockingIOError:
+                return True
+            if not data:
+                return False
+            for message in self._reader.feed(data):
+                self._take(message)
+            flags = socket.MSG_DONTWAIT
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, AddRequests):
+            refused = [error for new in message.requests if (error := self._add(new)) is not None]
+            if refused:
+                self._send(Refusals(dict(refused)))
+        elif isinstance(message, AbortRequests):
+            for tag in message.tags:
+                self._abort(tag, message.reason)
+        elif isinstance(message, Call):
+            self._send(self._answer(message))
+
+    def _wait(self) -> bool:
+        """Wait for an adapter load or a message; return False at the end of the stream."""
+        self._flush()
+        if not self._requests:
+            return self._stay_awake() and (bool(self._requests) or self._receive(wait=True))
+        if self._engine.core.loader.next_ns(timeout_s=_LOAD_WAIT_S) is None:
+            raise RuntimeError("requests wait, but nothing can run")
+        return True
+
+    def _stay_awake(self) -> bool:
+        """After work, look for prompts for a while without sleeping; return False at the end of the stream.
+
+        Questions about the state, which routers repeat, are no work.
+        """
+        until_s = time.monotonic() + self._awake_s if self._has_worked else 0.0
+        self._has_worked = False
+        while not self._requests and time.monotonic() < until_s:
+            if not self._receive(wait=False):
+                return False
+        return True
+
+    def _add(self, new: NewRequest) -> tuple[int, InputError | None] | None:
+        """Submit a prompt to the engine; return its tag and the error if it is refused."""
+        engine = self._engine
+        try:
+            prompt = np.frombuffer(new.prompt, np.int32)
+            request = engine.new_request(prompt, new.adapter, new.params, new.arrival_ns)
+            if not engine.core.can_run(request):
+                rule = "must fit beside its adapter into memory, and into one step"
+                return new.tag, InputError(rule, prompt.size, "prompt tokens")
+            if not engine.submit(request):
+                return new.tag, None
+        except InputError as error:
+            return new.tag, error
+        request.tag = new.tag
+        self._requests[new.tag] = request
+        return None
+
+    def _abort(self, tag: int, reason: FinishReason) -> None:
+        request = self._requests.get(tag)
+        if request is not None:
+            self._engine.abort(request, reason)
+            self._end(request)
+
+    def _answer(self, call: Call) -> Reply:
+        if call.method not in _CALLS:
+            return Reply(call.number, None, InputError("is no call", call.method))
+        owner = self if hasattr(self, call.method) else self._engine
+        try:
+            return Reply(call.number, getattr(owner, call.method)(*call.arguments), None)
+        except Exception as error:  # noqa: BLE001 - raised in the caller
+            return Reply(call.number, None, error)
+
+    def _end(self, request: Request) -> None:
+        del self._requests[request.tag]
+        self._ended[request.tag] = Ended(request.finish_reason or "abort", request.error, request.admitted_ns)
+
+    def _send_step(self, step: StepOutput) -> None:
+        """Send the results of a step in one message."""
+        self._engine.records.clear()
+        for request in step.finished:
+            self._end(request)
+        tags = array("q", [request.tag for request in step.emitted])
+        tokens = array("i", [request.output[-1] for request in step.emitted])
+        logprobs: dict[int, TokenLogprobs] = {
+            request.tag: request.logprobs[-1] for request in step.emitted if request.logprobs
+        }
+        prompts = {
+            request.tag: request.prompt_logprobs
+            for request in step.emitted
+            if request.prompt_logprobs and len(request.output) == 1
+        }
+        ended, self._ended = self._ended, {}
+        record = step.record
+        if record is not None and (probe_ms := self._probe.taken_ms()):
+            record = record._replace(probe_ms=probe_ms)
+        self._send(StepTokens(record, tags, tokens, logprobs, prompts, ended))
+
+    def _flush(self) -> None:
+        """Send the ends of prompts that no step has sent."""
+        if self._ended:
+            ended, self._ended = self._ended, {}
+            self._send(StepTokens(None, array("q"), array("i"), {}, {}, ended))
+
+    def _send(self, message: Any) -> None:
+        # It blocks only if the server is megabytes behind; the server never blocks on the core.
+        self._connection.sendall(frame(message))
+
+
+def _pool_gauges(state: State) -> PoolGauges:
+    adapters, queues, counts = state.adapters, state.pooled.queues, state.pooled.counts
+    used = slice(int(counts.n_queues))
+    columns = (each[used].tolist() for each in (queues.n, queues.quota, queues.outstanding))
+    return PoolGauges(
+        queues=[QueueGauges(*each) for each in zip(*columns, strict=True)],
+        cached_adapters=int(np.count_nonzero((adapters.resident == 1) & (adapters.users == 0))),
+        counts=dict(zip(counts.dtype.names or (), counts.tolist(), strict=True)),
+    )
+
 
 _COMMAND: Final = (sys.executable, "-m", "capplan.engine.core_process")
 _STOP_TIMEOUT_S: Final = 5.0

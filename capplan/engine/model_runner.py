@@ -24,7 +24,7 @@ from capplan.engine.lora.memory import RowTables
 from capplan.engine.models.config import ModelConfig
 from capplan.engine.models.decoder import LoRALayers, Norms, RopeTable, TorchAttention, forward
 from capplan.engine.models.weights import Weights
-from capplan.engine.parallel.collectives import Collectives
+from capplan.engine.parallel.group import Collectives
 from capplan.engine.pool import KvCache
 from capplan.engine.settings import EngineOptions
 from capplan.serving import Limits

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, Self
 import torch
 from pydantic import Field
 
-from capplan.engine.lora.load_times import LoadTimes
+from capplan.engine.lora.loader import LoadTimes
 from capplan.engine.models.config import ModelConfig
 from capplan.errors import InputError
 from capplan.serving import Limits, ServingRules, serving_rules
@@ -40,7 +40,7 @@ _DEFAULT_ARGS: Final = MappingProxyType(
     }
 )
 _CHOSEN_ARGS: Final = ("max_loras", "max_lora_rank", "max_model_len")
-"""Chosen for the model and its adapters if not given; see `capplan.engine.setup.choose_sizes`."""
+"""Chosen for the model and its adapters if not given; see `capplan.engine.engine.choose_sizes`."""
 _MOST: Final = MappingProxyType(
     {
         "max_num_seqs": 2**16,

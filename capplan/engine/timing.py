@@ -15,8 +15,7 @@ import numpy as np
 
 from capplan.engine.scheduler_output import SchedulerOutput
 from capplan.errors import InputError
-from capplan.spec.durable import create_beside, replace_durably, resolved_output
-from capplan.spec.files import error_reason
+from capplan.spec.files import create_beside, error_reason, replace_durably, resolved_output
 
 _ROWS_PER_GROUP: Final = 10_000
 _PROBE_LOOPS: Final = 400

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 
 from capplan.engine.lora.adapter import AdapterLayout
+from capplan.engine.lora.loader import copy_stream
 from capplan.engine.lora.manager import LoRAManager
 from capplan.engine.lora.memory import RowTables, StaticSlots, UnifiedPages
-from capplan.engine.lora.streams import copy_stream
 from capplan.engine.memory_profile import (
     free_unused,
     held_bytes,
@@ -35,7 +35,7 @@ from capplan.engine.model_runner import (
 from capplan.engine.models import ModelConfig, Weights, load_weights, model_config, packed, random_weights
 from capplan.engine.models.decoder import RopeTable
 from capplan.engine.models.shard import WHOLE, ModelShard, require_shardable
-from capplan.engine.parallel.collectives import Collectives
+from capplan.engine.parallel.group import Collectives
 from capplan.engine.pool import KvCache, PagePool, kv_page_elements
 from capplan.engine.settings import EngineOptions
 from capplan.errors import InfeasibleError, InputError

@@ -1,10 +1,17 @@
-"""Router application: OpenAI's routes and metrics over all instances of a plan."""
+"""Router application: OpenAI's routes and metrics over all instances of a plan.
+
+Placement in force and re-balancing, as documents and metrics.
+
+Router process: start the instances, listen, drain and stop.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any, Final
 
 import aiohttp
@@ -19,12 +26,130 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from capplan.fleet.instance_client import FileLimitError
-from capplan.fleet.placement_report import placement_document, rebalancing_metrics
 from capplan.fleet.proxy import Proxy, RouterState
-from capplan.fleet.supervisor import InstanceSupervisor
+from capplan.fleet.rebalancing import RebalanceLoop
+from capplan.fleet.supervisor import InstanceFleet, InstanceSupervisor, RouterConfig
+from capplan.processes import without_full_collections
 from capplan.server.limiter import GENERATION_PATHS, RequestLimiter, generates
 from capplan.server.metrics import MetricKind, metric_family
+from capplan.server.process import DrainingServer, bind, url_of
 from capplan.server.protocol import add_error_handlers, model_card, unknown_model
+
+_FILES_PER_CONNECTION: Final = 2
+"""Of the client, and of its request to an instance."""
+
+
+def run_router(config: RouterConfig, ready: Callable[[str], None]) -> int:
+    """Start all instances and serve until stopped.
+
+    Parameters
+    ----------
+    ready
+        Called with the URL once all instances accept requests.
+
+    Returns
+    -------
+    int
+        Exit status: 0 if stopped, 1 if all instances have failed for good.
+
+    Raises
+    ------
+    InputError, LaunchError
+        If an instance does not start.
+    """
+    state = RouterState(config.server, InstanceFleet(config))
+    with bind(config.server.host, config.server.port) as listener:
+        server = RouterServer(state, lambda: ready(url_of(listener)))
+        with without_full_collections():
+            server.run([listener])
+    return int(state.failed.is_set())
+
+
+class RouterServer(DrainingServer):
+    """Server that starts its instances before it listens, and stops them at its end."""
+
+    def __init__(self, state: RouterState, ready: Callable[[], None]) -> None:
+        super().__init__(RouterApp(state), state, ready, _FILES_PER_CONNECTION)
+        self._fleet = state.fleet
+        self._starting: asyncio.Future[None] | None = None
+        self._is_stopping = False
+
+    async def _serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until stopped, with signals handled; no instance is left afterwards."""
+        try:
+            await super()._serve(sockets)
+        finally:
+            self._is_stopping = True
+            for task in self._tasks:
+                task.cancel()
+            await self._fleet.stop(at_once=self.force_exit)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start the instances, listen, and report it."""
+        self._starting = asyncio.ensure_future(self._fleet.start())
+        try:
+            await self._starting
+        except asyncio.CancelledError:  # stopped during the start
+            self.should_exit = True
+            return
+        finally:
+            self._starting = None
+        await super().startup(sockets)
+
+    def end(self) -> None:
+        """Drain and stop; called again, or during the start, stop at once."""
+        if self._starting is not None:
+            self.force_exit = True
+            self._starting.cancel()
+        elif self._is_stopping:
+            self._tasks.append(asyncio.ensure_future(self._fleet.stop(at_once=True)))
+        else:
+            super().end()
+
+
+def placement_document(fleet: InstanceFleet) -> dict[str, Any]:
+    """Return the shares in force by instance, and the state of re-balancing; null if there is none."""
+    shares, base = fleet.router.shares()
+    placement = {
+        each.spec.name: {"state": each.state, "base_share": base[i], "adapters": shares[i]}
+        for i, each in enumerate(fleet.instances)
+    }
+    return {"placement": placement, "rebalancing": fleet.rebalancing and _rebalancing(fleet.rebalancing)}
+
+
+def _rebalancing(loop: RebalanceLoop) -> dict[str, Any]:
+    return {
+        "every_s": loop.every_s,
+        "done": loop.done,
+        "failed": loop.failed,
+        "moved_bytes": loop.moved_bytes,
+        "unpermuted_bytes": loop.unpermuted_bytes,
+        "failed_posts": loop.updates.failures,
+        "last": None if loop.last is None else asdict(loop.last),
+    }
+
+
+def rebalancing_metrics(loop: RebalanceLoop) -> Iterator[Metric]:
+    """Yield the metrics of re-balancing."""
+    outcomes = [(("done",), float(loop.done)), (("failed",), float(loop.failed))]
+    yield metric_family(Counter, "capplan:rebalances", "Rounds of re-balancing", ("outcome",), outcomes)
+    last = loop.last
+    for kind, name, help_text, value in (
+        (Counter, "rebalance_moved_bytes", "Bytes of adapters at new instances", loop.moved_bytes),
+        (
+            Counter,
+            "rebalance_unpermuted_bytes",
+            "The same without the permutation of instances",
+            loop.unpermuted_bytes,
+        ),
+        (Counter, "rebalance_failed_posts", "Posts of shares that failed", loop.updates.failures),
+        (Gauge, "rebalance_seconds", "Time of the last round", 0.0 if last is None else last.duration_s),
+    ):
+        yield metric_family(kind, f"capplan:{name}", help_text, (), [((), float(value))])
+    if loop.target is not None:
+        help_text = "Expected demand relative to what the instances sustain; above 1: overload"
+        yield metric_family(Gauge, "capplan:rebalance_target", help_text, (), [((), loop.target)])
+
 
 _METRICS_TIMEOUT_S: Final = 5.0
 

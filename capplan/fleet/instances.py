@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from capplan.engine.lora.load_times import LoadTimes
+from capplan.engine.lora.loader import LoadTimes
 from capplan.engine.models import model_config
 from capplan.engine.models.shard import require_shardable
 from capplan.errors import InputError

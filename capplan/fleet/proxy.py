@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
 from capplan.errors import InputError
-from capplan.fleet.demand import CountedRequest
 from capplan.fleet.instance_client import FileLimitError, InstanceClient, InstanceGoneError
+from capplan.fleet.rebalancing import CountedRequest
 from capplan.fleet.supervisor import InstanceFleet, InstanceSupervisor
 from capplan.http_connection import ConnectionLostError, HttpConnection
 from capplan.server.http_protocol import CLIENT, ClientLink

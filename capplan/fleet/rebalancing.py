@@ -7,29 +7,336 @@ adapter. Requests that have been sent keep their instance. Then the former holde
 which they remove their copies when these are idle and another one is registered. A round that fails leaves
 the placement in force as it is. All that a round needs is in the registry and the instances, so that a
 router that ends in the middle leaves nothing to repair but copies, which the next one has removed.
+
+Shares of the placement in force are posted to the instances until each has acknowledged them. Demand is the
+tokens of the requests of an adapter that arrived in a window (LoRAServe, section IV-A).
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import time
 import traceback
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+
+import aiohttp
 
 from capplan.errors import InputError
-from capplan.fleet.demand import DemandMeter
+from capplan.fleet.instance_client import FileLimitError, InstanceClient
 from capplan.fleet.registered_adapters import RegisteredAdapters, RegistrySnapshot
-from capplan.fleet.routing_table import RoutingTable
-from capplan.fleet.share_updates import PostParams, ShareUpdates
+from capplan.fleet.routing import RoutingTable
 from capplan.serving.rebalancing import AdapterDemand, Rebalanced, Rebalancer
 
 if TYPE_CHECKING:
     from capplan.fleet.routing import InstanceRouter
     from capplan.fleet.supervisor import InstanceSupervisor
+
+
+_USAGE: Final = re.compile(
+    rb'"usage":\s*\{[^{}]*?"prompt_tokens":\s*(\d{1,9})\b[^{}]*?"completion_tokens":\s*(\d{1,9})\b'
+)
+_END_OF_EVENT: Final = b"\n\n"
+_LAST_EVENT: Final = b"data: [DONE]\n\n"
+_TAIL_BYTES: Final = 4096
+"""Of a whole response: token counts are at its end."""
+_MEMORY: Final = 0.5
+"""Weight of the answers of earlier windows in the mean output, per window."""
+
+
+class DemandWindow(NamedTuple):
+    """Demand of a window.
+
+    Attributes
+    ----------
+    tok_s
+        Prompt and output tokens per second of the requests that arrived, by adapter; None is the base model.
+    duration_s
+        Length of the window.
+    requests
+        Number of these requests, by adapter.
+    unfinished
+        Those that had no complete answer at its end.
+    """
+
+    tok_s: dict[str | None, float]
+    duration_s: float
+    requests: dict[str | None, int]
+    unfinished: int
+
+
+class CountedRequest:
+    """A request that has arrived, and its tokens so far."""
+
+    __slots__ = ("_meter", "adapter", "output_tokens", "prompt_tokens")
+
+    def __init__(self, meter: DemandMeter, adapter: str | None, prompt_tokens: int) -> None:
+        self._meter = meter
+        self.adapter = adapter
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = 0
+
+    def stream(self, events: bytes) -> None:
+        """Count whole events of a stream, one token each, or take the counts that it ends with."""
+        self.output_tokens += events.count(_END_OF_EVENT) - events.endswith(_LAST_EVENT)
+        self._take_usage(events)
+
+    def answer(self, body: bytes) -> None:
+        """Take the counts of a whole response."""
+        self._take_usage(body[-_TAIL_BYTES:])
+
+    def _take_usage(self, text: bytes) -> None:
+        if found := _USAGE.search(text):
+            self.prompt_tokens, self.output_tokens = map(int, found.groups())
+
+    def finish(self) -> None:
+        """End the request, whose answer is complete."""
+        self._meter.finish(self)
+
+    def drop(self) -> None:
+        """Do not count the request: it is invalid."""
+        self._meter.drop(self)
+
+
+class DemandMeter:
+    """Tokens of the requests that arrive, by adapter and window.
+
+    Tokens of requests that are refused, or fail, count as well: served tokens would hide an overload.
+    A request without a complete answer at the end of its window counts with the mean output, or with the
+    tokens that it has, if there are more.
+
+    Parameters
+    ----------
+    adapters
+        All that are served; None is the base model.
+    prior_output_tokens
+        Mean output tokens assumed before any answer; it counts as one answer of each window.
+
+    Attributes
+    ----------
+    adapters
+        Those of the next window that is closed; requests of others are not in it.
+    """
+
+    def __init__(self, adapters: Iterable[str | None], prior_output_tokens: float) -> None:
+        self.adapters = tuple(adapters)
+        self._prior_output_tokens = prior_output_tokens
+        self._answers = self._answer_tokens = 0.0
+        self._open: dict[CountedRequest, None] = {}
+        self._tokens: dict[str | None, float] = {}
+        self._requests: Counter[str | None] = Counter()
+        self._begin_s = time.monotonic()
+
+    @property
+    def mean_output_tokens(self) -> float:
+        """Mean output tokens of the complete answers, recent windows with more weight."""
+        return (self._prior_output_tokens + self._answer_tokens) / (1.0 + self._answers)
+
+    def arrive(self, adapter: str | None, prompt_tokens: int) -> CountedRequest:
+        """Count a request of the current window.
+
+        Parameters
+        ----------
+        prompt_tokens
+            Estimate, until the response has the number.
+        """
+        request = CountedRequest(self, adapter, prompt_tokens)
+        self._open[request] = None
+        self._requests[adapter] += 1
+        return request
+
+    def finish(self, request: CountedRequest) -> None:
+        """Count a complete answer; requests of former windows have been counted."""
+        self._answers += 1.0
+        self._answer_tokens += request.output_tokens
+        if request in self._open:
+            del self._open[request]
+            self._add(request, request.output_tokens)
+
+    def drop(self, request: CountedRequest) -> None:
+        """Do not count a request of the current window."""
+        if request in self._open:
+            del self._open[request]
+            self._requests[request.adapter] -= 1
+
+    def _add(self, request: CountedRequest, output_tokens: float) -> None:
+        tokens = request.prompt_tokens + output_tokens
+        self._tokens[request.adapter] = self._tokens.get(request.adapter, 0.0) + tokens
+
+    def close_window(self, now_s: float | None = None) -> DemandWindow:
+        """Return the demand of the current window, and begin the next one."""
+        end_s = time.monotonic() if now_s is None else now_s
+        for request in self._open:
+            self._add(request, max(self.mean_output_tokens, request.output_tokens))
+        duration_s = max(end_s - self._begin_s, 1e-9)
+        tok_s = {name: self._tokens.get(name, 0.0) / duration_s for name in self.adapters}
+        requests = {name: self._requests[name] for name in self.adapters}
+        window = DemandWindow(tok_s, duration_s, requests, len(self._open))
+        self._open, self._tokens, self._requests, self._begin_s = {}, {}, Counter(), end_s
+        self._answers, self._answer_tokens = self._answers * _MEMORY, self._answer_tokens * _MEMORY
+        return window
+
+
+_PATH: Final = "/v1/adapter_shares"
+_BATCH: Final = 2000
+"""Adapters of one post; their names have at most 256 characters, a body at least 1 MiB."""
+
+
+@dataclass(frozen=True)
+class PostParams:
+    """Posts of shares.
+
+    Attributes
+    ----------
+    timeout_s
+        Time for the acknowledgement of a post.
+    attempts
+        Posts of new shares to an instance after which a re-balancing is given up.
+    retry_s
+        Time between attempts.
+    """
+
+    timeout_s: float = 5.0
+    attempts: int = 3
+    retry_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("timeout_s", "attempts", "retry_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise InputError("must be a finite number > 0", getattr(self, name), name)
+
+
+class _Told:
+    """Shares that a process has acknowledged; those that are not listed are 0, or not known to it yet.
+
+    Attributes
+    ----------
+    unknown
+        Adapters that it has been told nothing of; None: all.
+    """
+
+    def __init__(self, client: InstanceClient | None) -> None:
+        self.client = client
+        self.shares: dict[str, float] = {}
+        self.unknown: set[str] | None = None
+
+
+class ShareUpdates:
+    """Posts shares to instances and repeats what fails; an instance that has restarted gets all again.
+
+    Parameters
+    ----------
+    adapters
+        All that have shares; `set_adapters` changes them.
+    admin_key
+        Admin key of the instances.
+
+    Attributes
+    ----------
+    in_force
+        Shares of every instance in the placement in force; those of other adapters are 0.
+    failures
+        Number of posts that failed.
+    """
+
+    def __init__(
+        self,
+        instances: Sequence[InstanceSupervisor],
+        adapters: Iterable[str],
+        admin_key: str,
+        params: PostParams = PostParams(),
+    ) -> None:
+        self.in_force: Sequence[Mapping[str, float]] = [{} for _ in instances]
+        self.failures = 0
+        self._instances = instances
+        self._adapters = frozenset(adapters)
+        self._key = admin_key
+        self._params = params
+        self._told = [_Told(None) for _ in instances]
+        self._lock = asyncio.Lock()
+
+    def set_adapters(self, adapters: Iterable[str]) -> None:
+        """Change the adapters that have shares; those that are no longer among them have none."""
+        before, self._adapters = self._adapters, frozenset(adapters)
+        for told in self._told:
+            if told.unknown is not None:
+                told.unknown = (told.unknown | (self._adapters - before)) & self._adapters
+
+    async def announce(self, shares: Sequence[Mapping[str, float]], indexes: Iterable[int]) -> list[int]:
+        """Post shares before requests follow them; return the instances that did not acknowledge."""
+        async with self._lock:
+            chosen = list(indexes)
+            told = await asyncio.gather(*(self._announce(i, shares[i]) for i in chosen))
+            return [i for i, is_told in zip(chosen, told, strict=True) if not is_told]
+
+    async def _announce(self, index: int, shares: Mapping[str, float]) -> bool:
+        for attempt in range(self._params.attempts):
+            if attempt:
+                await asyncio.sleep(self._params.retry_s)
+            if (told := self._told_of(index)) is not None:
+                gains = {name: share for name, share in shares.items() if told.shares.get(name) != share}
+                if await self._post(told, gains):
+                    return True
+        return False
+
+    async def run(self) -> None:
+        """Post the shares in force to every instance that does not have them."""
+        while True:
+            await self.update()
+            await asyncio.sleep(self._params.retry_s)
+
+    async def update(self) -> bool:
+        """Post the shares in force once; return whether all instances that are up have them."""
+        async with self._lock:
+            up = [i for i, each in enumerate(self._instances) if each.is_up]
+            return all(await asyncio.gather(*(self._update(i) for i in up)))
+
+    async def _update(self, index: int) -> bool:
+        told = self._told_of(index)
+        if told is None:
+            return False
+        positive = {name: share for name, share in self.in_force[index].items() if share > 0.0}
+        new = {name: share for name, share in positive.items() if told.shares.get(name) != share}
+        adapters, unknown = self._adapters, told.unknown
+        others = {*told.shares, *(adapters if unknown is None else unknown)}
+        new |= {name: 0.0 for name in others if name not in positive}
+        if await self._post(told, new):
+            known = adapters if unknown is None else unknown
+            told.unknown = set((self._adapters if told.unknown is None else told.unknown) - known)
+        return told.shares == positive
+
+    def _told_of(self, index: int) -> _Told | None:
+        """Return what the process of an instance knows; None if there is none."""
+        client = self._instances[index].client
+        if client is not None and self._told[index].client is not client:
+            self._told[index] = _Told(client)  # another process, which has no shares
+        return None if client is None else self._told[index]
+
+    async def _post(self, told: _Told, shares: Mapping[str, float]) -> bool:
+        """Post shares; return whether all of them are acknowledged."""
+        client, new = told.client, list(shares.items())
+        if client is None:
+            return False
+        for first in range(0, len(new), _BATCH):
+            part = dict(new[first : first + _BATCH])
+            body = json.dumps({"shares": part}).encode()
+            try:
+                await client.post_as(self._key, _PATH, body, self._params.timeout_s)
+            except (aiohttp.ClientError, FileLimitError, TimeoutError):
+                self.failures += 1
+                return False
+            for name, share in part.items():
+                if share > 0.0:
+                    told.shares[name] = share
+                else:
+                    told.shares.pop(name, None)
+        return True
+
 
 Trigger = Literal["period", "instances", "retry"]
 

@@ -21,8 +21,7 @@ from capplan.errors import InputError
 from capplan.registry import AdapterRegistry, RegisteredAdapter
 
 if TYPE_CHECKING:
-    from capplan.fleet.routing import InstanceRouter
-    from capplan.fleet.routing_table import RoutingTable
+    from capplan.fleet.routing import InstanceRouter, RoutingTable
     from capplan.fleet.supervisor import InstanceSupervisor
 
 _MAX_NAME: Final = 256

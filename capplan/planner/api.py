@@ -9,11 +9,10 @@ from typing import NamedTuple
 from capplan.errors import InfeasibleError, InputError
 from capplan.planner.document.assemble import build_plan
 from capplan.planner.problem.bound import lower_bound_gpus
-from capplan.planner.problem.deadline import OutOfTimeError, TimeBudget
 from capplan.planner.problem.estimate import TwinEstimator
 from capplan.planner.problem.evaluate import evaluate, evaluate_cluster
 from capplan.planner.problem.knobs import KnobSearch
-from capplan.planner.problem.parallel import Progress, no_progress
+from capplan.planner.problem.parallel import OutOfTimeError, Progress, TimeBudget, no_progress
 from capplan.planner.problem.previous import PreviousInstance, previous_instances, read_previous
 from capplan.planner.problem.problem import (
     OPEN_FACTOR,
@@ -24,8 +23,7 @@ from capplan.planner.problem.problem import (
     require_folders,
 )
 from capplan.planner.problem.validity import require_one_kind
-from capplan.planner.search.local_search import fleet_size_of
-from capplan.planner.search.moves import placement_cost
+from capplan.planner.search.local_search import fleet_size_of, placement_cost
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers.base import DEFAULT_TIME_LIMIT_S, Solver
 from capplan.planner.solvers.solve import SolverRun, solve

@@ -25,8 +25,14 @@ from capplan.spec import Cache, EngineArgs, Profile, Queues, Scheduler, Workload
 from capplan.spec.queues import MOST_QUEUES
 from capplan.spec.scheduling import CHAMELEON_WEIGHTS
 from capplan.twin.instance.core import run
-from capplan.twin.instance.policies import choose_policies
-from capplan.twin.instance.scenario import NS_PER_S, Scenario, build_scenario, draw_for, with_predictions
+from capplan.twin.instance.scenario import (
+    NS_PER_S,
+    Scenario,
+    build_scenario,
+    choose_policies,
+    draw_for,
+    with_predictions,
+)
 from capplan.twin.instance.trace import NEVER, STATUS_REJECTED
 from capplan.workload import Requests
 

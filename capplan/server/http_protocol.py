@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable
 
-    from capplan.server.byte_budget import ByteBudget
     from capplan.server.limits import ServerLimits
+    from capplan.server.state import ByteBudget
 
 CLIENT: Final = "capplan.client"
 _INTERIM: Final = b"HTTP/1.1 1"

@@ -1,4 +1,7 @@
-"""Checks of requests before they are handled: key, queue length, size and time of the body."""
+"""Checks of requests before they are handled: key, queue length, size and time of the body.
+
+Byte budget: the memory of requests of all connections before they are submitted or forwarded.
+"""
 
 from __future__ import annotations
 

@@ -31,12 +31,12 @@ from capplan.serving.state import (
 from capplan.serving.vllm.adapter_slots import release_adapter
 from capplan.serving.vllm.admission import admit_waiting
 from capplan.serving.vllm.kv_blocks import same_answers
-from capplan.serving.vllm.look_ahead import remove_from_order
 from capplan.serving.vllm.running import (
     free_row,
     leave_partial,
     leave_running,
     prefill_cap,
+    remove_from_order,
     serve_running,
     start_decoding,
     stop_decoding,

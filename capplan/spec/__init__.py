@@ -1,8 +1,7 @@
 """Documents: workloads, plans, profiles, and their validation rules."""
 
-from capplan.spec.durable import write_bytes_atomic, write_text_atomic
 from capplan.spec.engine_args import EngineArgs, EngineConfig
-from capplan.spec.files import read_text
+from capplan.spec.files import read_text, write_bytes_atomic, write_text_atomic
 from capplan.spec.lengths import LengthPairs, Lengths
 from capplan.spec.plan import (
     Binds,
@@ -28,14 +27,14 @@ from capplan.spec.profile import (
     ProfileEngine,
     Provenance,
     ProvenanceKind,
+    StepTable,
+    TableAxis,
     Uncertainty,
 )
 from capplan.spec.queues import QueueClass, QueueConfig, Queues, Wrs
-from capplan.spec.rebalance import RebalanceSettings
-from capplan.spec.routing import RouterOptions
+from capplan.spec.routing import RebalanceSettings, RouterOptions
 from capplan.spec.scheduling import Cache, Predictor, Scheduler
 from capplan.spec.slo import STARVED_BELOW, Gpus, Objective, Pool, Slo
-from capplan.spec.step_tables import StepTable, TableAxis
 from capplan.spec.trace import TimeUnit, Trace, TraceFormat
 from capplan.spec.traffic import (
     ArrivalProcess,

@@ -17,18 +17,18 @@ from pydantic import (
 
 from capplan.errors import InputError
 from capplan.spec.display import Plotted
-from capplan.spec.durable import write_text_atomic
 from capplan.spec.engine_args import EngineArgs
-from capplan.spec.files import parse_json, parse_yaml, read_text
+from capplan.spec.files import parse_json, parse_yaml, read_text, write_text_atomic
 from capplan.spec.limits import beyond, input_limits
 from capplan.spec.lora_modules import TargetModules
 from capplan.spec.predicted import Predicted
 from capplan.spec.queues import Queues
-from capplan.spec.rebalance import REBALANCE, RebalanceSettings
 from capplan.spec.routing import (
     MEAN_LENGTHS,
+    REBALANCE,
     ROUTER,
     ROUTER_OPTIONS,
+    RebalanceSettings,
     RouterName,
     RouterOptions,
     check_router_options,

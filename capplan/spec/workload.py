@@ -18,10 +18,11 @@ from capplan.spec.engine_args import EngineConfig
 from capplan.spec.lengths import LengthPairs, Lengths
 from capplan.spec.lora_modules import TargetModules
 from capplan.spec.queues import PROMPT_WEIGHT, QueueConfig
-from capplan.spec.rebalance import REBALANCE, RebalanceSettings
 from capplan.spec.routing import (
+    REBALANCE,
     ROUTER,
     ROUTER_OPTIONS,
+    RebalanceSettings,
     RouterName,
     RouterOptions,
     check_router_options,

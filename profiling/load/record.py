@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from capplan.errors import InputError
 from capplan.profiling.load.requests import Schedule
-from capplan.spec.durable import create_beside, replace_durably, resolved_output
-from capplan.spec.files import error_reason
+from capplan.spec.files import create_beside, error_reason, replace_durably, resolved_output
 
 FINISHED: Final = "finished"
 UNFINISHED: Final = "unfinished"

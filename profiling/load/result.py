@@ -22,7 +22,7 @@ from capplan.profiling.load.record import (
 )
 from capplan.spec import STARVED_BELOW, read_text, write_text_atomic
 from capplan.spec.files import parse_json
-from capplan.spec.latency_stats import PERCENTILES, latency_stats
+from capplan.spec.predicted import PERCENTILES, latency_stats
 from capplan.spec.validation import Many, SpecModel, format_key, validate_document
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from capplan.profiling.load.result import (
     statistics,
 )
 from capplan.spec import STARVED_BELOW, write_text_atomic
-from capplan.spec.latency_stats import latency_stats
+from capplan.spec.predicted import latency_stats
 from capplan.workload.trace_files import read_vllm_result
 
 _MS_PER_S: Final = 1e3

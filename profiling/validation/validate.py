@@ -34,7 +34,7 @@ from capplan.profiling.validation.compare import (
 )
 from capplan.spec import Group, Plan, Profile, Workload
 from capplan.twin import simulate
-from capplan.twin.instance.policies import chosen_rules
+from capplan.twin.instance.scenario import chosen_rules
 from capplan.twin.instance.simulate import keywords_of
 
 _DRAIN_S: Final = 1.0

@@ -12,8 +12,7 @@ from typing import Any
 
 from capplan.registry import AdapterRegistry, read_adapter
 from capplan.server import PoolSettings
-from capplan.server.adapter_copies import PoolParams
-from capplan.server.server_claim import OWNER_FILE
+from capplan.server.adapter_pool import OWNER_FILE, PoolParams
 from capplan.server.transfer import TransferParams
 from tests.engine.live import ADMIN_KEY, TINY, Live, live
 from tests.engine.test_faults import Answer, complete, send, tokens_of

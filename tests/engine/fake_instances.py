@@ -12,9 +12,9 @@ import aiohttp
 from aiohttp import web
 
 from capplan import Plan
+from capplan.fleet.app import RouterServer
 from capplan.fleet.instances import InstanceSpec, ServingOptions, instances_of
 from capplan.fleet.launcher import LaunchError
-from capplan.fleet.process import RouterServer
 from capplan.fleet.proxy import RouterState
 from capplan.fleet.rebalancing import RebalancingConfig
 from capplan.fleet.registered_adapters import RegistrySettings

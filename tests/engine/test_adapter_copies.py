@@ -21,7 +21,7 @@ from benchmarks.moving_cluster import is_intact
 from capplan import InputError
 from capplan.engine.lora.store import AdapterStore
 from capplan.registry import AdapterRegistry
-from capplan.server.adapter_copies import PoolParams
+from capplan.server.adapter_pool import PoolParams
 from tests.engine.adapter_fleet import (
     NAMES,
     SERVERS,

@@ -22,7 +22,7 @@ pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
 from capplan.errors import InputError
 from capplan.registry import RegisteredAdapter, read_adapter
 from capplan.server import PoolSettings, ServerLimits
-from capplan.server.adapter_copies import PoolParams
+from capplan.server.adapter_pool import PoolParams
 from capplan.server.limiter import transfer_key
 from capplan.server.transfer import TransferParams
 from tests.engine.adapter_fleet import (

@@ -22,8 +22,7 @@ import pytest
 from capplan import __version__
 from capplan.engine import Engine
 from capplan.engine.affinity import allowed_cpus, device_name
-from capplan.engine.core_loop import AWAKE_S
-from capplan.engine.core_process import CoreProcess
+from capplan.engine.core_process import AWAKE_S, CoreProcess
 from capplan.engine.messages import CoreSettings, FrameReader, Reply, StepTokens, frame
 from capplan.errors import InputError
 from tests.cli.conftest import environment

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
-from capplan.fleet.demand import DemandMeter
+from capplan.fleet.rebalancing import DemandMeter
 
 NAMES = (None, "x", "y")
 

@@ -20,8 +20,7 @@ from capplan import InputError
 from capplan.engine.lora import AdapterLayout, PeftFolder
 from capplan.engine.lora.peft import read_tensors
 from capplan.spec.lora_modules import ADAPTER_CONFIG
-from capplan.spec.peft_folder import WEIGHTS_FILE, _matches
-from capplan.spec.tensor_files import SafetensorsFile
+from capplan.spec.peft_folder import WEIGHTS_FILE, SafetensorsFile, _matches
 from tests.engine.engines import TINY_MODEL as TINY
 from tests.engine.test_dynamic_adapters import write_adapter
 

@@ -16,8 +16,8 @@ import pytest
 from capplan import InputError
 from capplan.fleet.proxy import ForwardedRequest
 from capplan.server import ServerLimits
-from capplan.server.byte_budget import ByteBudget
 from capplan.server.protocol import ApiError, parsed
+from capplan.server.state import ByteBudget
 from tests.engine.live import Live, live
 
 LIMITS = ServerLimits(

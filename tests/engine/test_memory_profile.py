@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.engine import Engine, setup
+from capplan.engine import Engine
+from capplan.engine import engine as setup
 from capplan.engine.memory_profile import LiveBytes, held_bytes, peak_bytes
 from capplan.engine.worker import MeasuredMemory, Worker
 from capplan.spec import EngineArgs

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from capplan import InputError
-from capplan.engine.prediction import OutputPredictor
+from capplan.engine.engine import OutputPredictor
 from capplan.spec import Predictor
 from capplan.workload.predictors import length_classes
 

@@ -11,9 +11,8 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
-from capplan.fleet.rebalancing import RebalanceLoop, RebalancingConfig
+from capplan.fleet.rebalancing import PostParams, RebalanceLoop, RebalancingConfig
 from capplan.fleet.registered_adapters import RegistrySettings
-from capplan.fleet.share_updates import PostParams
 from capplan.registry import AdapterRegistry, RegisteredAdapter
 from capplan.serving.rebalancing import AdapterDemand, Rebalancer, RebalanceSettings, ReplanRequest
 from tests.engine.fake_instances import Routed, routed, tiny_plan

@@ -18,7 +18,7 @@ from capplan import InputError
 from capplan.cli.serve_plan import PlanProfiles
 from capplan.datasets import load_profile, profile_files
 from capplan.engine.settings import EngineOptions
-from capplan.fleet import process as router_process
+from capplan.fleet import app as router_process
 from capplan.fleet.app import merged
 from capplan.fleet.instances import ServingOptions, gpus_of, instances_of, spread_over_gpus
 from capplan.fleet.routing import InstanceRouter

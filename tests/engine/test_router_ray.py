@@ -13,9 +13,9 @@ import aiohttp
 import ray
 
 from capplan import InputError
+from capplan.fleet.app import RouterServer
 from capplan.fleet.instances import ServingOptions, instances_of
 from capplan.fleet.launcher import RayLauncher
-from capplan.fleet.process import RouterServer
 from capplan.fleet.proxy import RouterState
 from capplan.fleet.supervisor import InstanceFleet, RouterConfig
 from capplan.server import ServerSettings, bind, url_of

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
 from capplan import InputError
-from capplan.fleet.routing import InstanceRouter, RoutingSettings
-from capplan.fleet.routing_table import RoutingTable
+from capplan.fleet.routing import InstanceRouter, RoutingSettings, RoutingTable
 from capplan.spec.routing import ROUTER_NAMES
 from tests.engine.fake_instances import idle_state
 from tests.engine.test_routing import rule_and_reference

@@ -14,8 +14,7 @@ from capplan.datasets import load_profile
 from capplan.fleet.supervisor import RouterConfig
 from capplan.spec import RebalanceSettings, Scheduler
 from capplan.spec.routing import PLAN_ROUTER
-from capplan.twin.cluster.plans import served_rule
-from capplan.twin.cluster.routers import MODELLED
+from capplan.twin.cluster.routers import MODELLED, served_rule
 from tests.cli.conftest import Run, run
 from tests.cli.examples import small_plan
 from tests.engine.test_router_config import started

@@ -20,8 +20,7 @@ from capplan import InputError
 from capplan.engine.lora.store import AdapterStore
 from capplan.registry import AdapterRegistry
 from capplan.registry.adapter import RegisteredServer
-from capplan.server.adapter_copies import PoolParams
-from capplan.server.server_claim import OwnedFolder, ServerClaim
+from capplan.server.adapter_pool import OwnedFolder, PoolParams, ServerClaim
 from tests.cli.conftest import environment
 from tests.engine.adapter_fleet import NAMES, Fleet, answer, refusal, share, until
 from tests.engine.test_adapter_copies import checks, flip_a_bit

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from capplan.serving import Limits
-from capplan.serving.pooled.pool_setup import PoolSetup
 from capplan.serving.pooled.queue_design import RequestSample
-from capplan.serving.pooled.refresh import new_queues
+from capplan.serving.pooled.refresh import PoolSetup, new_queues
 from capplan.spec.scheduling import Scheduler
 from tests.oracle.caches import CachedAdapter
 from tests.oracle.pooled import ReferencePooled

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from capplan import Adapter, Assignment, EngineConfig, InfeasibleError, InputError, Problem
 from capplan.planner import SolverContext
-from capplan.planner.problem.constraints import read_constraints
-from capplan.planner.problem.problem import GpuPool, whole_adapters
+from capplan.planner.problem.problem import GpuPool, read_constraints, whole_adapters
 from capplan.planner.problem.splitting import split_hot_adapters
 from capplan.planner.solvers import REGISTRY
 from capplan.testing import Capacity, example_problem

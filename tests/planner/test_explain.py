@@ -22,7 +22,7 @@ from capplan import (
 )
 from capplan.planner.explain import CurvePoint, CurveRuns, Explanation, SlotCurve, slot_curve
 from capplan.planner.explain.curve import MAX_POINTS
-from capplan.planner.explain.slot_reason import explain_slots
+from capplan.planner.explain.explain import explain_slots
 from capplan.planner.explain.what_if import one_fewer, one_more
 from capplan.planner.problem.evaluate import evaluate
 from capplan.planner.problem.problem import Estimate, make_problem

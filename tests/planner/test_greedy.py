@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from capplan import Assignment, EngineConfig, InfeasibleError, Problem, load_surrogate
 from capplan.planner.problem.estimate import SurrogateEstimator
 from capplan.planner.problem.problem import GRID, AdapterShare, Estimate, Estimator
-from capplan.planner.solvers.greedy import PAPER_GRID, priority_order, solve_greedy
-from capplan.planner.solvers.greedy_fill import compiled_fill
+from capplan.planner.solvers.greedy import PAPER_GRID, compiled_fill, priority_order, solve_greedy
 from capplan.testing import Capacity, example_problem
 
 

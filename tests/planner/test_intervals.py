@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from capplan import Adapter, Lengths, Profile, Workload, explain, load_profile, plan, simulate
 from capplan.models.uncertainty import DRAWS, pessimistic_profile
-from capplan.planner.document.intervals import LEVEL, prediction_interval
+from capplan.planner.document.assemble import LEVEL, prediction_interval
 from capplan.planner.explain import CurveRuns
 from capplan.planner.problem.estimate import TwinEstimator
 from capplan.planner.problem.rebuild import rebuild

@@ -22,8 +22,7 @@ from capplan.planner.problem.previous import (
 from capplan.planner.problem.problem import AdapterShare, Assignment, Problem, make_problem
 from capplan.planner.search.data import SearchData, build_search_data
 from capplan.planner.search.evaluator import Evaluator
-from capplan.planner.search.local_search import LocalSearch
-from capplan.planner.search.moves import MoveSearch
+from capplan.planner.search.local_search import LocalSearch, MoveSearch
 from capplan.planner.search.placement import PlacementState
 from capplan.planner.search.warm_start import warm_start
 from capplan.planner.solvers.base import Requirement, Solver, SolverContext

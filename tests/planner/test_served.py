@@ -21,8 +21,7 @@ from capplan.planner.verification.served import (
 )
 from capplan.spec import EngineConfig, Lengths, Slo, Trace
 from capplan.twin.cluster import Instance, served_router, simulate_cluster
-from capplan.twin.cluster.plans import served_rule, workload_of
-from capplan.twin.cluster.routers import MODELLED
+from capplan.twin.cluster.routers import MODELLED, served_rule, workload_of
 from tests.twin.cluster.workloads import PROFILE, even, same
 
 SLO = Slo(ttft_p95_s=2.0)

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from capplan import InfeasibleError, InputError, Lengths, Plan, Profile, Workload, plan
-from capplan.planner.problem.deadline import NEVER, Deadline, OutOfTimeError, TimeBudget
 from capplan.planner.problem.estimate import TwinEstimator
 from capplan.planner.problem.evaluate import Evaluation, evaluate, evaluate_cluster
-from capplan.planner.problem.parallel import parallel_until
+from capplan.planner.problem.parallel import NEVER, Deadline, OutOfTimeError, TimeBudget, parallel_until
 from capplan.planner.problem.problem import Assignment, Problem, make_problem
 from capplan.planner.problem.queues import with_queues
-from capplan.planner.search.shortage import broken_when_spread
+from capplan.planner.search.placement import broken_when_spread
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers.base import SolverContext
 from capplan.planner.solvers.solve import solve

@@ -15,8 +15,7 @@ from capplan.serving.pooled import state as p
 from capplan.serving.pooled.refresh import set_queues
 from capplan.serving.state import NONE, POOLED
 from capplan.spec.queues import MOST_QUEUES, Wrs
-from capplan.testing.integrity import check_integrity, running_rows
-from capplan.testing.structures import same, snapshot
+from capplan.testing.integrity import check_integrity, running_rows, same, snapshot
 from tests.oracle.caches import CachedAdapter
 from tests.oracle.pooled import ReferencePooled
 from tests.oracle.scheduler import ReferenceOutput, ReferenceStep

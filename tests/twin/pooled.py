@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from capplan.serving.pooled import state as p
-from capplan.serving.pooled.pool_setup import PoolSetup
+from capplan.serving.pooled.refresh import PoolSetup
 from capplan.spec import QueueClass, Queues, Scheduler, Wrs
 from capplan.spec.queues import MOST_QUEUES
 from capplan.twin import Scenario

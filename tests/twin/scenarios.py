@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from capplan.models.step_latency import ADDITIVE, FORMS, TABLE, uses_decode_ranks, uses_ranks
 from capplan.models.step_tables import pack_tables
 from capplan.spec import StepTable
-from capplan.spec.step_tables import TABLE_AXES
+from capplan.spec.profile import TABLE_AXES
 from capplan.twin import Scenario
 from capplan.twin.instance.scenario import NS_PER_MS, Costs
 from capplan.workload import Requests

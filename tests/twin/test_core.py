@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from capplan.serving import Limits
 from capplan.serving.state import SLORA, VLLM
 from capplan.twin import Scenario
-from capplan.twin.instance import pauses
+from capplan.twin.instance import host_link as pauses
 from capplan.twin.instance import trace as t
 from capplan.twin.instance.core import run
 from capplan.twin.instance.scenario import NS_PER_MS

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from capplan import Adapter, Slo, Workload, simulate, simulate_detailed
 from capplan.spec import Trace
-from capplan.spec.latency_stats import grouped_latency_stats
+from capplan.spec.predicted import grouped_latency_stats
 from capplan.twin import DetailedResult, Scenario
 from capplan.twin.instance import trace as t
 from capplan.twin.instance.core import run

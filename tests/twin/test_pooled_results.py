@@ -11,8 +11,7 @@ from capplan.spec import QueueClass, Queues, Wrs
 from capplan.twin import Scenario, build_scenario
 from capplan.twin.cluster import Instance, simulate_cluster
 from capplan.twin.instance.core import run
-from capplan.twin.instance.policies import choose_policies
-from capplan.twin.instance.scenario import new_engine
+from capplan.twin.instance.scenario import choose_policies, new_engine
 from capplan.twin.instance.simulate import engine_args
 from tests.twin.cluster.workloads import PROFILE, even
 from tests.twin.comparison import assert_same

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import SimulationResult, simulate
-from capplan.spec.latency_stats import PERCENTILES, latency_stats_in_place
+from capplan.spec.predicted import PERCENTILES, latency_stats_in_place
 from capplan.twin import Scenario
 from capplan.twin.instance import trace as t
 from capplan.twin.instance.core import run

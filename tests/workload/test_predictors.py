@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import InputError
-from capplan.engine.prediction import OutputPredictor
+from capplan.engine.engine import OutputPredictor
 from capplan.models.training.length_predictor import PredictorOptions, train_predictor
 from capplan.spec import Predictor
 from capplan.workload import Requests

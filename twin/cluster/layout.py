@@ -10,9 +10,15 @@ from numpy.typing import NDArray
 from capplan.serving import NONE, Limits, State, new_state
 from capplan.serving.routers.fleet import NEVER_SEEN, Fleet, new_fleet
 from capplan.serving.state import POOLED
-from capplan.twin.cluster.member import ClusterMember, new_memory, store_member
 from capplan.twin.cluster.scenario import ClusterScenario, take_requests
-from capplan.twin.cluster.steps import Cluster, new_progress, places_by_instance
+from capplan.twin.cluster.steps import (
+    Cluster,
+    ClusterMember,
+    new_memory,
+    new_progress,
+    places_by_instance,
+    store_member,
+)
 from capplan.twin.instance import trace as t
 from capplan.twin.instance.clock import TwinClock, new_answered, new_clock
 from capplan.twin.instance.host_link import NEVER_NS, HostLink, new_link

@@ -12,12 +12,12 @@ from capplan.serving.routers.fleet import ArrivingRequest, Placement, note_waiti
 from capplan.serving.scheduler import is_movable, withdraw
 from capplan.serving.state import NONE, State
 from capplan.serving.structures import Heap, heap_push, heap_remove, int_fields, new_record
-from capplan.twin.cluster.member import load_member
 from capplan.twin.cluster.steps import (
     Cluster,
     advance_to,
     hand_over,
     lacks_rows,
+    load_member,
     observe,
     observe_adapter,
     report_state,

@@ -22,8 +22,7 @@ from capplan.twin.cluster.scenario import ClusterScenario
 from capplan.twin.cluster.steps import show_arrivals
 from capplan.twin.instance import trace as t
 from capplan.twin.instance.core import record_pool
-from capplan.twin.instance.host_link import NEVER_NS
-from capplan.twin.instance.pauses import Pauses
+from capplan.twin.instance.host_link import NEVER_NS, Pauses
 from capplan.twin.instance.scenario import NS_PER_S
 
 

@@ -21,11 +21,14 @@ from capplan.spec.engine_args import (
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
 )
-from capplan.twin.instance.policies import CacheLike, Policies, SchedulerLike, choose_policies
 from capplan.twin.instance.scenario import (
     NS_PER_S,
+    CacheLike,
+    Policies,
     Scenario,
+    SchedulerLike,
     build_scenario,
+    choose_policies,
     draw_for,
     on_shared_link,
     require_settings,

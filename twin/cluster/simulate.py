@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InputError
-from capplan.serving.pooled.pool_setup import PoolSetup
+from capplan.serving.pooled.refresh import PoolSetup
 from capplan.spec import Profile, Workload
 from capplan.twin.cluster.python_loop import PythonRouter, run_with
 from capplan.twin.cluster.rebalancing import FleetMoves, Rebalancing

@@ -1,26 +1,96 @@
-"""Operations on instances of the cluster twin: advance, observe, hand over a request."""
+"""Operations on instances of the cluster twin: advance, observe, hand over a request.
+
+Memory of the instances of a cluster: one line each, with the arguments of the compiled loop.
+
+All instances have one type, whatever the sizes of their arrays.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from capplan._jit import by_reference, inner, jit
-from capplan.serving import State
+from capplan.serving import Limits, State, new_state
 from capplan.serving.pooled.state import has_pool, with_pool
 from capplan.serving.routers.fleet import ACTIVE, AWAITED, RESIDENT, Fleet, Placement, add_waiting
 from capplan.serving.state import (
     LOADING,
     NO_CLAIM,
     NONE,
+    POOLED,
+    VLLM,
 )
+from capplan.serving.stored import is_pooled, line_access, new_lines
 from capplan.serving.structures import Records, int_fields
-from capplan.twin.cluster.member import ClusterMember, load_member
-from capplan.twin.instance.clock import count_present, count_queued, keeps_stats
+from capplan.twin.instance.clock import TwinClock, count_present, count_queued, keeps_stats, new_clock
 from capplan.twin.instance.core import advance, next_event_ns, take_arrivals_before
+from capplan.twin.instance.scenario import Costs
+from capplan.twin.instance.trace import TwinTrace, new_trace
 from capplan.workload import Requests
+
+_typeof: Any = numba.typeof
+
+
+@by_reference
+class ClusterMember(NamedTuple):
+    """One instance of a cluster: the state of the twin of one GPU without the requests."""
+
+    state: State
+    limits: Limits
+    costs: Costs
+    clock: TwinClock
+    trace: TwinTrace
+    max_in_flight: int
+
+
+@functools.cache
+def _member_type(pooled: bool) -> Any:
+    """Return the compiled type of every member of a cluster."""
+    numbers = np.zeros(1, np.int64)
+    limits = Limits(1, 1, 1, 1, 1, 1, 0, 0, 0, policy=POOLED if pooled else VLLM)
+    costs = Costs(0, np.zeros(1), 1, 1, 1.0, 1, numbers, numbers, numbers, False, False, numbers)
+    return _typeof(ClusterMember(new_state(1, 0, 1, limits), limits, costs, new_clock(0), new_trace(1), 1))
+
+
+if TYPE_CHECKING:
+
+    def load_member(memory: NDArray[np.int64], slot: int) -> ClusterMember:
+        """Return the member in a line; for compiled functions only."""
+
+    def _store(memory: NDArray[np.int64], slot: int, member: ClusterMember) -> None: ...
+
+    def _size(memory: NDArray[np.int64]) -> int: ...
+
+else:
+    load_member, _store, _size = line_access(_member_type)
+
+
+@jit
+def _write(memory: NDArray[np.int64], slot: int, member: ClusterMember) -> None:
+    _store(memory, slot, member)
+
+
+@jit
+def _bytes(memory: NDArray[np.int64]) -> int:
+    return _size(memory)
+
+
+def new_memory(members: int, pooled: bool = False) -> NDArray[np.int64]:
+    """Return memory for members, shape (members, words); `pooled`: under the rules for one pool."""
+    return new_lines(members, pooled, _bytes)
+
+
+def store_member(memory: NDArray[np.int64], slot: int, member: ClusterMember) -> None:
+    """Store a member; its arrays must stay alive while `memory` is used, and be writable."""
+    if _typeof(member) != _member_type(is_pooled(memory)):
+        raise TypeError(f"not the type of a member: {_typeof(member)}")
+    _write(memory, slot, member)
+
 
 _PROGRESS = int_fields(
     "handed",  # requests handed over so far
@@ -37,7 +107,7 @@ class Cluster(NamedTuple):
     """Instances under one clock, and their requests."""
 
     memory: NDArray[np.int64]
-    """The members, as `capplan.twin.cluster.member` stores them."""
+    """The members, as `capplan.twin.cluster.steps` stores them."""
     progress: Records
     """Shape (instances,); fields as in `_PROGRESS`."""
     fleet: Fleet

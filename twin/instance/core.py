@@ -35,8 +35,7 @@ from capplan.twin.instance.clock import (
     take_copies,
     wait_for_load_ns,
 )
-from capplan.twin.instance.host_link import NEVER_NS
-from capplan.twin.instance.pauses import Pauses
+from capplan.twin.instance.host_link import NEVER_NS, Pauses
 from capplan.twin.instance.scenario import Costs, Scenario, new_engine
 from capplan.twin.instance.trace import (
     NEVER,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from capplan.serving.structures import Records
 from capplan.spec import STARVED_BELOW, Slo
-from capplan.spec.latency_stats import LatencyStats, grouped_latency_stats
+from capplan.spec.predicted import LatencyStats, grouped_latency_stats
 from capplan.twin.instance import trace as t
 from capplan.twin.instance.metrics import SimulationResult, bound_value
 from capplan.twin.instance.per_request import FINISHED, REJECTED, RUNNING, STATUSES, WAITING, RequestTable

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from capplan.spec import Workload, write_bytes_atomic
 from capplan.twin.instance import trace as t
-from capplan.twin.instance.pool_metrics import size_classes
+from capplan.twin.instance.metrics import size_classes
 from capplan.twin.instance.scenario import NS_PER_S, Scenario
 from capplan.workload import Requests
 

@@ -41,11 +41,13 @@ from capplan.twin.instance.per_request import (
     request_status,
     request_table,
 )
-from capplan.twin.instance.policies import CacheLike, SchedulerLike, choose_policies
 from capplan.twin.instance.scenario import (
     NS_PER_S,
+    CacheLike,
     Scenario,
+    SchedulerLike,
     build_scenario,
+    choose_policies,
     on_shared_link,
     require_settings,
 )

@@ -17,9 +17,8 @@ from benchmarks.papers.chameleon.systems import SYSTEMS
 from capplan import Workload
 from capplan.twin import build_scenario
 from capplan.twin.instance.core import run
-from capplan.twin.instance.policies import choose_policies
-from capplan.twin.instance.pool_metrics import pool_metrics
-from capplan.twin.instance.scenario import NS_PER_S, Scenario
+from capplan.twin.instance.metrics import pool_metrics
+from capplan.twin.instance.scenario import NS_PER_S, Scenario, choose_policies
 from capplan.twin.instance.trace import NEVER, STATUS_REJECTED, TwinTrace, gap_percentiles_ms
 
 HORIZON_S: Final = 1800.0

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from capplan.engine.input_batch import Decodes, Prefill
-from capplan.engine.kernels.launch import Launch, multiprocessors
+from capplan.engine.kernels.triton_lora import Launch, multiprocessors
 from capplan.engine.kernels.triton_lora_kernels import must_upcast, product
 from capplan.engine.models.decoder import TorchAttention
 from capplan.engine.pool import KvCache

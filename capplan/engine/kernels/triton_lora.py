@@ -2,18 +2,20 @@
 
 A shrink has few programs in a small batch. Its width is therefore split until the programs fill the GPU; the
 expand sums the parts, which takes neither atomics nor another launch.
+
+Launch of a Triton kernel: one definition for running it and for compiling it ahead of time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final, Literal
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 import triton
 
 from capplan.engine.input_batch import Segment
-from capplan.engine.kernels.launch import Launch, multiprocessors
 from capplan.engine.kernels.triton_lora_kernels import (
     expand_tiles,
     expand_tokens,
@@ -23,6 +25,36 @@ from capplan.engine.kernels.triton_lora_kernels import (
 )
 from capplan.engine.lora.adapter import GROUPS, SITES, A, AdapterLayout, B
 from capplan.engine.lora.memory import RowTables
+
+_DEFAULT_MULTIPROCESSORS: Final = 132
+"""Of an H100 (SXM), for devices that are no GPU."""
+
+
+class Launch(NamedTuple):
+    """Kernel, grid, arguments and configuration.
+
+    Arguments on the ``meta`` device describe a launch that is only compiled.
+    """
+
+    kernel: Any
+    """Function under `triton.jit`."""
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    config: Mapping[str, Any]
+    """Constants of the kernel, ``num_warps`` and ``num_stages``."""
+
+    def run(self) -> None:
+        """Launch the kernel on the current stream."""
+        self.kernel[self.grid](*self.arguments, **self.config)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of streaming multiprocessors of a GPU."""
+    if device.type != "cuda":
+        return _DEFAULT_MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
 
 Kind = Literal["bgmv", "mbgmv", "sgmv"]
 

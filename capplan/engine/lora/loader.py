@@ -1,4 +1,12 @@
-"""Adapter loaders: copies of adapters concurrent with the batch, one at a time."""
+"""Adapter loaders: copies of adapters concurrent with the batch, one at a time.
+
+Times of adapter loads, the cost of a load in the cache policy ``gdsf``.
+
+Stream of adapter copies beside the computation.
+
+A copy waits on the device for the steps that may read what its memory held before. Steps do not wait for
+copies: an adapter is in no step before its copy has ended, which the loader's thread waits for.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +14,136 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import NamedTuple
+from contextlib import contextmanager
+from statistics import median
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+
+import numpy as np
+import torch
 
 from capplan.engine.timing import EngineClock
+from capplan.spec.profile import FittedModel
+from capplan.spec.validation import NonNegative, SpecModel
+
+if TYPE_CHECKING:
+    from capplan.engine.lora.manager import LoRAManager
+
+
+class CopyStream:
+    """Copies to a CPU's memory, which end before they return."""
+
+    def fence(self) -> Any:
+        """Return the end of all computation so far; called by the thread that computes."""
+        return None
+
+    @contextmanager
+    def copying(self, after: Any) -> Iterator[None]:
+        """Run copies after a fence, and return at their end; called by the thread that copies."""
+        yield
+
+
+class CudaCopyStream(CopyStream):
+    """Copies from pinned host memory on a stream of their own, which the GPU's copy engine runs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def fence(self) -> torch.cuda.Event:
+        """Return the end of all computation so far; called by the thread that computes."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    @contextmanager
+    def copying(self, after: torch.cuda.Event) -> Iterator[None]:
+        """Run copies after a fence, and return at their end; called by the thread that copies."""
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(after)
+            yield
+            # The thread sleeps, and leaves its CPU to the core.
+            end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            end.record(self._stream)
+        end.synchronize()
+
+
+def copy_stream(device: torch.device) -> CopyStream:
+    """Return the stream of copies to a device."""
+    return CudaCopyStream(device) if device.type == "cuda" else CopyStream()
+
+
+_REPEATS: Final = 5
+
+
+class LoadTimes(SpecModel):
+    """Time of a load from host memory: fixed, and by rank.
+
+    Both are of an adapter on all layers; others take their share of the matrices and of the elements.
+    """
+
+    base_ms: NonNegative
+    ms_per_rank: NonNegative
+    padding_ms: NonNegative = 0.0
+    """Beside `base_ms`, for a rank below the largest of the engine."""
+
+    @classmethod
+    def of_profile(cls, loading: FittedModel) -> Self:
+        """Return the times of a profile's loading model, as the twin computes them."""
+        factor = loading.value("serving_factor")
+        names = {"base_ms": "gpu_base_ms", "ms_per_rank": "gpu_ms_per_rank", "padding_ms": "gpu_padding_ms"}
+        return cls(**{field: factor * loading.value(name) for field, name in names.items()})
+
+    def load_ms(self, rank: int, is_padded: bool, matrices: float, elements: float) -> float:
+        """Return the time of a load.
+
+        Parameters
+        ----------
+        rank
+            Largest rank of the adapter.
+        is_padded
+            Whether it is below the largest of the engine.
+        matrices, elements
+            Its shares of the matrices, and of the elements of its rank on all layers.
+        """
+        fixed_ms = self.base_ms + (self.padding_ms if is_padded else 0.0)
+        return matrices * fixed_ms + elements * self.ms_per_rank * rank
+
+
+def measured_load_times(lora: LoRAManager, numbers: Sequence[int]) -> LoadTimes | None:
+    """Return the times by loads of the smallest and the largest of some adapters; None without any.
+
+    A single size gives the time by rank alone.
+    """
+    if not numbers:
+        return None
+    ends = (min(numbers, key=lora.bytes), max(numbers, key=lora.bytes))
+    times_ms = [median(_load_ms(lora, number) for _ in range(_REPEATS)) for number in ends]
+    parts = [_parts(lora, number) for number in ends]
+    (low_fixed, low), (high_fixed, high) = parts
+    if low_fixed * high > high_fixed * low:
+        base_ms, ms_per_rank = np.linalg.solve(np.array(parts), np.array(times_ms)).tolist()
+        if base_ms >= 0.0 and ms_per_rank >= 0.0:
+            return LoadTimes(base_ms=base_ms, ms_per_rank=ms_per_rank)
+    return LoadTimes(base_ms=0.0, ms_per_rank=sum(times_ms) / max(1.0, low + high))
+
+
+def _parts(lora: LoRAManager, number: int) -> tuple[float, float]:
+    """Return the multiples of the fixed time and of the time per rank in the load of an adapter."""
+    matrices, elements = lora.shares(number)
+    return matrices, elements * int(lora.rank_of[number])
+
+
+def _load_ms(lora: LoRAManager, number: int) -> float:
+    """Return the time of a load into memory that no adapter uses yet; the adapter is removed again."""
+    load = lora.new_load(number)
+    began_s = time.perf_counter()
+    load()
+    passed_ms = 1e3 * (time.perf_counter() - began_s)
+    lora.memory.release(lora.evict(number))
+    return passed_ms
+
 
 LoadJob = Callable[[], str | None]
 """Copies an adapter and returns an error message, or None."""

@@ -15,10 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from capplan.engine.lora.adapter import AdapterLayout, AdapterSource, HostAdapter, require_rank
-from capplan.engine.lora.load_times import LoadTimes
-from capplan.engine.lora.loader import AdapterLoader, LoadJob, LoadResult
+from capplan.engine.lora.loader import AdapterLoader, CopyStream, LoadJob, LoadResult, LoadTimes
 from capplan.engine.lora.memory import AdapterMemory, AdapterPlacement, RowTables, SiteViews
-from capplan.engine.lora.streams import CopyStream
 from capplan.engine.scheduler_output import describe_adapter, evict_unused
 from capplan.engine.timing import EngineClock, PhaseTimer
 from capplan.errors import InputError

@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from capplan.engine.lora.adapter import AdapterLayout, HostAdapter, pack, ranks_of, require_rank
-from capplan.spec.peft_folder import MatrixPair, PeftFiles, Place
-from capplan.spec.tensor_files import SafetensorsFile, TensorEntry
+from capplan.spec.peft_folder import MatrixPair, PeftFiles, Place, SafetensorsFile, TensorEntry
 
 _TYPES: Final = MappingProxyType(
     {

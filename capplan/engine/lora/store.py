@@ -17,8 +17,7 @@ from typing import BinaryIO, Final
 from capplan.engine.lora.peft import PeftFolder
 from capplan.errors import InputError
 from capplan.registry.adapter import ADAPTER_FILES, digest_of, file_digest
-from capplan.spec.durable import sync
-from capplan.spec.files import open_regular
+from capplan.spec.files import open_regular, sync
 from capplan.spec.lora_modules import ADAPTER_CONFIG
 from capplan.spec.peft_folder import MAX_CONFIG_BYTES, WEIGHTS_FILE
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 from capplan.engine.input_batch import Decodes, ModelInputs, Prefill
 from capplan.engine.models.config import ModelConfig, Rope
 from capplan.engine.models.weights import Linear, Weights
-from capplan.engine.parallel.collectives import Collectives
+from capplan.engine.parallel.group import Collectives
 from capplan.engine.pool import KvCache
 
 QKV: Final = 0

@@ -18,14 +18,12 @@ from numpy.typing import NDArray
 
 from capplan.engine.input_batch import StepInputs
 from capplan.engine.lora.adapter import AdapterLayout, AdapterSource
-from capplan.engine.lora.loader import LoadJob
+from capplan.engine.lora.loader import LoadJob, copy_stream
 from capplan.engine.lora.manager import LoRAManager
-from capplan.engine.lora.streams import copy_stream
 from capplan.engine.model_runner import Runner
 from capplan.engine.models import ModelConfig, model_config
 from capplan.engine.models.shard import ModelShard, require_shardable
-from capplan.engine.parallel.collectives import DistributedCollectives
-from capplan.engine.parallel.group import WorkerGroup, results
+from capplan.engine.parallel.group import DistributedCollectives, WorkerGroup, results
 from capplan.engine.settings import EngineOptions
 from capplan.engine.worker import MeasuredMemory, Sizes, Worker
 from capplan.errors import InputError

@@ -25,8 +25,7 @@ from capplan.engine.lora.loader import LoadJob
 from capplan.engine.messages import FrameReader, frame
 from capplan.engine.models import ModelConfig
 from capplan.engine.models.shard import ModelShard
-from capplan.engine.parallel.collectives import DistributedCollectives
-from capplan.engine.parallel.group import Answer, Command, WorkerFailed
+from capplan.engine.parallel.group import Answer, Command, DistributedCollectives, WorkerFailed
 from capplan.engine.parallel.leader import COLLECTIVE_TIMEOUT_S
 from capplan.engine.settings import EngineOptions
 from capplan.engine.worker import Worker

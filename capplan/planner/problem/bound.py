@@ -21,7 +21,7 @@ from capplan.models.step_latency import ADDITIVE, TABLE, StepFeatures, coefficie
 from capplan.planner.problem.knobs import max_running_requests
 from capplan.planner.problem.problem import Problem
 from capplan.spec import FittedModel, Lengths
-from capplan.spec.step_tables import TABLE_AXES
+from capplan.spec.profile import TABLE_AXES
 from capplan.workload import Requests, draw_requests
 
 _SAMPLE = 2**16

@@ -21,9 +21,8 @@ from capplan.models.surrogates.compiled import (
 )
 from capplan.models.surrogates.features import unsupported_workload
 from capplan.models.surrogates.files import KINDS
-from capplan.planner.problem.deadline import NEVER, Deadline
 from capplan.planner.problem.evaluate import SAFE_SERVED_FRACTION, Evaluation, evaluate
-from capplan.planner.problem.parallel import estimate_all
+from capplan.planner.problem.parallel import NEVER, Deadline, estimate_all
 from capplan.planner.problem.problem import AdapterShare, Assignment, Estimate, Estimator, Problem
 from capplan.planner.problem.queues import with_queues
 from capplan.spec import STARVED_BELOW, Workload

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InfeasibleError
-from capplan.planner.problem.deadline import NEVER, Deadline, OutOfTimeError, interrupt_at
-from capplan.planner.problem.parallel import parallel_until
+from capplan.planner.problem.parallel import NEVER, Deadline, OutOfTimeError, interrupt_at, parallel_until
 from capplan.planner.problem.problem import Assignment, Problem, distinct_adapters
 from capplan.planner.problem.queues import with_queues
 from capplan.spec import Binds, Slo, Workload

@@ -9,9 +9,8 @@ from functools import cached_property
 from typing import Final
 
 from capplan.errors import InputError
-from capplan.planner.problem.deadline import NEVER, Deadline
 from capplan.planner.problem.estimate import TwinEstimator
-from capplan.planner.problem.parallel import parallel_map
+from capplan.planner.problem.parallel import NEVER, Deadline, parallel_map
 from capplan.planner.problem.problem import (
     SIMULATED_S,
     AdapterShare,

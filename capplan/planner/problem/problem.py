@@ -1,4 +1,7 @@
-"""Placement problem: adapters with constraints, GPU pools, engine settings, and assignments."""
+"""Placement problem: adapters with constraints, GPU pools, engine settings, and assignments.
+
+Constraints of adapters on their placement: apart, together, in one pool, on few instances.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,8 @@ from capplan.errors import InfeasibleError, InfeasibleReason, InputError
 from capplan.models.memory import KvBudget, kv_budget
 from capplan.models.surrogates.features import EngineLimits
 from capplan.models.uncertainty import pessimistic_profile
-from capplan.planner.problem.constraints import Constraints, read_constraints
-from capplan.planner.problem.deadline import NEVER, Deadline
 from capplan.planner.problem.knobs import KnobSearch
+from capplan.planner.problem.parallel import NEVER, Deadline
 from capplan.serving import adapter_bytes
 from capplan.serving.rules import VLLM_ENGINE
 from capplan.spec import (
@@ -35,7 +37,7 @@ from capplan.spec import (
 from capplan.spec.engine_args import vllm_rank
 from capplan.spec.limits import beyond, input_limits
 from capplan.spec.peft_folder import require_adapter
-from capplan.twin.instance.policies import chosen_rules
+from capplan.twin.instance.scenario import chosen_rules
 from capplan.workload.peak import (
     DecidingTime,
     TraceWindow,
@@ -44,6 +46,80 @@ from capplan.workload.peak import (
     is_modulated,
     trace_windows,
 )
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """Placement constraints of all adapters."""
+
+    leader: Mapping[str, str]
+    """First adapter, in the workload's order, of the group that each adapter is placed with."""
+    groups: frozenset[str]
+    """Leaders of groups of several adapters."""
+    conflicts: Mapping[str, frozenset[str]]
+    """Adapters that must not be on an instance with an adapter; symmetric."""
+    pinned_pool: Mapping[str, str]
+    """Pool that a group is pinned to, by leader."""
+    max_replicas: Mapping[str, int]
+    """Maximum number of instances of a group, by leader."""
+
+
+def read_constraints(adapters: Sequence[Adapter], traffic: Sequence[Adapter]) -> Constraints:
+    """Return the constraints of adapters; `traffic` also has the base model as one of rank 0 if it has any.
+
+    Raises
+    ------
+    InputError
+        If constraints contradict each other.
+    """
+    leader = _group_leaders(traffic)
+    conflicts = _conflicts(adapters)
+    for name, others in conflicts.items():
+        for other in others:
+            if leader[name] == leader[other]:
+                rule = f"must not name {other}, which together_with keeps on the GPU of {name}"
+                raise InputError(rule, other, f"adapters: {name}.apart_from")
+    pinned_pool: dict[str, str] = {}
+    max_replicas: dict[str, int] = {}
+    for adapter in adapters:
+        first = leader[adapter.name]
+        if adapter.pool is not None and pinned_pool.setdefault(first, adapter.pool) != adapter.pool:
+            rule = (
+                f"must be {pinned_pool[first]}, where an adapter is pinned that together_with keeps on the "
+                "same GPU"
+            )
+            raise InputError(rule, adapter.pool, f"adapters: {adapter.name}.pool")
+        if adapter.max_replicas is not None:
+            max_replicas[first] = min(adapter.max_replicas, max_replicas.get(first, adapter.max_replicas))
+    groups = frozenset(first for name, first in leader.items() if name != first)
+    return Constraints(leader, groups, conflicts, pinned_pool, max_replicas)
+
+
+def _group_leaders(adapters: Iterable[Adapter]) -> dict[str, str]:
+    """Return the first member of the connected component of every adapter."""
+    parent = {adapter.name: adapter.name for adapter in adapters}
+    order = {name: position for position, name in enumerate(parent)}
+
+    def root(name: str) -> str:
+        while parent[name] != name:
+            name = parent[name]
+        return name
+
+    for adapter in adapters:
+        for other in adapter.together_with:
+            low, high = sorted((root(adapter.name), root(other)), key=order.__getitem__)
+            parent[high] = low
+    return {name: root(name) for name in parent}
+
+
+def _conflicts(adapters: Iterable[Adapter]) -> dict[str, frozenset[str]]:
+    conflicts: dict[str, set[str]] = {}
+    for adapter in adapters:
+        for other in adapter.apart_from:
+            conflicts.setdefault(adapter.name, set()).add(other)
+            conflicts.setdefault(other, set()).add(adapter.name)
+    return {name: frozenset(others) for name, others in conflicts.items()}
+
 
 GRID = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384)
 """Values of A_max and of adapter counts to try; from 8, those of the adapter-caching paper (section 7)."""

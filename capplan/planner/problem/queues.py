@@ -8,10 +8,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from capplan.errors import InfeasibleError
-from capplan.planner.problem.deadline import interrupt_at
+from capplan.planner.problem.parallel import interrupt_at
 from capplan.planner.problem.problem import Assignment, Problem
-from capplan.serving.pooled.pool_setup import PoolSetup
 from capplan.serving.pooled.queue_design import RequestSample, design_queues
+from capplan.serving.pooled.refresh import PoolSetup
 from capplan.spec import Queues, Slo, Workload
 from capplan.twin import RequestTable, SimulationResult, simulate_detailed
 from capplan.twin.instance.core import run

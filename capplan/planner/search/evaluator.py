@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
-from capplan.planner.problem.deadline import NEVER, Deadline
 from capplan.planner.problem.knobs import fallback_running_requests, knob_grid, tune_knobs
-from capplan.planner.problem.parallel import estimate_all, parallel_map
+from capplan.planner.problem.parallel import NEVER, Deadline, estimate_all, parallel_map
 from capplan.planner.problem.problem import Assignment, Estimator
 from capplan.planner.problem.slots import best_slots, neighbouring_slots, rank_slots
 from capplan.planner.search.data import SearchData

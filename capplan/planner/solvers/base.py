@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from capplan.planner.problem.deadline import NEVER, Deadline
-from capplan.planner.problem.parallel import no_progress
+from capplan.planner.problem.parallel import NEVER, Deadline, no_progress
 from capplan.planner.problem.problem import Assignment, Estimator, Problem
 from capplan.spec import Plan
 

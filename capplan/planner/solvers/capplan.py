@@ -25,19 +25,19 @@ from capplan.planner.search.data import SearchData, build_search_data, split_hea
 from capplan.planner.search.evaluator import Evaluator, frequent_settings
 from capplan.planner.search.local_search import (
     LocalSearch,
+    MoveSearch,
     fleet_cost,
     fleet_gpus,
     fleet_size_of,
     fleet_sizes,
 )
-from capplan.planner.search.moves import MoveSearch
 from capplan.planner.search.placement import (
     INITIAL_SOLUTIONS,
     InitialSolution,
     PlacementState,
+    broken_when_spread,
     placement_of,
 )
-from capplan.planner.search.shortage import broken_when_spread
 from capplan.planner.search.warm_start import keep_shares, levelled_start, relieved_start, warm_start
 from capplan.planner.solvers.base import RequiredEstimator, Requirement, Solver, SolverContext
 from capplan.planner.solvers.greedy import solve_greedy

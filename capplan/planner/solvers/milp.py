@@ -28,7 +28,7 @@ from capplan.errors import InfeasibleReason, InputError
 from capplan.planner.problem.bound import busy_gpus
 from capplan.planner.problem.problem import AdapterShare, Assignment, Problem, infeasible
 from capplan.planner.problem.slots import choose_slots
-from capplan.planner.search.shortage import broken_when_spread
+from capplan.planner.search.placement import broken_when_spread
 from capplan.planner.solvers.base import RequiredEstimator, Solver, SolverContext
 
 MOST_PARTS: Final = 24

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from capplan.errors import InfeasibleError, InputError
-from capplan.planner.problem.deadline import OutOfTimeError
 from capplan.planner.problem.estimate import (
     ESTIMATORS,
     TwinEstimator,
@@ -15,11 +14,12 @@ from capplan.planner.problem.estimate import (
     make_estimator,
     make_surrogate,
 )
+from capplan.planner.problem.parallel import OutOfTimeError
 from capplan.planner.problem.problem import Assignment, Estimator, Problem, infeasible
 from capplan.planner.problem.splitting import require_memory, split_hot_adapters
 from capplan.planner.problem.validity import require_valid
 from capplan.planner.search.local_search import fleet_cost, fleet_size_of
-from capplan.planner.search.shortage import broken_when_spread
+from capplan.planner.search.placement import broken_when_spread
 from capplan.planner.solvers.base import RequiredEstimator, Requirement, Solver, SolverContext
 from capplan.spec import Objective, Plan, Workload
 

@@ -19,7 +19,7 @@ from capplan.planner.problem.rebuild import rebuild
 from capplan.planner.verification.served_rebalancing import equal_engine_args
 from capplan.serving import adapter_bytes
 from capplan.spec import Plan, Profile, RebalanceSettings, Slo, Workload
-from capplan.spec.latency_stats import LatencyStats, latency_stats
+from capplan.spec.predicted import LatencyStats, latency_stats
 from capplan.spec.routing import PLAN_ROUTER, STATE_PERIOD_S, RouterOptions
 from capplan.twin.cluster import (
     ClusterResult,

@@ -10,7 +10,7 @@ from capplan.planner.problem.operating_points import OperatingPoints
 from capplan.planner.problem.problem import AdapterShare, Problem, make_problem
 from capplan.serving.rebalancing import AdapterDemand, Rebalancer, RebalanceSettings, Replan
 from capplan.spec import EngineArgs, Group, Plan, Profile, Workload
-from capplan.twin.cluster.plans import workload_of
+from capplan.twin.cluster.routers import workload_of
 
 
 def equal_engine_args(groups: Sequence[Group]) -> EngineArgs:

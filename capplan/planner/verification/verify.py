@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from capplan.errors import InputError
 from capplan.models.uncertainty import DRAWS, drawn_profiles
-from capplan.planner.problem.deadline import NEVER, Deadline, OutOfTimeError
 from capplan.planner.problem.estimate import TwinEstimator
 from capplan.planner.problem.evaluate import (
     SAFE_SERVED_FRACTION,
@@ -23,7 +22,14 @@ from capplan.planner.problem.evaluate import (
     simulate_instances,
 )
 from capplan.planner.problem.operating_points import rebalancing_of
-from capplan.planner.problem.parallel import no_progress, parallel_map, parallel_until
+from capplan.planner.problem.parallel import (
+    NEVER,
+    Deadline,
+    OutOfTimeError,
+    no_progress,
+    parallel_map,
+    parallel_until,
+)
 from capplan.planner.problem.problem import (
     Assignment,
     Estimate,

@@ -18,9 +18,17 @@ from capplan.reports.tables.explanation import (
     verified,
     what_if_table,
 )
-from capplan.reports.tables.latency import latency_cells, latency_heads, shown_latencies, worst_latency
 from capplan.reports.tables.notes import extrapolation_lines, plan_notes
-from capplan.reports.tables.plan import binding, group_rate_rps, throughput, verdict
+from capplan.reports.tables.plan import (
+    binding,
+    group_rate_rps,
+    latency_cells,
+    latency_heads,
+    shown_latencies,
+    throughput,
+    verdict,
+    worst_latency,
+)
 from capplan.reports.tables.scheduling import queues_table, scheduling_words, sizes_table
 from capplan.spec.slo import describe_latency
 

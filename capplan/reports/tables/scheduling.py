@@ -12,7 +12,7 @@ from capplan.spec.validation import SpecModel
 
 if TYPE_CHECKING:
     from capplan.spec import Group, Queues
-    from capplan.twin.instance.pool_metrics import PoolMetrics
+    from capplan.twin.instance.metrics import PoolMetrics
 
 _SIZES = {
     "degree2": "lengths x adapter",

@@ -22,13 +22,16 @@ from capplan.serving.pooled.size_queues import (
 from capplan.serving.pooled.state import QUEUES, with_pool
 from capplan.serving.state import NONE, Limits, State
 from capplan.serving.structures import heap_push, heap_remove
-from capplan.serving.vllm.look_ahead import fits_to_end, held_to_end, insert_by_end, remove_from_order
 from capplan.serving.vllm.running import (
     append_running,
     drop_row,
+    fits_to_end,
+    held_to_end,
+    insert_by_end,
     leave_partial,
     leave_running,
     output_tokens,
+    remove_from_order,
     stop_decoding,
 )
 from capplan.serving.vllm.waiting_queue import leave_waiting, push_front

@@ -21,7 +21,7 @@ from capplan.serving.state import (
 from capplan.serving.structures import Heap, links_first, links_remove
 from capplan.serving.vllm.adapter_slots import acquire_adapter, release_adapter
 from capplan.serving.vllm.admission import start_row
-from capplan.serving.vllm.look_ahead import fits_to_end, insert_by_end
+from capplan.serving.vllm.running import fits_to_end, insert_by_end
 from capplan.serving.vllm.waiting_queue import next_adapter, pop_head
 
 

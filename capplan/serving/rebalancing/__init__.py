@@ -4,7 +4,7 @@ from capplan.serving.rebalancing.demand import DemandHistory, arrived_tok_s, ext
 from capplan.serving.rebalancing.near import place_near
 from capplan.serving.rebalancing.placement import AdapterDemand, LoraservePlacement, place
 from capplan.serving.rebalancing.rebalancer import Rebalanced, Rebalancer, Replan, ReplanRequest
-from capplan.spec.rebalance import FORECASTS, REBALANCE_SOLVERS, Forecast, RebalanceSettings, RebalanceSolver
+from capplan.spec.routing import FORECASTS, REBALANCE_SOLVERS, Forecast, RebalanceSettings, RebalanceSolver
 
 __all__ = [
     "FORECASTS",

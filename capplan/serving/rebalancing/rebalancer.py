@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 
 from capplan.errors import InputError
 from capplan.serving.rebalancing.demand import DemandHistory
-from capplan.serving.rebalancing.labels import label_servers
 from capplan.serving.rebalancing.near import place_near
 from capplan.serving.rebalancing.placement import (
     AdapterDemand,
     covering_points,
+    label_servers,
     place,
     require_points,
 )
-from capplan.spec.rebalance import RebalanceSettings
+from capplan.spec.routing import RebalanceSettings
 
 Shares: TypeAlias = Sequence[Mapping[str, float]]
 """Per server, the share of each adapter that it serves."""

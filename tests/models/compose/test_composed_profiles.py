@@ -18,8 +18,7 @@ from capplan.models.compose import (
     profile_of_times,
 )
 from capplan.models.compose.forward import forward_pass
-from capplan.models.compose.grids import CAPTURED, step_tables
-from capplan.models.compose.host_terms import fitted_terms, host_terms
+from capplan.models.compose.profile import CAPTURED, fitted_terms, host_terms, step_tables
 from capplan.serving import weight_bytes
 from capplan.serving.rules import rules_of_version, serving_rules
 

@@ -22,7 +22,7 @@ from capplan.models.surrogates.outputs import (
     served_share,
     throughput_of,
 )
-from capplan.models.training.boosting import LEAST_SERVED
+from capplan.models.training.train import LEAST_SERVED
 from capplan.spec import STARVED_BELOW
 from tests.models.surrogates.making import made
 from tests.models.surrogates.runs import CASES, run

@@ -8,7 +8,6 @@ from capplan import InputError
 from capplan.models.surrogates.features import FEATURES, expected_tok_s
 from capplan.models.surrogates.outputs import flatten_forest, forest_values
 from capplan.models.surrogates.surrogate import SigmoidCalibration
-from capplan.models.training.boosting import flatten_boosted
 from capplan.models.training.candidates import (
     FAMILIES,
     STARVATION_SIGNS,
@@ -18,6 +17,7 @@ from capplan.models.training.candidates import (
     candidate_model,
     monotone_constraints,
 )
+from capplan.models.training.train import flatten_boosted
 from tests.models.training.scenarios import scenarios
 
 TASKS = ("throughput", "starvation")

@@ -14,10 +14,9 @@ from capplan import InputError, Profile
 from capplan.models.calibration.tables import read_table
 from capplan.models.kernel_fits import explain_kernels, read_kernel_table
 from capplan.models.memory import kv_tokens
-from capplan.profiling.engine import served
+from capplan.profiling.engine import profiler as served
 from capplan.profiling.engine.options import STAGES, EngineProfilingOptions
-from capplan.profiling.engine.profiler import profile_engine
-from capplan.profiling.engine.steps import iteration_cases
+from capplan.profiling.engine.profiler import iteration_cases, profile_engine
 from capplan.profiling.server.closed_loop import LoopError, RequestSender, ServerPoint, closed_loop
 from capplan.spec import Kernel
 from capplan.twin.calibration.calibrate import CalibrationOptions as HowToCalibrate

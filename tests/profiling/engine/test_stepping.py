@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from capplan import EngineArgs
 from capplan.engine import Engine
 from capplan.engine.timing import StepRecord
-from capplan.profiling.engine.served import grouped, recorded_rows
+from capplan.profiling.engine.profiler import grouped, recorded_rows
 from capplan.profiling.engine.stepping import (
     GROWTH,
     MIXED,

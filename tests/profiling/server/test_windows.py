@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from capplan import Profile
 from capplan.profiling.load.record import FINISHED, UNFINISHED, RequestOutcome
 from capplan.profiling.server.closed_loop import ClosedLoopRequest
-from capplan.profiling.server.windows import window_rows
+from capplan.profiling.server.profiler import window_rows
 from capplan.twin.calibration.calibrate import CalibrationOptions, CalibrationTables, calibrate
 from tests.cli.examples import profile_document
 

@@ -14,7 +14,7 @@ from capplan.models.surrogates.features import FEATURES, feature_of, steady_shar
 from capplan.models.training.data import LATENCIES, OUTCOMES
 from capplan.spec import STARVED_BELOW
 from capplan.twin.dataset import DESIGNS, Sample, draw
-from capplan.twin.dataset.answers import NoRow, ScenarioRow, simulate_sample, simulate_span, simulation_seed
+from capplan.twin.dataset.shards import NoRow, ScenarioRow, simulate_sample, simulate_span, simulation_seed
 from capplan.twin.instance.simulate import SimulateSettings
 from tests.twin.examples import profile, workload
 
@@ -130,7 +130,7 @@ def test_another_reason_than_memory_is_raised(monkeypatch: pytest.MonkeyPatch) -
     def starve(*_: object, **__: object) -> None:
         raise InfeasibleError("starves", "starvation")
 
-    monkeypatch.setattr("capplan.twin.dataset.answers.simulate", starve)
+    monkeypatch.setattr("capplan.twin.dataset.shards.simulate", starve)
     with pytest.raises(InfeasibleError, match="starves"):
         simulate_sample(sample(), profile(), "paper-grid", 0, 30.0, 0)
 
