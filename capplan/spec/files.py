@@ -1,8 +1,8 @@
 """Files: the rule for what may be opened, text, YAML with line numbers, and JSON.
 
 Writing: a file or folder at a path is the old one or the new one, also after a crash. The new one is written
-beside the old one under an unused name, flushed to the disk, and put in its place by one call of the operating
-system. What a killed process leaves are hidden files with the ending .tmp.
+beside the old one under an unused name, flushed to the disk, and put in its place by one call of the system.
+What a killed process leaves are hidden files with the ending .tmp.
 """
 
 from __future__ import annotations
