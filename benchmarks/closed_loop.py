@@ -29,8 +29,8 @@ from typing import Any, Final
 import numpy as np
 
 from benchmarks.common import command_line, records_table
-from capplan.profiling.validation.loop import ClosedLoop, LoopSettings, VoidError
-from capplan.spec.traffic import zipf
+from capplan.profiling.validation._loop import ClosedLoop, LoopSettings, VoidError
+from capplan.spec._traffic import zipf
 
 LOADS: Final = (0.4, 0.7, 0.9, 1.5)
 OVERLOAD: Final = 1.5

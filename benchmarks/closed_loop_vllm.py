@@ -33,14 +33,14 @@ from benchmarks.engine_speed import (
     write_adapters,
 )
 from capplan import EngineArgs, Lengths, Profile, SimulationResult, Workload, load_profile, simulate
-from capplan.datasets.catalog import read_arch
-from capplan.models.calibration.components import Hardware, assumed_profile
-from capplan.profiling.load.bench import BenchOptions, bench
-from capplan.profiling.load.requests import LoadSettings, Target
-from capplan.profiling.server.process import engine_words
-from capplan.profiling.server.profiler import EngineSetting, ServerProfilingOptions, profile_server
-from capplan.profiling.tables import MeasurementFolder, tables_of
-from capplan.profiling.validation.compare import (
+from capplan.datasets._catalog import read_arch
+from capplan.models.calibration._components import Hardware, assumed_profile
+from capplan.profiling._tables import MeasurementFolder, tables_of
+from capplan.profiling.load._bench import BenchOptions, bench
+from capplan.profiling.load._requests import LoadSettings, Target
+from capplan.profiling.server._process import engine_words
+from capplan.profiling.server._profiler import EngineSetting, ServerProfilingOptions, profile_server
+from capplan.profiling.validation._compare import (
     MetricComparison,
     Tolerances,
     compared,
@@ -50,10 +50,10 @@ from capplan.profiling.validation.compare import (
     offered_values,
     predicted_values,
 )
-from capplan.profiling.validation.loop import saturated_rps
+from capplan.profiling.validation._loop import saturated_rps
 from capplan.spec import write_text_atomic
-from capplan.twin.calibration.calibrate import CalibrationOptions, CalibrationTables, calibrate
-from capplan.twin.instance.paired import PAIRED_SEEDS, contradictions, paired_order
+from capplan.twin.calibration._calibrate import CalibrationOptions, CalibrationTables, calibrate
+from capplan.twin.instance._paired import PAIRED_SEEDS, contradictions, paired_order
 
 SHOWN: Final = {
     "throughput, tok/s": "throughput_tok_s",

@@ -19,10 +19,10 @@ import torch
 
 from benchmarks.common import command_line, records_table
 from capplan.engine import ModelConfig
-from capplan.engine.input_batch import Segment
+from capplan.engine._input_batch import Segment
 from capplan.engine.lora import AdapterLayout
-from capplan.engine.lora.adapter import MODULES, SITES, B
-from capplan.engine.lora.memory import RowTables, StaticSlots
+from capplan.engine.lora._adapter import MODULES, SITES, B
+from capplan.engine.lora._memory import RowTables, StaticSlots
 from capplan.engine.models import model_config
 
 Timer = Callable[[Callable[[], object]], float]
@@ -70,7 +70,7 @@ class Kernels:
 
         Layers have rows of their own, so weights come from memory, not from a cache.
         """
-        from capplan.engine.kernels.triton_lora import TritonLoRA
+        from capplan.engine.kernels._triton_lora import TritonLoRA
 
         layout = AdapterLayout(self.config)
         memory = StaticSlots(layout, self.adapters, self.rank, self.dtype, self.device)

@@ -32,13 +32,13 @@ import numpy as np
 from benchmarks import placement_growth
 from benchmarks.common import command_line, emit, numbered_adapters, read_or_make, records_table
 from capplan import Lengths, Workload, load_profile, plan, simulate
-from capplan.datasets.profile_files import profiles_with_surrogates
+from capplan.datasets._profile_files import profiles_with_surrogates
 from capplan.errors import InfeasibleError
-from capplan.planner.problem.bound import busy_gpus
-from capplan.planner.problem.knobs import KnobSearch
-from capplan.planner.problem.problem import make_problem
+from capplan.planner.problem._bound import busy_gpus
+from capplan.planner.problem._knobs import KnobSearch
+from capplan.planner.problem._problem import make_problem
 from capplan.spec import Slo
-from capplan.spec.traffic import zipf
+from capplan.spec._traffic import zipf
 
 GPUS: Final = 16
 _LIGHT: Final = 0.1

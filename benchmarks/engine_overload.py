@@ -22,7 +22,7 @@ import aiohttp
 import psutil
 
 from benchmarks.common import command_line
-from capplan.profiling.server.process import ServerCommand, flag_words, running_server
+from capplan.profiling.server._process import ServerCommand, flag_words, running_server
 from capplan.spec import write_text_atomic
 
 ADAPTERS = 16

@@ -35,8 +35,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.common import command_line
 from capplan.engine.models import read_config
-from capplan.profiling.engine.memory import linear_maps, write_adapter
-from capplan.profiling.server.process import flag_words
+from capplan.profiling.engine._memory import linear_maps, write_adapter
+from capplan.profiling.server._process import flag_words
 
 BLOCK_SIZE = 32  # what vLLM's attention on CPUs takes
 _START_S = 600.0

@@ -32,10 +32,10 @@ from sklearn.metrics import f1_score
 from benchmarks.common import command_line, markdown, records_table
 from benchmarks.shipped_profiles import published_profile
 from capplan import Profile, load_profile, simulate
-from capplan.datasets.published.runs import GROUPS, PUBLISHED, PublishedModel, PublishedRun, published_runs
-from capplan.models.calibration.least_squares import SMAPE_FORMULA, smape
+from capplan.datasets.published._runs import GROUPS, PUBLISHED, PublishedModel, PublishedRun, published_runs
+from capplan.models.calibration._least_squares import SMAPE_FORMULA, smape
 from capplan.spec import STARVED_BELOW, write_text_atomic
-from capplan.twin.sweep import in_parallel
+from capplan.twin._sweep import in_parallel
 
 WORST: Final = 10
 _NEAR_THE_EDGE: Final = 0.03

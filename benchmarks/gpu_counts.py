@@ -29,10 +29,10 @@ from benchmarks.common import (
 )
 from capplan import Lengths, Plan, Workload, load_workload, plan
 from capplan.errors import CapplanError, InfeasibleError
-from capplan.planner.problem.evaluate import find_bottlenecks
-from capplan.planner.problem.rebuild import rebuild
+from capplan.planner.problem._evaluate import find_bottlenecks
+from capplan.planner.problem._rebuild import rebuild
 from capplan.spec import Slo
-from capplan.workload.presets import presets
+from capplan.workload._presets import presets
 
 EXAMPLES = ("chat-96", "support-12")
 PRESETS = (

@@ -24,10 +24,10 @@ from rich.progress import track
 from benchmarks.common import command_line, emit, records_table
 from benchmarks.fidelity import fitted_profile
 from capplan import Profile, simulate
-from capplan.datasets.published.runs import GROUPS, PUBLISHED, PublishedRun, published_runs
-from capplan.models.uncertainty import drawn_profiles, scatter
-from capplan.planner.document.assemble import LEVEL, prediction_interval
-from capplan.twin.sweep import in_parallel
+from capplan.datasets.published._runs import GROUPS, PUBLISHED, PublishedRun, published_runs
+from capplan.models._uncertainty import drawn_profiles, scatter
+from capplan.planner.document._assemble import LEVEL, prediction_interval
+from capplan.twin._sweep import in_parallel
 
 METRICS: Final = ("throughput_tok_s", "itl_ms_mean")
 

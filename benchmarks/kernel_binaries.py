@@ -33,7 +33,7 @@ from benchmarks.kernel_launches import (
     lora_launches,
     prompts_launch,
 )
-from capplan.engine.kernels.triton_lora import Launch
+from capplan.engine.kernels._triton_lora import Launch
 
 META: Final = torch.device("meta")
 WARP: Final = 32

@@ -13,17 +13,17 @@ from typing import Final
 
 import torch
 
-from capplan.datasets.catalog import hf_config
+from capplan.datasets._catalog import hf_config
 from capplan.engine import ModelConfig
-from capplan.engine.input_batch import Prefill, Segment
-from capplan.engine.kernels.triton_attention import decode_launches, prompt_launch, prompt_tiles
-from capplan.engine.kernels.triton_lora import Kind, Launch, TritonLoRA
+from capplan.engine._input_batch import Prefill, Segment
+from capplan.engine._pool import KvCache, PagePool, kv_page_elements
+from capplan.engine.kernels._triton_attention import decode_launches, prompt_launch, prompt_tiles
+from capplan.engine.kernels._triton_lora import Kind, Launch, TritonLoRA
 from capplan.engine.lora import AdapterLayout
-from capplan.engine.lora.adapter import MODULES, SITES, B
-from capplan.engine.lora.memory import RowTables, StaticSlots
-from capplan.engine.models.config import config_from_hf
-from capplan.engine.models.shard import ModelShard
-from capplan.engine.pool import KvCache, PagePool, kv_page_elements
+from capplan.engine.lora._adapter import MODULES, SITES, B
+from capplan.engine.lora._memory import RowTables, StaticSlots
+from capplan.engine.models._config import config_from_hf
+from capplan.engine.models._shard import ModelShard
 
 BLOCK_SIZE: Final = 16
 SITE_NAMES: Final = tuple(

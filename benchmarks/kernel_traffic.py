@@ -26,7 +26,7 @@ from benchmarks.kernel_launches import (
     lora_launches,
     prompts_launch,
 )
-from capplan.engine.kernels.triton_lora import Launch
+from capplan.engine.kernels._triton_lora import Launch
 
 BATCHES: Final = (
     LoraBatch("mbgmv", adapters=4, rank=16),

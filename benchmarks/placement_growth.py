@@ -23,13 +23,13 @@ from benchmarks.papers.placement_grid import RATES_RPS, SIZES
 from benchmarks.papers.placement_records import busy_gpus_of, workload_of
 from capplan import Problem, Workload
 from capplan.errors import CapplanError
-from capplan.planner.problem.bound import lower_bound_gpus
-from capplan.planner.problem.estimate import TwinEstimator
-from capplan.planner.problem.problem import make_problem
+from capplan.planner.problem._bound import lower_bound_gpus
+from capplan.planner.problem._estimate import TwinEstimator
+from capplan.planner.problem._problem import make_problem
 from capplan.planner.solvers import find_solver
-from capplan.planner.solvers.base import DEFAULT_TIME_LIMIT_S
-from capplan.planner.solvers.solve import SolverRun, solve
-from capplan.planner.verification.verify import FRESH_SEEDS, make_verifier
+from capplan.planner.solvers._base import DEFAULT_TIME_LIMIT_S
+from capplan.planner.solvers._solve import SolverRun, solve
+from capplan.planner.verification._verify import FRESH_SEEDS, make_verifier
 from capplan.spec import write_text_atomic
 
 PROBLEMS: Final = ("96x1", "384x4", "1000x16", "2000x64", "10000x256")

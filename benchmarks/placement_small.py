@@ -23,7 +23,7 @@ from benchmarks.common import command_line, emit, numbered_adapters, records_tab
 from benchmarks.papers.placement_records import MODELS, Record, Settings, Store, busy_gpus_of, workload_of
 from capplan import EngineConfig, Lengths, Workload
 from capplan.planner import SolverResult
-from capplan.twin.sweep import in_parallel
+from capplan.twin._sweep import in_parallel
 
 OURS, YARDSTICK = "capplan", "milp"
 MOST_ADAPTERS, MOST_GPUS = 24, 4

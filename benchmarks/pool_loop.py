@@ -34,23 +34,23 @@ from numpy.typing import NDArray
 
 from benchmarks.common import command_line, numbered_adapters, read_or_make, records_table
 from capplan import Lengths, Plan, Profile, Workload, load_profile, simulate
-from capplan.models.memory import require_kv_tokens
-from capplan.profiling.load.bench import BenchOptions, bench
-from capplan.profiling.load.record import RequestFile
-from capplan.profiling.load.requests import LoadSettings, Target
-from capplan.profiling.server.process import (
+from capplan.models._memory import require_kv_tokens
+from capplan.profiling.load._bench import BenchOptions, bench
+from capplan.profiling.load._record import RequestFile
+from capplan.profiling.load._requests import LoadSettings, Target
+from capplan.profiling.server._process import (
     ServerCommand,
     engine_words,
     flag_words,
     run_capplan,
     running_server,
 )
-from capplan.profiling.validation.loop import ClosedLoop, LoopSettings, saturated_rps
+from capplan.profiling.validation._loop import ClosedLoop, LoopSettings, saturated_rps
 from capplan.serving import kv_bytes_per_token
-from capplan.serving.memory import adapter_tokens
+from capplan.serving._memory import adapter_tokens
 from capplan.spec import EngineArgs, Queues, write_text_atomic
-from capplan.spec.engine_args import DEFAULT_GPU_MEMORY_UTILIZATION
-from capplan.spec.traffic import zipf
+from capplan.spec._engine_args import DEFAULT_GPU_MEMORY_UTILIZATION
+from capplan.spec._traffic import zipf
 from capplan.twin import simulate_detailed
 
 _CHAMELEON: Final = MappingProxyType({"policy": "chameleon", "refresh_s": 20.0})

@@ -29,8 +29,8 @@ import tokenizers
 
 from benchmarks.common import command_line, markdown
 from benchmarks.stand_in_servers import running
-from capplan.profiling.load.requests import PromptForm, alphabet
-from capplan.profiling.server.process import ServerCommand, running_server
+from capplan.profiling.load._requests import PromptForm, alphabet
+from capplan.profiling.server._process import ServerCommand, running_server
 
 BAR_PERCENT: Final = 3.0
 MODEL: Final = "scripted"

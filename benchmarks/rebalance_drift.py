@@ -43,9 +43,9 @@ from capplan.serving.rebalancing import (
 )
 from capplan.serving.routers import LeastWorkLeft
 from capplan.spec import Adapter, Trace
-from capplan.spec.routing import STATE_PERIOD_S
+from capplan.spec._routing import STATE_PERIOD_S
 from capplan.twin.cluster import ClusterResult, Instance, Rebalancing, simulate_cluster
-from capplan.twin.instance.per_request import REJECTED
+from capplan.twin.instance._per_request import REJECTED
 
 SERVERS: Final = 4
 HOUR_S: Final = 3600.0

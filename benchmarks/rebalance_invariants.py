@@ -17,9 +17,9 @@ import numpy as np
 
 from benchmarks.common import play_cases
 from capplan.serving.routers import ROUTERS
-from capplan.twin.cluster.python_loop import run_with
-from capplan.twin.cluster.routers import MODELLED, build_rule, served_router
-from capplan.twin.cluster.run import run_cluster
+from capplan.twin.cluster._python_loop import run_with
+from capplan.twin.cluster._routers import MODELLED, build_rule, served_router
+from capplan.twin.cluster._run import run_cluster
 from tests.oracle.routers import reference_router
 
 _REFERENCE_EVERY = 10

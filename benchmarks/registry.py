@@ -31,7 +31,7 @@ import numpy as np
 from benchmarks.common import command_line, records_table
 from benchmarks.scratch_database import scratch_database
 from capplan.registry import AdapterRegistry, RegisteredAdapter
-from capplan.registry.database import Database
+from capplan.registry._database import Database
 
 BAR_US: Final = 50.0
 _WRITERS: Final = 8

@@ -25,7 +25,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 import numpy as np
 
 from benchmarks.common import command_line, records_table
-from capplan.engine import Engine, ModelConfig, SamplingParams, engine_core
+from capplan.engine import Engine, ModelConfig, SamplingParams
+from capplan.engine import _engine_core as engine_core
 
 BAR_US: Final = 200.0
 _CALLS: Final = ("refresh", "schedule", "scheduler_output", "commit")

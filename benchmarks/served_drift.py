@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 
 from benchmarks.moving_cluster import ADMIN_KEY, make_adapters
 from capplan import Adapter, Lengths, Workload, load_profile
-from capplan.profiling.load.bench import BenchOptions, bench
-from capplan.profiling.load.requests import LoadSettings, Target
-from capplan.profiling.server.process import ServerCommand, flag_words, run_capplan, running_server
+from capplan.profiling.load._bench import BenchOptions, bench
+from capplan.profiling.load._requests import LoadSettings, Target
+from capplan.profiling.server._process import ServerCommand, flag_words, run_capplan, running_server
 from capplan.registry import AdapterRegistry
 from capplan.spec import write_text_atomic
-from capplan.spec.routing import PLAN_ROUTER
-from capplan.spec.trace import Trace
-from capplan.spec.traffic import zipf
+from capplan.spec._routing import PLAN_ROUTER
+from capplan.spec._trace import Trace
+from capplan.spec._traffic import zipf
 
 RANKS: Final = (8, 16, 32)
 PROMPT: Final = Lengths(mean=60.0, std=30.0)
@@ -284,7 +284,7 @@ def _pinning(cores: int) -> Iterator[None]:
             engines = [
                 each
                 for each in psutil.Process().children(recursive=True)
-                if "capplan.fleet.launcher" in " ".join(each.cmdline())
+                if "capplan.fleet._launcher" in " ".join(each.cmdline())
             ]
             for number, each in enumerate(sorted(engines, key=lambda one: one.pid)):
                 for process in (each, *each.children(recursive=True)):

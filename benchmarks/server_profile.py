@@ -13,16 +13,16 @@ from pathlib import Path
 from benchmarks.common import command_line, equal_adapters, records_table
 from benchmarks.stand_in_servers import running
 from capplan import Lengths, Profile, Workload, simulate
-from capplan.models.calibration.components import Hardware, assumed_profile
-from capplan.models.calibration.least_squares import smape
-from capplan.profiling import tables as files
-from capplan.profiling.load.bench import BenchOptions, bench
-from capplan.profiling.load.requests import LoadSettings, Target
-from capplan.profiling.load.result import BenchResult
-from capplan.profiling.server.profiler import EngineSetting, ServerProfilingOptions, profile_server
-from capplan.profiling.tables import MeasurementFolder
+from capplan.models.calibration._components import Hardware, assumed_profile
+from capplan.models.calibration._least_squares import smape
+from capplan.profiling import _tables as files
+from capplan.profiling._tables import MeasurementFolder
+from capplan.profiling.load._bench import BenchOptions, bench
+from capplan.profiling.load._requests import LoadSettings, Target
+from capplan.profiling.load._result import BenchResult
+from capplan.profiling.server._profiler import EngineSetting, ServerProfilingOptions, profile_server
 from capplan.spec import ModelArch
-from capplan.twin.calibration.calibrate import (
+from capplan.twin.calibration._calibrate import (
     CalibrationOptions,
     CalibrationResult,
     CalibrationTables,

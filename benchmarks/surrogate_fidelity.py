@@ -20,7 +20,7 @@ from scipy.stats import t as student
 from benchmarks.common import command_line, emit, records_table
 from capplan import EngineArgs, Lengths, Profile, load_profile, load_surrogate
 from capplan.datasets import surrogate_path
-from capplan.datasets.published.runs import (
+from capplan.datasets.published._runs import (
     MAX_NUM_SEQS,
     PUBLISHED,
     TOKEN_BUDGET,
@@ -29,20 +29,20 @@ from capplan.datasets.published.runs import (
     published_runs,
 )
 from capplan.models import Surrogate
-from capplan.models.calibration.least_squares import smape
-from capplan.models.surrogates.features import FEATURES, feature_vector, offered_tok_s, unsupported_workload
-from capplan.models.surrogates.files import KINDS, profile_digest, read_surrogate
-from capplan.models.training.data import TrainingTable, read_manifest, read_tables
-from capplan.models.training.evaluation import (
+from capplan.models.calibration._least_squares import smape
+from capplan.models.surrogates._features import FEATURES, feature_vector, offered_tok_s, unsupported_workload
+from capplan.models.surrogates._files import KINDS, profile_digest, read_surrogate
+from capplan.models.training._data import TrainingTable, read_manifest, read_tables
+from capplan.models.training._evaluation import (
     coverage,
     macro_f1,
     regimes,
     starvation_scores,
     throughput_errors,
 )
-from capplan.profiling.load.requests import scaled
+from capplan.profiling.load._requests import scaled
 from capplan.spec import allowed_lora_rank
-from capplan.spec.engine_args import DEFAULT_MAX_MODEL_LEN
+from capplan.spec._engine_args import DEFAULT_MAX_MODEL_LEN
 from capplan.twin.dataset import Sample, draw
 
 PAPER = MappingProxyType(

@@ -30,12 +30,12 @@ from benchmarks.common import (
     records_table,
 )
 from capplan import Lengths, SimulationResult, Workload, load_profile, simulate
-from capplan.spec.engine_args import DEFAULT_MAX_MODEL_LEN
+from capplan.spec._engine_args import DEFAULT_MAX_MODEL_LEN
 from capplan.twin import Scenario
-from capplan.twin.instance.core import run
-from capplan.twin.instance.scenario import with_length_correlation
-from capplan.twin.instance.trace import TwinTrace
-from capplan.twin.sweep import cores
+from capplan.twin._sweep import cores
+from capplan.twin.instance._core import run
+from capplan.twin.instance._scenario import with_length_correlation
+from capplan.twin.instance._trace import TwinTrace
 from capplan.workload import Requests, draw_requests
 from tests.oracle import run_reference
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from capplan.reports import report
     from capplan.spec import Adapter, EngineArgs, EngineConfig, Lengths, Plan, Profile, Slo, Workload
     from capplan.twin import SimulationResult, simulate, simulate_detailed
-    from capplan.twin.sweep import sweep
+    from capplan.twin._sweep import sweep
     from capplan.workload import load_workload
 
     __version__: str
@@ -71,7 +71,7 @@ _MODULES = {
     "capplan.workload": ("load_workload",),
     "capplan.registry": ("AdapterRegistry", "RegisteredAdapter"),
     "capplan.twin": ("SimulationResult", "simulate", "simulate_detailed"),
-    "capplan.twin.sweep": ("sweep",),
+    "capplan.twin._sweep": ("sweep",),
 }
 _HOME = MappingProxyType({name: module for module, names in _MODULES.items() for name in names})
 

@@ -151,7 +151,7 @@ def _is_private(path: Path) -> bool:
     return False
 
 
-def is_compiled(entry: str = "core.advance") -> bool:
+def is_compiled(entry: str = "_core.advance") -> bool:
     """Return whether an entry, by default the twin's, is in the cache of these sources."""
     return _is_cache_usable() and any(cache_dir().rglob(f"{entry}*.nbc"))
 

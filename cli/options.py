@@ -21,12 +21,12 @@ from typer.models import ArgumentInfo, OptionInfo, ParameterInfo
 
 from capplan.errors import InputError
 from capplan.spec import Cache, EngineArgs, Queues, RebalanceSettings, Scheduler
-from capplan.spec.files import parse_yaml
-from capplan.spec.limits import InputLimits, input_limits, require_duration
-from capplan.spec.peft_folder import path_kind
-from capplan.spec.routing import FORECASTS, ROUTER_NAMES, STATE_PERIOD_S
-from capplan.spec.scheduling import cache_of, scheduler_of
-from capplan.spec.validation import NOT_PRINTABLE, format_key, is_printable, validate_document
+from capplan.spec._files import parse_yaml
+from capplan.spec._limits import InputLimits, input_limits, require_duration
+from capplan.spec._peft_folder import path_kind
+from capplan.spec._routing import FORECASTS, ROUTER_NAMES, STATE_PERIOD_S
+from capplan.spec._scheduling import cache_of, scheduler_of
+from capplan.spec._validation import NOT_PRINTABLE, format_key, is_printable, validate_document
 
 if TYPE_CHECKING:
     from capplan.spec import Plan, Profile, Workload

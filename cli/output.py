@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from capplan.errors import InputError
-from capplan.reports.console import finite
-from capplan.spec.files import error_reason, resolved_output, write_folder_atomic, write_text_atomic
+from capplan.reports._console import finite
+from capplan.spec._files import error_reason, resolved_output, write_folder_atomic, write_text_atomic
 
 
 def require_writable_files(*paths: str | None) -> None:
@@ -71,7 +71,7 @@ def require_writable_folder(path: str, known: frozenset[str], *, force: bool) ->
 
 
 def write_folder(path: str, files: Mapping[str, str], executable: frozenset[str]) -> None:
-    """Write a folder as :func:`capplan.spec.files.write_folder_atomic` does.
+    """Write a folder as :func:`capplan.spec._files.write_folder_atomic` does.
 
     Raises
     ------

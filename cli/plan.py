@@ -28,16 +28,16 @@ from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
 from capplan.planner import SOLVERS
-from capplan.reports.console import counted, print_table
-from capplan.reports.tables.notes import (
+from capplan.reports._console import counted, print_table
+from capplan.reports.tables._notes import (
     Strict,
     extrapolation_lines,
     folder_lines,
     plan_notes,
     require_no_extrapolation,
 )
-from capplan.reports.tables.plan import bottleneck_lines, groups_table, verdict
-from capplan.spec.scheduling import completed
+from capplan.reports.tables._plan import bottleneck_lines, groups_table, verdict
+from capplan.spec._scheduling import completed
 
 if TYPE_CHECKING:
     from capplan.spec import Plan, Workload

@@ -19,11 +19,11 @@ from capplan.cli.options import (
 )
 from capplan.cli.progress import progress_bars
 from capplan.errors import InputError
-from capplan.reports.console import Table, counted, number, print_json, print_table
+from capplan.reports._console import Table, counted, number, print_json, print_table
 
 if TYPE_CHECKING:
-    from capplan.profiling.server.profiler import ServerProfilingResult
-    from capplan.profiling.tables import MeasurementFolder
+    from capplan.profiling._tables import MeasurementFolder
+    from capplan.profiling.server._profiler import ServerProfilingResult
 
 _HIGHEST_RANK = 512
 _LATE_MS = 5.0
@@ -73,9 +73,9 @@ def server(args: ProfileServerArgs) -> None:
     adapter switches give runs and loads; the server's metrics, if any, give its KV memory.
     """
     require_extra("bench", ("httptools",))
-    from capplan.profiling.load.requests import Target
-    from capplan.profiling.server.profiler import EngineSetting, ServerProfilingOptions, profile_server
-    from capplan.profiling.tables import MeasurementFolder
+    from capplan.profiling._tables import MeasurementFolder
+    from capplan.profiling.load._requests import Target
+    from capplan.profiling.server._profiler import EngineSetting, ServerProfilingOptions, profile_server
     from capplan.spec import allowed_lora_rank
 
     ranks, lengths = _adapters(args.adapters, args.workload, args.rank)
@@ -109,7 +109,7 @@ def server(args: ProfileServerArgs) -> None:
 def _adapters(
     adapters: str | None, workload: str | None, rank: int
 ) -> tuple[dict[str, int], tuple[int, int]]:
-    from capplan.profiling.server.profiler import ServerProfilingOptions
+    from capplan.profiling.server._profiler import ServerProfilingOptions
 
     default = ServerProfilingOptions()
     lengths = (default.prompt_tokens, default.output_tokens)
@@ -132,7 +132,7 @@ def _adapters(
 
 
 def _show(done: ServerProfilingResult, folder: MeasurementFolder, output: str) -> None:
-    from capplan.profiling import tables as files
+    from capplan.profiling._tables import FIRST_TOKENS, MEMORY, TABLES
 
     facts = {
         "engine setting": done.setting,
@@ -145,16 +145,16 @@ def _show(done: ServerProfilingResult, folder: MeasurementFolder, output: str) -
     }
     rows = [(name, value) for name, value in facts.items() if value is not None]
     print_table(Table(("measured", "value"), rows))
-    first = folder.table(files.FIRST_TOKENS)
+    first = folder.table(FIRST_TOKENS)
     if first is not None and len(own := first[first["setting"] == done.setting]):
         idle = [
             (number(row["prompt_tokens"]), *(number(row[f"ttft_ms_{p}"], 2) for p in ("p50", "p25", "p75")))
             for row in own.to_dict("records")
         ]
         print_table(Table(("prompt tokens", "TTFT p50, ms", "p25", "p75"), idle, numbers_from=0))
-    memory = folder.table(files.MEMORY)
+    memory = folder.table(MEMORY)
     one_start = memory is not None and memory["a_max"].nunique() < 2  # no information on the cost of slots
-    usable = [name for name in files.TABLES if not (name == files.MEMORY and one_start)]
+    usable = [name for name in TABLES if not (name == MEMORY and one_start)]
     found = [name for name in usable if (folder.path / name).exists()]
     flags = " ".join(f"--{name.split('.')[0]} {output}/{name}" for name in found)
     typer.echo(f"{counted(len(found), 'table')} for capplan calibrate: {flags}")

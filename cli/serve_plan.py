@@ -22,14 +22,14 @@ from capplan.spec import (
     RebalanceSettings,
     Scheduler,
 )
-from capplan.spec.routing import PLAN_ROUTER, stores_everywhere
+from capplan.spec._routing import PLAN_ROUTER, stores_everywhere
 
 if TYPE_CHECKING:
-    from capplan.fleet.instances import InstanceSpec
-    from capplan.fleet.launcher import Launcher
-    from capplan.fleet.rebalancing import RebalancingConfig
-    from capplan.fleet.registered_adapters import RegistrySettings
-    from capplan.fleet.routing import RoutingSettings
+    from capplan.fleet._instances import InstanceSpec
+    from capplan.fleet._launcher import Launcher
+    from capplan.fleet._rebalancing import RebalancingConfig
+    from capplan.fleet._registered_adapters import RegistrySettings
+    from capplan.fleet._routing import RoutingSettings
     from capplan.registry import AdapterRegistry
 
 
@@ -74,7 +74,7 @@ def equal_settings(plan: Plan, groups: Sequence[str]) -> dict[str, Any]:
     InputError
         If the instances are not equal.
     """
-    from capplan.planner.verification.served_rebalancing import equal_engine_args
+    from capplan.planner.verification._served_rebalancing import equal_engine_args
 
     chosen = [group for group in plan.groups if not groups or group.id in groups]
     return equal_engine_args(chosen).model_dump(exclude_none=True) if chosen else {}
@@ -97,10 +97,10 @@ def rebalancing(
     InfeasibleError
         If an instance sustains no load of a rank.
     """
-    from capplan.fleet.rebalancing import RebalancingConfig
-    from capplan.planner.verification.served_rebalancing import served_rebalancer
+    from capplan.fleet._rebalancing import RebalancingConfig
+    from capplan.planner.verification._served_rebalancing import served_rebalancer
     from capplan.registry import AdapterRegistry
-    from capplan.twin.cluster.routers import workload_of
+    from capplan.twin.cluster._routers import workload_of
     from capplan.workload import load_workload
 
     with AdapterRegistry(options.registry, read_only=True) as registry:
@@ -240,18 +240,18 @@ def instance_launcher(
     On this machine they listen at `host` if they announce one, and at the loopback address otherwise.
     """
     if ray_address is None:
-        from capplan.fleet.launcher import LocalLauncher
+        from capplan.fleet._launcher import LocalLauncher
 
         return LocalLauncher(instances) if announce_host is None else LocalLauncher(instances, host)
     require_extra("ray", ("ray",))
-    from capplan.fleet.launcher import RayLauncher
+    from capplan.fleet._launcher import RayLauncher
 
     return RayLauncher(ray_address)
 
 
 def require_listening(ray_address: str | None, host: str, announce_host: str | None) -> None:
     """Raise an `InputError` if instances would announce a host at which they do not listen."""
-    from capplan.server.settings import is_loopback
+    from capplan.server._settings import is_loopback
 
     if announce_host is None:
         return
@@ -345,13 +345,13 @@ def plan_routing(
     InputError
         If it cannot be fitted to the profiles of the groups, or the period is out of range.
     """
-    from capplan.fleet.routing import RoutingSettings
+    from capplan.fleet._routing import RoutingSettings
 
     require_state_period(state_period_s)
     name = router or plan.router or PLAN_ROUTER
     if name == PLAN_ROUTER:
         return RoutingSettings()
-    from capplan.twin.cluster.routers import MODELLED, served_rule
+    from capplan.twin.cluster._routers import MODELLED, served_rule
 
     names = {group.profile for group in groups} if name in MODELLED else set()
     try:
@@ -367,7 +367,7 @@ def plan_registry(registry: str, plan: Plan, groups: Sequence[Group], model_name
 
     Adapters of the plan's other groups are served elsewhere.
     """
-    from capplan.fleet.registered_adapters import RegistrySettings
+    from capplan.fleet._registered_adapters import RegistrySettings
 
     every, own = ({each.name for group in some for each in group.adapters} for some in (plan.groups, groups))
     excluded = frozenset({*(every - own), plan.base_model, model_name})

@@ -14,10 +14,10 @@ import typer
 from capplan.cli.options import AsJson, Quiet, Seed, WorkloadFile, command
 from capplan.cli.output import require_writable_files
 from capplan.errors import InputError
-from capplan.reports.console import Table, percent, print_json, print_table
+from capplan.reports._console import Table, percent, print_json, print_table
 
 if TYPE_CHECKING:
-    from capplan.workload.presets import Preset
+    from capplan.workload._presets import Preset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +44,10 @@ def predictor(args: PredictorArgs) -> None:
     It reads the prompt length, the adapter and the hour of day of a request. Use it with `scheduler:
     {predictor: {kind: learned, file: FILE}}`; adapters are found by their names.
     """
-    from capplan.models.training.length_predictor import PredictorOptions, train_predictor
+    from capplan.models.training._length_predictor import PredictorOptions, train_predictor
     from capplan.spec import write_bytes_atomic
-    from capplan.spec.engine_args import DEFAULT_MAX_MODEL_LEN
-    from capplan.spec.limits import require_duration
+    from capplan.spec._engine_args import DEFAULT_MAX_MODEL_LEN
+    from capplan.spec._limits import require_duration
     from capplan.workload import draw_requests, load_workload
 
     require_duration(args.duration_s)
@@ -101,16 +101,17 @@ class PresetArgs:
 def preset(args: PresetArgs) -> None:
     """List the presets, or write the workload file of one."""
     from capplan.spec import write_text_atomic
-    from capplan.workload import presets
+    from capplan.workload._presets import preset as find_preset
+    from capplan.workload._presets import presets
 
     if args.list_all or args.name is None:
         if args.name is not None:
             raise InputError("does not go with the name of a preset", args.name, "--list")
         if not args.list_all:
             raise InputError("is required, or --list", location="NAME")
-        _show(list(presets.presets().values()), as_json=args.as_json)
+        _show(list(presets().values()), as_json=args.as_json)
         return
-    chosen = presets.preset(args.name)
+    chosen = find_preset(args.name)
     require_writable_files(args.output)
     text = chosen.yaml(*_hardware(chosen, args.profile), gpus=args.gpus, traces=args.traces)
     if args.output is not None:
@@ -126,7 +127,7 @@ def preset(args: PresetArgs) -> None:
 def _hardware(chosen: Preset, name: str | None) -> tuple[str | None, str | None]:
     """Return the profile as the file is to name it, and a base model that it is for."""
     from capplan.datasets import load_profile
-    from capplan.spec.workload import is_profile_path
+    from capplan.spec._workload import is_profile_path
 
     if name is None:
         return None, None

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from capplan.errors import CapplanError, InputError
-from capplan.profiling.campaign_page import (
+from capplan.profiling._campaign_page import (
     COPIES,
     CORRECTNESS,
     DECODE,
@@ -33,10 +33,10 @@ from capplan.profiling.campaign_page import (
     write_page,
 )
 from capplan.spec import read_text, write_text_atomic
-from capplan.spec.files import open_stream
+from capplan.spec._files import open_stream
 
 if TYPE_CHECKING:
-    from capplan.profiling.validation.loop import ClosedLoop
+    from capplan.profiling.validation._loop import ClosedLoop
 
 MOST_SLICE_S: Final = 480.0
 """Budget of a slice; with starting and compiling, a slice stays under nine minutes."""
@@ -107,7 +107,7 @@ class Slice:
 
 def _correctness(setting: SliceSettings) -> SliceResult:
     """Compare the kernels of the device with PyTorch's."""
-    from capplan.profiling.engine.correctness import CorrectnessCase, correctness_rows
+    from capplan.profiling.engine._correctness import CorrectnessCase, correctness_rows
 
     tiny = CorrectnessCase(
         model="tiny-llama", ranks=(4, 8), prompts=(1, 16, 17, 40), repeats=1, output_tokens=3
@@ -123,7 +123,7 @@ def _correctness(setting: SliceSettings) -> SliceResult:
 
 def _copies(setting: SliceSettings) -> SliceResult:
     """Measure copies, to which kernels and loads are compared."""
-    from capplan.profiling.kernels.measure import copy_rows
+    from capplan.profiling.kernels._measure import copy_rows
 
     rows = copy_rows(setting.device)
     _write_table(setting.folder / COPIES, rows)
@@ -133,7 +133,7 @@ def _copies(setting: SliceSettings) -> SliceResult:
 
 def _decode(points: Mapping[str, Any], setting: SliceSettings) -> SliceResult:
     """Time decode steps of a grid against the bytes that they must move."""
-    from capplan.profiling.engine.decode import DecodeGrid, decode_rows
+    from capplan.profiling.engine._decode import DecodeGrid, decode_rows
 
     grid = DecodeGrid(**points)
     model = "meta-llama/Llama-3.1-8B-Instruct"
@@ -181,8 +181,8 @@ def _kernels(width: int, phase: str, setting: SliceSettings) -> SliceResult:
     """Time kernels at one hidden size."""
     if phase == "crossover" and setting.device == "cpu":
         return SliceResult(True, "the kernels in question run on a GPU")
-    from capplan.profiling.kernels.cases import SamplingLimits
-    from capplan.profiling.kernels.measure import KernelProfilingOptions, measure
+    from capplan.profiling.kernels._cases import SamplingLimits
+    from capplan.profiling.kernels._measure import KernelProfilingOptions, measure
 
     grid = "wide" if phase == "decode" else phase
     options = KernelProfilingOptions(
@@ -198,7 +198,7 @@ def _kernels(width: int, phase: str, setting: SliceSettings) -> SliceResult:
 
 def _loop(setting: SliceSettings) -> ClosedLoop:
     """Return the closed loop of a campaign: Llama-3.1-8B with random weights, or the tiny one."""
-    from capplan.profiling.validation.loop import ClosedLoop, LoopSettings
+    from capplan.profiling.validation._loop import ClosedLoop, LoopSettings
 
     if setting.tiny:
         known = LoopSettings(
@@ -255,7 +255,7 @@ def _plan(setting: SliceSettings) -> SliceResult:
 
 def _validation(load: float, setting: SliceSettings) -> SliceResult:
     """Run the plan at a share of its capacity."""
-    from capplan.profiling.validation.loop import VoidError
+    from capplan.profiling.validation._loop import VoidError
 
     duration_s = min(_VALIDATION_S[1], setting.budget_s - _VALIDATION_MORE_S)
     try:
@@ -346,7 +346,7 @@ class Campaign:
     def __init__(
         self, folder: str | Path, device: str, parts: Sequence[Slice] | None = None, *, tiny: bool = False
     ) -> None:
-        from capplan.engine.affinity import device_name
+        from capplan.engine._affinity import device_name
 
         self.folder = Path(folder)
         self._device = device
@@ -385,7 +385,7 @@ class Campaign:
     def _run_part(
         self, each: Slice, left_s: float, log: Callable[[str], None], now_s: Callable[[], float]
     ) -> bool:
-        from capplan.profiling.machine import describe
+        from capplan.profiling._machine import describe
 
         progress = self.progress[each.name]
         setting = SliceSettings(self._device, self.folder, left_s, tiny=bool(self._of["tiny"]))
@@ -440,7 +440,7 @@ def _gpus(device: str) -> int:
 
 def default_folder(device: str) -> Path:
     """Return ``datasets/<gpu>`` for the device's chip."""
-    from capplan.engine.affinity import device_name
+    from capplan.engine._affinity import device_name
 
     name = re.sub(r"[^a-z0-9]+", "-", device_name(device).lower().removeprefix("nvidia ")).strip("-")
     return Path("datasets") / name

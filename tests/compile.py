@@ -14,13 +14,13 @@ from typing import Final
 
 from capplan import Adapter, Lengths, Workload, load_profile, load_surrogate, plan, simulate
 from capplan.engine import Engine
-from capplan.engine.core_process import warm_up
+from capplan.engine._core_process import warm_up
 from capplan.serving import Limits, commit, finish, new_state, schedule, submit
 from capplan.twin.cluster import Instance, simulate_cluster
-from capplan.twin.cluster.python_loop import run_with
-from capplan.twin.cluster.routers import build_rule
-from capplan.twin.cluster.run import run_cluster
-from capplan.twin.instance.core import run
+from capplan.twin.cluster._python_loop import run_with
+from capplan.twin.cluster._routers import build_rule
+from capplan.twin.cluster._run import run_cluster
+from capplan.twin.instance._core import run
 from tests.engine.engines import TINY_MODEL
 from tests.oracle.routers import reference_router
 from tests.serving.pooled_worlds import last_of, make_pooled_world

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "capplan"
 # Two slots are used by adapters 1, 2 and 1 again; then 3 needs one. Who still has a slot?
 _PROGRAM = """
 from capplan.serving import Limits, new_state
-from capplan.serving.vllm.adapter_slots import acquire_adapter, release_adapter
+from capplan.serving.vllm._adapter_slots import acquire_adapter, release_adapter
 
 limits = Limits(8, 64, 64, 2, 4, 4, 0, 0, 0)
 state = new_state(8, 4, 64, limits)

@@ -166,8 +166,8 @@ def test_every_flag_in_the_pages_is_one_of_some_program() -> None:
 
 
 def test_the_errors_of_composed_profiles_are_those_of_their_fit() -> None:
-    from capplan.models.compose.lora import CARRIED_STD_ERROR
-    from capplan.models.compose.profile import composition_terms
+    from capplan.models.compose._lora import CARRIED_STD_ERROR
+    from capplan.models.compose._profile import composition_terms
 
     terms = composition_terms()
     left_out = [each.error_percent for each in terms.left_out]
@@ -178,7 +178,7 @@ def test_the_errors_of_composed_profiles_are_those_of_their_fit() -> None:
 
 
 def test_the_gpus_of_composed_profiles_are_those_with_operators() -> None:
-    from capplan.models.compose.tables import SYSTEMS
+    from capplan.models.compose._tables import SYSTEMS
 
     page = (DOCS / "how-it-works" / "compose.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([^`]+)` \| `([^`]+)` \| 1, 2, 4, 8 \|$", page, re.MULTILINE)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.measured.case import Deployment
 from capplan import Profile
-from capplan.models.step_latency import (
+from capplan.models._step_latency import (
     StepFeatures,
     StepRanks,
     coefficient_array,

@@ -36,9 +36,9 @@ from benchmarks.papers.placement_records import (
     workload_of,
 )
 from capplan import EngineConfig, InputError, Workload
-from capplan.datasets.published.runs import MAX_NUM_SEQS, TOKEN_BUDGET
+from capplan.datasets.published._runs import MAX_NUM_SEQS, TOKEN_BUDGET
 from capplan.planner import SolverResult
-from capplan.twin.sweep import in_parallel
+from capplan.twin._sweep import in_parallel
 
 RATES_RPS: Final = MappingProxyType(
     {

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final, Protocol
 
-from capplan.deploy.vllm import TOP_NAMES, download_notes, vllm_files
+from capplan.deploy._vllm import TOP_NAMES, download_notes, vllm_files
 from capplan.errors import InputError
 from capplan.spec import Plan
 

@@ -8,11 +8,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from capplan.planner.api import plan
-    from capplan.planner.comparison import SolverComparison, SolverResult, compare
-    from capplan.planner.document.without_scheduling import verify_without_scheduling
-    from capplan.planner.problem.problem import Assignment, Problem
-    from capplan.planner.solvers.base import RequiredEstimator, Solver, SolverContext
+    from capplan.planner._api import plan
+    from capplan.planner._comparison import SolverComparison, SolverResult, compare
+    from capplan.planner.document._without_scheduling import verify_without_scheduling
+    from capplan.planner.problem._problem import Assignment, Problem
+    from capplan.planner.solvers._base import RequiredEstimator, Solver, SolverContext
 
 __all__ = [
     "SOLVERS",

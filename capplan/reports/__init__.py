@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from capplan.errors import InputError
-from capplan.spec.display import Plotted
+from capplan.spec._display import Plotted
 
 if TYPE_CHECKING:
     from capplan.planner import SolverComparison
@@ -50,16 +50,16 @@ def report(
     from capplan.spec import Plan, write_text_atomic
 
     if isinstance(result, Plan):
-        from capplan.reports.pages.plan import plan_page
+        from capplan.reports.pages._plan import plan_page
 
         page = plan_page(f"of {result.base_model}", result, explanation)
     elif isinstance(result, SolverComparison):
-        from capplan.reports.pages.comparison import comparison_page
+        from capplan.reports.pages._comparison import comparison_page
 
         bounds = None if workload is None else workload.slo.latency_bounds()
         page = comparison_page(result, "a workload", bounds)
     else:
-        from capplan.reports.pages.simulation import NamedResults, simulation_page
+        from capplan.reports.pages._simulation import NamedResults, simulation_page
 
         if workload is None:
             raise InputError("is required with simulations", location="workload")
@@ -74,7 +74,7 @@ def report(
 
 
 def _draw(result: Plotted) -> Any:
-    from capplan.reports.pages.figures import figure_of
+    from capplan.reports.pages._figures import figure_of
 
     return figure_of(result)
 

@@ -1,10 +1,10 @@
 """OpenAI-compatible server of the engine; docs/how-it-works/engine.md follows one request through it."""
 
-from capplan.server.limits import ServerLimits
-from capplan.server.process import DrainingServer, InstanceConfig, bind, run_instance, url_of
-from capplan.server.routes import ServerApp
-from capplan.server.service import Service
-from capplan.server.settings import PoolSettings, ServerSettings
+from capplan.server._limits import ServerLimits
+from capplan.server._process import DrainingServer, InstanceConfig, bind, run_instance, url_of
+from capplan.server._routes import ServerApp
+from capplan.server._service import Service
+from capplan.server._settings import PoolSettings, ServerSettings
 
 __all__ = [
     "DrainingServer",

@@ -1,10 +1,10 @@
 """The serving rules: pure functions over flat arrays, which engine and twin call once a step."""
 
-from capplan.serving.memory import adapter_bytes, adapter_pages, kv_bytes_per_token, slot_bytes, weight_bytes
-from capplan.serving.rules import RULES, ServingRules, serving_rules
-from capplan.serving.scheduler import can_run, commit, finish, schedule, submit
+from capplan.serving._memory import adapter_bytes, adapter_pages, kv_bytes_per_token, slot_bytes, weight_bytes
+from capplan.serving._rules import RULES, ServingRules, serving_rules
+from capplan.serving._scheduler import can_run, commit, finish, schedule, submit
 from capplan.serving.state import NONE, Limits, State, new_state
-from capplan.serving.vllm.adapter_slots import adapter_loaded
+from capplan.serving.vllm._adapter_slots import adapter_loaded
 
 __all__ = [
     "NONE",

@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan._jit import by_reference
-from capplan.serving.pooled.state import NoPool, PooledState, new_pooled
-from capplan.serving.structures import (
+from capplan.serving._structures import (
     ABSENT,
     Heap,
     Records,
@@ -29,6 +28,7 @@ from capplan.serving.structures import (
     new_record,
     new_rings,
 )
+from capplan.serving.pooled._state import NoPool, PooledState, new_pooled
 
 _COUNTERS = int_fields(
     "tick",  # steps committed so far in which decoding rows advanced
@@ -104,7 +104,7 @@ class Limits(NamedTuple):
     unhashed_to_front: int = 0
     load_beside: int = 0
     policy: int = VLLM
-    # -- POOLED only; codes of `capplan.serving.pooled.state` --
+    # -- POOLED only; codes of `capplan.serving.pooled._state` --
     order: int = 0
     admit_every: int = 1
     cache: int = 0

@@ -24,7 +24,7 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from capplan._jit import by_reference, jit
-from capplan.serving import scheduler
+from capplan.serving import _scheduler as scheduler
 from capplan.serving.state import POOLED, VLLM, Limits, State, new_state
 
 _WORD_BYTES: Final = 8

@@ -1,9 +1,9 @@
 """Documents: workloads, plans, profiles, and their validation rules."""
 
-from capplan.spec.engine_args import EngineArgs, EngineConfig
-from capplan.spec.files import read_text, write_bytes_atomic, write_text_atomic
-from capplan.spec.lengths import LengthPairs, Lengths
-from capplan.spec.plan import (
+from capplan.spec._engine_args import EngineArgs, EngineConfig
+from capplan.spec._files import read_text, write_bytes_atomic, write_text_atomic
+from capplan.spec._lengths import LengthPairs, Lengths
+from capplan.spec._plan import (
     Binds,
     Group,
     GroupVerification,
@@ -15,8 +15,8 @@ from capplan.spec.plan import (
     Totals,
     Verification,
 )
-from capplan.spec.predicted import Percentiles, Predicted, SchedulingPrediction, SizePrediction
-from capplan.spec.profile import (
+from capplan.spec._predicted import Percentiles, Predicted, SchedulingPrediction, SizePrediction
+from capplan.spec._profile import (
     Coefficient,
     Fit,
     FittedModel,
@@ -31,12 +31,12 @@ from capplan.spec.profile import (
     TableAxis,
     Uncertainty,
 )
-from capplan.spec.queues import QueueClass, QueueConfig, Queues, Wrs
-from capplan.spec.routing import RebalanceSettings, RouterOptions
-from capplan.spec.scheduling import Cache, Predictor, Scheduler
-from capplan.spec.slo import STARVED_BELOW, Gpus, Objective, Pool, Slo
-from capplan.spec.trace import TimeUnit, Trace, TraceFormat
-from capplan.spec.traffic import (
+from capplan.spec._queues import QueueClass, QueueConfig, Queues, Wrs
+from capplan.spec._routing import RebalanceSettings, RouterOptions
+from capplan.spec._scheduling import Cache, Predictor, Scheduler
+from capplan.spec._slo import STARVED_BELOW, Gpus, Objective, Pool, Slo
+from capplan.spec._trace import TimeUnit, Trace, TraceFormat
+from capplan.spec._traffic import (
     ArrivalProcess,
     Arrivals,
     Burst,
@@ -47,9 +47,9 @@ from capplan.spec.traffic import (
     Stickiness,
     Unpredictable,
 )
-from capplan.spec.validation import LORA_RANKS, allowed_lora_rank
-from capplan.spec.workload import Adapter, BaseTraffic, Workload
-from capplan.spec.workload_file import WorkloadFile
+from capplan.spec._validation import LORA_RANKS, allowed_lora_rank
+from capplan.spec._workload import Adapter, BaseTraffic, Workload
+from capplan.spec._workload_file import WorkloadFile
 
 __all__ = [
     "LORA_RANKS",

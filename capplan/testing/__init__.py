@@ -1,13 +1,13 @@
 """For users who plug in parts of their own, and for our tests: contracts and integrity checks."""
 
-from capplan.testing.contracts import (
+from capplan.testing._contracts import (
     Capacity,
     RouterContract,
     SolverContract,
     example_cluster,
     example_problem,
 )
-from capplan.testing.integrity import check_integrity
+from capplan.testing._integrity import check_integrity
 
 __all__ = [
     "Capacity",

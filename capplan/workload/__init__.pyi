@@ -1,7 +1,7 @@
-from .lengths import LengthTable, length_table
-from .load import load_workload
-from .requests import Requests, draw_requests
-from .trace_files import read_length_pairs, read_trace
+from ._lengths import LengthTable, length_table
+from ._load import load_workload
+from ._requests import Requests, draw_requests
+from ._trace_files import read_length_pairs, read_trace
 
 __all__ = [
     "LengthTable",

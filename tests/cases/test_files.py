@@ -17,10 +17,10 @@ import pytest
 
 import capplan._jit as compile_
 from capplan import InputError
-from capplan.engine.timing import RecordFile
-from capplan.profiling.load.record import RequestFile
+from capplan.engine._timing import RecordFile
+from capplan.profiling.load._record import RequestFile
 from capplan.spec import write_text_atomic
-from capplan.workload.predictors import FEATURES, read_predictor
+from capplan.workload._predictors import FEATURES, read_predictor
 from tests.cli.conftest import command, environment, error_line
 from tests.fuzz.case import PROFILE
 from tests.fuzz.file_inputs import (
@@ -275,7 +275,7 @@ def test_26_compiled_files_that_others_can_have_written_are_not_read(
 
 
 def test_compiled_kernels_of_the_engine_use_the_checked_cache() -> None:
-    from capplan.engine.kernels import cpu
+    from capplan.engine.kernels import _cpu as cpu
 
     kernels = [each for each in vars(cpu).values() if hasattr(each, "py_func")]
     assert kernels

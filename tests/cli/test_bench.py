@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from capplan.cli.progress import numbers
-from capplan.profiling.load.bench import LoadProgress
-from capplan.profiling.load.result import BenchResult
-from capplan.profiling.load.vllm_bench import read_vllm_bench
+from capplan.profiling.load._bench import LoadProgress
+from capplan.profiling.load._result import BenchResult
+from capplan.profiling.load._vllm_bench import read_vllm_bench
 from tests.cli.conftest import Run, command, environment, error_line
 from tests.cli.examples import write_inputs
 from tests.cli.test_report import own

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from capplan import list_profiles
-from capplan.datasets import profile_files
+from capplan.datasets import _profile_files as profile_files
 from capplan.spec import Totals, Verification
 from tests.cli.conftest import Run, error_line
 from tests.cli.examples import WORKLOAD, group, profile_document, small_plan, verdict

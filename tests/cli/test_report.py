@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.reports.console import Table
-from capplan.reports.pages import page
-from capplan.reports.pages.figures import (
+from capplan.reports._console import Table
+from capplan.reports.pages import _page as page
+from capplan.reports.pages._figures import (
     Axis,
     Chart,
     Curve,

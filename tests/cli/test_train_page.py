@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from capplan import load_profile
-from capplan.models.surrogates.features import FEATURES
-from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, PROBABILITY, Tree
-from capplan.models.training.data import DatasetRequest, DatasetResult, Manifest
-from capplan.models.training.refinement import FrontPoint, Refinement
-from capplan.models.training.train import Trained
-from capplan.reports.pages.training import training_page
+from capplan.models.surrogates._features import FEATURES
+from capplan.models.surrogates._tree import LOG_OVER_EXPECTED, PROBABILITY, Tree
+from capplan.models.training._data import DatasetRequest, DatasetResult, Manifest
+from capplan.models.training._refinement import FrontPoint, Refinement
+from capplan.models.training._train import Trained
+from capplan.reports.pages._training import training_page
 from tests.cli.test_report import HOSTILE, figures_of, parsed
 from tests.cli.test_report_browser import CHROMIUM, browse, drawn
 

@@ -1,6 +1,6 @@
 import pytest
 
-from capplan.datasets.catalog import arch_of, model_arch, model_archs
+from capplan.datasets._catalog import arch_of, model_arch, model_archs
 from capplan.errors import InputError
 from capplan.serving import weight_bytes
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from capplan import errors, list_profiles, load_profile
-from capplan.datasets import profile_files
+from capplan.datasets import _profile_files as profile_files
 from tests.cli.examples import profile_document
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from capplan.registry import AdapterRegistry, read_adapter
 from capplan.server import PoolSettings
-from capplan.server.adapter_pool import OWNER_FILE, PoolParams
-from capplan.server.transfer import TransferParams
+from capplan.server._adapter_pool import OWNER_FILE, PoolParams
+from capplan.server._transfer import TransferParams
 from tests.engine.live import ADMIN_KEY, TINY, Live, live
 from tests.engine.test_faults import Answer, complete, send, tokens_of
 from tests.engine.test_generate import write_adapter

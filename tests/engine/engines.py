@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from capplan.engine import Completion, Engine, ModelConfig, SamplingParams
-from capplan.engine.engine import Prompt
-from capplan.engine.engine_core import EngineCore
-from capplan.engine.request import Request
+from capplan.engine._engine import Prompt
+from capplan.engine._engine_core import EngineCore
+from capplan.engine._request import Request
 from capplan.serving import NONE, State
 from capplan.testing import check_integrity
 

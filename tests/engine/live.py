@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from capplan.engine import Engine, ModelConfig
-from capplan.engine.core_process import CoreLoop, warm_up
+from capplan.engine._core_process import CoreLoop, warm_up
 from capplan.server import DrainingServer, ServerApp, ServerSettings, Service, bind, url_of
-from capplan.server.adapter_pool import PoolParams, open_pool
+from capplan.server._adapter_pool import PoolParams, open_pool
 from tests.engine.engines import check_engine
 
 T = TypeVar("T")

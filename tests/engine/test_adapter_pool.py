@@ -22,9 +22,9 @@ pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
 from capplan.errors import InputError
 from capplan.registry import RegisteredAdapter, read_adapter
 from capplan.server import PoolSettings, ServerLimits
-from capplan.server.adapter_pool import PoolParams
-from capplan.server.limiter import transfer_key
-from capplan.server.transfer import TransferParams
+from capplan.server._adapter_pool import PoolParams
+from capplan.server._limiter import transfer_key
+from capplan.server._transfer import TransferParams
 from tests.engine.adapter_fleet import (
     NAMES,
     QUICK,
@@ -600,7 +600,7 @@ def test_a_full_disk_is_a_refusal(fleet: Fleet, monkeypatch: pytest.MonkeyPatch)
         raise OSError(28, "No space left on device")
 
     with fleet.server("s0") as s0:
-        monkeypatch.setattr("capplan.engine.lora.store.sync", full)
+        monkeypatch.setattr("capplan.engine.lora._store.sync", full)
         assert refusal(s0, "a") == (503, "storage")
         monkeypatch.undo()
         fleet.check("s0")

@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.server.state import ConcurrencyLimit
+from capplan.server._state import ConcurrencyLimit
 
 MOST = 500
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from capplan.engine import Engine, SamplingParams
-from capplan.engine.lora.loader import CopyStream, CudaCopyStream
+from capplan.engine.lora._loader import CopyStream, CudaCopyStream
 from tests.engine.engines import TINY_MODEL, TimedRequest, replay
 
 ADAPTERS = {"a": 3, "b": 8, "c": 5}

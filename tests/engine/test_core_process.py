@@ -21,9 +21,9 @@ import pytest
 
 from capplan import __version__
 from capplan.engine import Engine
-from capplan.engine.affinity import allowed_cpus, device_name
-from capplan.engine.core_process import AWAKE_S, CoreProcess
-from capplan.engine.messages import CoreSettings, FrameReader, Reply, StepTokens, frame
+from capplan.engine._affinity import allowed_cpus, device_name
+from capplan.engine._core_process import AWAKE_S, CoreProcess
+from capplan.engine._messages import CoreSettings, FrameReader, Reply, StepTokens, frame
 from capplan.errors import InputError
 from tests.cli.conftest import environment
 from tests.engine.test_generate import write_adapter

@@ -7,13 +7,13 @@ import torch
 pytest.importorskip("triton", reason="the helpers are those of the GPU's kernels (extra `engine`)")
 
 from capplan.engine import ModelConfig
-from capplan.engine.input_batch import Decodes, ModelInputs, Segment
-from capplan.engine.kernels.cpu import GEMM_FROM, CompiledAttention, CompiledLoRA, CompiledNorms
-from capplan.engine.lora.adapter import SITES, B
-from capplan.engine.lora.memory import RowTables
-from capplan.engine.models.decoder import KvCache, RopeTable
-from capplan.engine.models.weights import Linear
-from capplan.engine.pool import PagePool, kv_page_elements
+from capplan.engine._input_batch import Decodes, ModelInputs, Segment
+from capplan.engine._pool import PagePool, kv_page_elements
+from capplan.engine.kernels._cpu import GEMM_FROM, CompiledAttention, CompiledLoRA, CompiledNorms
+from capplan.engine.lora._adapter import SITES, B
+from capplan.engine.lora._memory import RowTables
+from capplan.engine.models._decoder import KvCache, RopeTable
+from capplan.engine.models._weights import Linear
 from tests.engine.test_kernels import CONFIG, LAYOUT, S_MAX, expected, memory_of, random_adapter
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
-from capplan.fleet.rebalancing import DemandMeter
+from capplan.fleet._rebalancing import DemandMeter
 
 NAMES = (None, "x", "y")
 

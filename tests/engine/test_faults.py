@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from capplan.engine import Engine
-from capplan.engine.engine_core import StepOutput
+from capplan.engine._engine_core import StepOutput
 from capplan.engine.lora import PeftFolder
 from capplan.server import ServerLimits
-from capplan.server.protocol import _ANY, _UNSUPPORTED, ChatRequest, CompletionRequest
+from capplan.server._protocol import _ANY, _UNSUPPORTED, ChatRequest, CompletionRequest
 from tests.engine.live import ADMIN_KEY, SIZES, TINY, Live, live
 from tests.engine.test_generate import write_adapter
 
@@ -669,7 +669,7 @@ def test_too_many_prompts_are_refused_before_tokenization(server: Live) -> None:
 
 
 def test_a_hanging_engine_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("capplan.server.routes._HEALTH_S", 0.2)
+    monkeypatch.setattr("capplan.server._routes._HEALTH_S", 0.2)
     with live(ADAPTERS) as server:
         resume = threading.Event()
         step = server.engine.step

@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from capplan import InfeasibleError, InputError
 from capplan.engine import Engine, ModelConfig, SamplingParams
-from capplan.engine.models.config import config_from_hf
-from capplan.engine.request import Request
-from capplan.engine.sampler import sample
-from capplan.engine.timing import RecordFile
+from capplan.engine._request import Request
+from capplan.engine._sampler import sample
+from capplan.engine._timing import RecordFile
+from capplan.engine.models._config import config_from_hf
 from tests.engine.engines import TINY_MODEL, TimedRequest, check_engine, replay
 
 TINY = TINY_MODEL.replace(layers=2, eos_token_ids=(7,))
@@ -65,7 +65,7 @@ def test_the_tokenizer_of_the_model_folder_is_used(tmp_path: Path) -> None:
 def save_model(engine: Engine, folder: Path) -> None:
     """Write an engine's random model in Hugging Face's format."""
     from capplan.engine.models import random_weights
-    from capplan.engine.models.weights import _targets
+    from capplan.engine.models._weights import _targets
 
     weights = random_weights(engine.config, torch.float32, torch.device("cpu"))
     tensors = {name: target.tensor.clone() for name, target in _targets(engine.config, weights).items()}

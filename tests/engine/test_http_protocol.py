@@ -14,8 +14,8 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from capplan.server import ServerLimits
-from capplan.server.http_protocol import CLIENT, ConnectionCap
-from capplan.server.state import ByteBudget
+from capplan.server._http_protocol import CLIENT, ConnectionCap
+from capplan.server._state import ByteBudget
 
 REQUEST = b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
 START = {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]}

@@ -17,20 +17,20 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="the kernels need triton (extra `engine`)")
 
 from capplan.engine import ModelConfig
-from capplan.engine.input_batch import Prefill, Segment
-from capplan.engine.kernels.triton_attention import (
+from capplan.engine._input_batch import Prefill, Segment
+from capplan.engine._pool import PagePool, kv_page_elements
+from capplan.engine.kernels._triton_attention import (
     attention_splits,
     decode_launches,
     prompt_launch,
     prompt_tiles,
 )
-from capplan.engine.kernels.triton_lora import Kind, TritonLoRA
-from capplan.engine.kernels.triton_lora_kernels import shrink_tiles, shrink_tokens
+from capplan.engine.kernels._triton_lora import Kind, TritonLoRA
+from capplan.engine.kernels._triton_lora_kernels import shrink_tiles, shrink_tokens
 from capplan.engine.lora import AdapterLayout, HostAdapter
-from capplan.engine.lora.adapter import MODULES, SITES, pack
-from capplan.engine.lora.memory import AdapterMemory, RowTables, StaticSlots, UnifiedPages
-from capplan.engine.models.decoder import KvCache
-from capplan.engine.pool import PagePool, kv_page_elements
+from capplan.engine.lora._adapter import MODULES, SITES, pack
+from capplan.engine.lora._memory import AdapterMemory, RowTables, StaticSlots, UnifiedPages
+from capplan.engine.models._decoder import KvCache
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CONFIG = ModelConfig(
@@ -85,7 +85,7 @@ def test_slots_are_freed_with_their_last_reference() -> None:
 
 def expected(adapter: HostAdapter, layer: int, site: int, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Return the expected `out` in float64."""
-    from capplan.engine.lora.memory import AdapterPlacement
+    from capplan.engine.lora._memory import AdapterPlacement
 
     offsets = np.concatenate([[0], np.cumsum(LAYOUT.row_lengths(adapter.ranks))])[:-1]
     views = AdapterPlacement(LAYOUT, adapter.flat.to(DEVICE), adapter.ranks, offsets).views[layer][site]

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from capplan import InputError
-from capplan.fleet.proxy import ForwardedRequest
+from capplan.fleet._proxy import ForwardedRequest
 from capplan.server import ServerLimits
-from capplan.server.protocol import ApiError, parsed
-from capplan.server.state import ByteBudget
+from capplan.server._protocol import ApiError, parsed
+from capplan.server._state import ByteBudget
 from tests.engine.live import Live, live
 
 LIMITS = ServerLimits(

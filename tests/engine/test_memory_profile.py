@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan.engine import Engine
-from capplan.engine import engine as setup
-from capplan.engine.memory_profile import LiveBytes, held_bytes, peak_bytes
-from capplan.engine.worker import MeasuredMemory, Worker
+from capplan.engine import _engine as setup
+from capplan.engine._memory_profile import LiveBytes, held_bytes, peak_bytes
+from capplan.engine._worker import MeasuredMemory, Worker
 from capplan.spec import EngineArgs
 from tests.engine.engines import TINY_MODEL
 

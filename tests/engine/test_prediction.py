@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from capplan import InputError
-from capplan.engine.engine import OutputPredictor
+from capplan.engine._engine import OutputPredictor
 from capplan.spec import Predictor
-from capplan.workload.predictors import length_classes
+from capplan.workload._predictors import length_classes
 
 
 def test_an_oracle_is_the_declared_length() -> None:

@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
-from capplan.fleet.rebalancing import PostParams, RebalanceLoop, RebalancingConfig
-from capplan.fleet.registered_adapters import RegistrySettings
+from capplan.fleet._rebalancing import PostParams, RebalanceLoop, RebalancingConfig
+from capplan.fleet._registered_adapters import RegistrySettings
 from capplan.registry import AdapterRegistry, RegisteredAdapter
 from capplan.serving.rebalancing import AdapterDemand, Rebalancer, RebalanceSettings, ReplanRequest
 from tests.engine.fake_instances import Routed, routed, tiny_plan

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
-from capplan.fleet.rebalancing import RebalanceLoop, RefusedAdapters
+from capplan.fleet._rebalancing import RebalanceLoop, RefusedAdapters
 from capplan.registry import AdapterRegistry
 from tests.engine.fake_instances import Routed
 from tests.engine.test_rebalance_loop import RANKS, config_of, placement, registry, run

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
-from capplan.fleet.registered_adapters import (
+from capplan.fleet._registered_adapters import (
     RateLimit,
     RegisteredAdapters,
     RegistrySettings,

@@ -9,7 +9,7 @@ pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
 from capplan import InputError
 from capplan.registry import read_adapter
 from capplan.server import ServerLimits
-from capplan.server.adapter_pool import PoolParams
+from capplan.server._adapter_pool import PoolParams
 from tests.engine.adapter_fleet import Fleet, answer, ask, refusal, share, until
 from tests.engine.test_faults import tokens_of
 from tests.spec.test_registry_restored import back_up, put_in_place

@@ -13,7 +13,7 @@ pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)
 
 import aiohttp
 
-from capplan.fleet.instance_client import InstanceClient
+from capplan.fleet._instance_client import InstanceClient
 from tests.engine.fake_instances import QUICK, Routed, events, routed
 
 PINGS = replace(QUICK, ping_every_s=0.05, ping_timeout_s=0.2)

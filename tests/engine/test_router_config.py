@@ -16,14 +16,15 @@ pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)
 
 from capplan import InputError
 from capplan.cli.serve_plan import PlanProfiles
-from capplan.datasets import load_profile, profile_files
-from capplan.engine.settings import EngineOptions
-from capplan.fleet import app as router_process
-from capplan.fleet.app import merged
-from capplan.fleet.instances import ServingOptions, gpus_of, instances_of, spread_over_gpus
-from capplan.fleet.routing import InstanceRouter
-from capplan.fleet.supervisor import RouterConfig
-from capplan.models.memory import gpu_load_ms
+from capplan.datasets import _profile_files as profile_files
+from capplan.datasets import load_profile
+from capplan.engine._settings import EngineOptions
+from capplan.fleet import _app as router_process
+from capplan.fleet._app import merged
+from capplan.fleet._instances import ServingOptions, gpus_of, instances_of, spread_over_gpus
+from capplan.fleet._routing import InstanceRouter
+from capplan.fleet._supervisor import RouterConfig
+from capplan.models._memory import gpu_load_ms
 from capplan.spec import Cache, PlanBase, Profile, QueueClass, Queues, Wrs
 from capplan.twin.cluster import Candidate, RoutedRequest
 from tests.cli.conftest import Run, error_line, run

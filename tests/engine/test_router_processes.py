@@ -21,7 +21,7 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
-from capplan.fleet.instances import ServingOptions, instances_of
+from capplan.fleet._instances import ServingOptions, instances_of
 from tests.cli.conftest import command, environment
 from tests.engine.fake_instances import events, tiny_plan
 
@@ -199,7 +199,7 @@ def test_an_engine_process_does_not_outlive_its_parent() -> None:
     [spec] = instances_of(tiny_plan(), ServingOptions("tiny-llama", "base"), ["g0"])
     read, write = os.pipe()
     child = subprocess.Popen(
-        [sys.executable, "-m", "capplan.fleet.launcher"],
+        [sys.executable, "-m", "capplan.fleet._launcher"],
         stdin=read,
         stdout=subprocess.DEVNULL,
         env=environment(),

@@ -13,11 +13,11 @@ import aiohttp
 import ray
 
 from capplan import InputError
-from capplan.fleet.app import RouterServer
-from capplan.fleet.instances import ServingOptions, instances_of
-from capplan.fleet.launcher import RayLauncher
-from capplan.fleet.proxy import RouterState
-from capplan.fleet.supervisor import InstanceFleet, RouterConfig
+from capplan.fleet._app import RouterServer
+from capplan.fleet._instances import ServingOptions, instances_of
+from capplan.fleet._launcher import RayLauncher
+from capplan.fleet._proxy import RouterState
+from capplan.fleet._supervisor import InstanceFleet, RouterConfig
 from capplan.server import ServerSettings, bind, url_of
 from tests.cli.conftest import ROOT
 from tests.engine.fake_instances import QUICK, tiny_plan
@@ -38,7 +38,7 @@ def engines() -> list[psutil.Process]:
     return [
         each
         for each in psutil.Process().children(recursive=True)
-        if each.status() != psutil.STATUS_ZOMBIE and "capplan.fleet.launcher" in each.cmdline()
+        if each.status() != psutil.STATUS_ZOMBIE and "capplan.fleet._launcher" in each.cmdline()
     ]
 
 

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
 from capplan import InputError
-from capplan.fleet.routing import Choice, InstanceRouter, RoutingSettings
+from capplan.fleet._routing import Choice, InstanceRouter, RoutingSettings
 from capplan.serving.routers import ROUTERS, LeastWorkLeft, Toppings
-from capplan.serving.routers.choose import RoutingRule
-from capplan.serving.routers.fleet import ACTIVE, AWAITED, RESIDENT, report_time_ns
-from capplan.spec.routing import ROUTER_NAMES
+from capplan.serving.routers._choose import RoutingRule
+from capplan.serving.routers._fleet import ACTIVE, AWAITED, RESIDENT, report_time_ns
+from capplan.spec._routing import ROUTER_NAMES
 from capplan.twin.cluster import Candidate, RoutedRequest
-from capplan.twin.cluster.routers import plain_rule
-from capplan.twin.instance.host_link import NEVER_NS
+from capplan.twin.cluster._routers import plain_rule
+from capplan.twin.instance._host_link import NEVER_NS
 from tests.engine.fake_instances import idle_state
 from tests.engine.test_router import run
 from tests.oracle.routers import (

@@ -15,10 +15,10 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from capplan import InputError
 from capplan.engine import Engine
-from capplan.engine.tokenizer import ByteTokenizer, FileTokenizer
+from capplan.engine._tokenizer import ByteTokenizer, FileTokenizer
 from capplan.server import ServerLimits
-from capplan.server.chat_template import chat_template
-from capplan.server.protocol import ChatMessage
+from capplan.server._chat_template import chat_template
+from capplan.server._protocol import ChatMessage
 from tests.engine.live import SIZES, TINY, Live
 
 TALK = [

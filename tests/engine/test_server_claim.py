@@ -17,10 +17,10 @@ import pytest
 pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
 
 from capplan import InputError
-from capplan.engine.lora.store import AdapterStore
+from capplan.engine.lora._store import AdapterStore
 from capplan.registry import AdapterRegistry
-from capplan.registry.adapter import RegisteredServer
-from capplan.server.adapter_pool import OwnedFolder, PoolParams, ServerClaim
+from capplan.registry._adapter import RegisteredServer
+from capplan.server._adapter_pool import OwnedFolder, PoolParams, ServerClaim
 from tests.cli.conftest import environment
 from tests.engine.adapter_fleet import NAMES, Fleet, answer, refusal, share, until
 from tests.engine.test_adapter_copies import checks, flip_a_bit

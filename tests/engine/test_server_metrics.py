@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from capplan.fleet.routing import ReportedState
-from capplan.server.metrics import Histogram
-from capplan.serving.routers.fleet import RESIDENT
+from capplan.fleet._routing import ReportedState
+from capplan.server._metrics import Histogram
+from capplan.serving.routers._fleet import RESIDENT
 from capplan.spec import QueueClass, Queues, Wrs
 from tests.engine.live import Live, live
 from tests.engine.test_faults import complete, send

@@ -51,7 +51,7 @@ def run_words(words: Sequence[str]) -> int:
 
 def preload() -> None:
     """Import and load what commands use, once for all cases."""
-    import capplan.reports.pages.page  # noqa: F401
+    import capplan.reports.pages._page  # noqa: F401
     from capplan.cli.app import _COMMANDS, _load
     from tests.compile import compile_slots
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capplan import InputError
-from capplan.models.kernel_fits import (
+from capplan.models._kernel_fits import (
     ADDITIVE,
     COLUMNS,
     FORMS,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.models.step_latency import (
+from capplan.models._step_latency import (
     ADDITIVE,
     DIGITAL_TWIN,
     FORMS,

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capplan import InputError, Profile, load_profile
-from capplan.datasets.catalog import gpu_sheet, gpu_sheets, model_arch, model_archs
-from capplan.models.memory import kv_tokens
-from capplan.models.roofline import Assumptions, Efficiencies, EngineChoice, VllmLora, roofline_profile
-from capplan.models.step_latency import (
+from capplan.datasets._catalog import gpu_sheet, gpu_sheets, model_arch, model_archs
+from capplan.models._memory import kv_tokens
+from capplan.models._roofline import Assumptions, Efficiencies, EngineChoice, VllmLora, roofline_profile
+from capplan.models._step_latency import (
     GRAPH_TOKENS,
     StepFeatures,
     StepRanks,

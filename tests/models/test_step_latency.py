@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from capplan import errors
-from capplan.models.step_latency import (
+from capplan.models._step_latency import (
     ADDITIVE,
     DIGITAL_TWIN,
     StepFeatures,

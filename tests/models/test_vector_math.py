@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from capplan._jit import jit
-from capplan.models.vector_math import LEAST_EXPONENT, asinh, exp, log
+from capplan.models._vector_math import LEAST_EXPONENT, asinh, exp, log
 
 TWO_UNITS = 2.0**-51
 """Relative error of two units in the last place."""

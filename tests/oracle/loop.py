@@ -12,13 +12,13 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.models.step_latency import StepFeatures, StepRanks, rank_ms, step_ms
+from capplan.models._step_latency import StepFeatures, StepRanks, rank_ms, step_ms
 from capplan.serving import Limits
 from capplan.serving.state import POOLED, SLORA
-from capplan.twin.instance import trace
-from capplan.twin.instance import trace as t
-from capplan.twin.instance.clock import with_reloads_ns
-from capplan.twin.instance.scenario import Scenario
+from capplan.twin.instance import _trace as t
+from capplan.twin.instance import _trace as trace
+from capplan.twin.instance._clock import with_reloads_ns
+from capplan.twin.instance._scenario import Scenario
 from tests.oracle.host_link import ReferenceCopier
 from tests.oracle.pooled import ReferencePooled
 from tests.oracle.scheduler import ReferenceRequest, ReferenceScheduler, ReferenceStep
@@ -27,7 +27,7 @@ from tests.oracle.slora import ReferenceSlora
 
 
 def run_reference(scenario: Scenario) -> t.TwinTrace:
-    """Simulate `scenario` to its horizon; signature and result of `capplan.twin.instance.core.run`."""
+    """Simulate `scenario` to its horizon; signature and result of `capplan.twin.instance._core.run`."""
     limits, num_blocks = scenario.limits, scenario.num_blocks
     if scenario.pool is not None and limits.policy == POOLED:
         return _PooledRun(scenario, reference_pool(limits, num_blocks, scenario.pool)).finish()

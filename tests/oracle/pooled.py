@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from capplan.serving import Limits
-from capplan.serving.pooled.state import BY_HISTOGRAM, NO_PREFETCH, QUEUES, SJF
+from capplan.serving.pooled._state import BY_HISTOGRAM, NO_PREFETCH, QUEUES, SJF
 from tests.oracle.admission import QueueAdmission
 from tests.oracle.caches import CachedAdapter, ReferenceCache
 from tests.oracle.scheduler import ReferenceOutput, ReferenceStep

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from capplan.serving import Limits
-from capplan.serving.pooled.queue_design import RequestSample
-from capplan.serving.pooled.refresh import PoolSetup, new_queues
-from capplan.spec.scheduling import Scheduler
+from capplan.serving.pooled._queue_design import RequestSample
+from capplan.serving.pooled._refresh import PoolSetup, new_queues
+from capplan.spec._scheduling import Scheduler
 from tests.oracle.caches import CachedAdapter
 from tests.oracle.pooled import ReferencePooled
 from tests.oracle.size_queues import SizeQueues
@@ -30,7 +30,7 @@ def reference_pool(limits: Limits, num_blocks: int, setup: PoolSetup) -> Referen
 def refreshed_queues(engine: ReferencePooled, scheduler: Scheduler, at_ns: int) -> SizeQueues | None:
     """Return the queues for the requests that arrived in the period before `at_ns`; None: keep the old ones.
 
-    The design is that of `capplan.serving.pooled.refresh`; the window is chosen from all requests so far.
+    The design is that of `capplan.serving.pooled._refresh`; the window is chosen from all requests so far.
     Queues that are kept and designs that are scaled are counted.
     """
     if not scheduler.has_queues or (scheduler.policy == "static" and len(engine.queues.quotas) > 1):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from capplan.serving.pooled.state import DEGREE_1, DEGREE_2, OUTPUT_ONLY
-from capplan.spec.queues import Wrs
+from capplan.serving.pooled._state import DEGREE_1, DEGREE_2, OUTPUT_ONLY
+from capplan.spec._queues import Wrs
 from tests.oracle.scheduler import ReferenceRequest
 
 _FORMS = {"degree2": DEGREE_2, "degree1": DEGREE_1, "output_only": OUTPUT_ONLY}

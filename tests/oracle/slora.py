@@ -3,7 +3,7 @@
 Source: S-LoRA c1ddf48, ``slora/server/router/manager.py`` and ``req_queue.py``, with two differences. KV is
 allocated in blocks instead of single tokens, so the last block of each request counts in full. Prefetched
 adapters take memory, and release it when a due request needs it. Tests compare the compiled
-`capplan.serving.pooled.slora` with it.
+`capplan.serving.pooled._slora` with it.
 """
 
 from __future__ import annotations

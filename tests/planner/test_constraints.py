@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from capplan import Adapter, Assignment, EngineConfig, InfeasibleError, InputError, Problem
 from capplan.planner import SolverContext
-from capplan.planner.problem.problem import GpuPool, read_constraints, whole_adapters
-from capplan.planner.problem.splitting import split_hot_adapters
+from capplan.planner.problem._problem import GpuPool, read_constraints, whole_adapters
+from capplan.planner.problem._splitting import split_hot_adapters
 from capplan.planner.solvers import REGISTRY
 from capplan.testing import Capacity, example_problem
 
@@ -154,7 +154,7 @@ def test_the_first_test_of_the_hottest_adapters_changes_no_share(seed: int, rps:
     problem, estimator = example_problem(seed, adapters=8, gpus=40), Capacity(rps=rps)
     fast = split_hot_adapters(problem, estimator)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("capplan.planner.problem.splitting._is_plain", lambda _: False)
+        patched.setattr("capplan.planner.problem._splitting._is_plain", lambda _: False)
         assert split_hot_adapters(problem, estimator) == fast
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from capplan import Assignment, InfeasibleError, Problem, Workload, plan
 from capplan.planner import SolverContext
 from capplan.planner.solvers import REGISTRY
-from capplan.planner.solvers.dlora import BurstTolerance, replicate
+from capplan.planner.solvers._dlora import BurstTolerance, replicate
 from capplan.testing import Capacity, example_problem
 
 Make = Callable[..., Workload]

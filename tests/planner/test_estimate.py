@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from capplan import Assignment, EngineConfig, InputError, Lengths, Problem, Profile, Slo, Workload
 from capplan.models import Surrogate
-from capplan.models.surrogates.files import KINDS
-from capplan.planner.problem import estimate
-from capplan.planner.problem.estimate import (
+from capplan.models.surrogates._files import KINDS
+from capplan.planner.problem import _estimate as estimate
+from capplan.planner.problem._estimate import (
     ESTIMATORS,
     SurrogateEstimator,
     TwinEstimator,
     estimator_name,
     make_estimator,
 )
-from capplan.planner.problem.problem import AdapterShare, Estimate, GpuPool, whole_adapters
-from capplan.planner.problem.splitting import split_evenly
+from capplan.planner.problem._problem import AdapterShare, Estimate, GpuPool, whole_adapters
+from capplan.planner.problem._splitting import split_evenly
 from capplan.spec import Arrivals, Renewal, Stickiness
 from tests.models.surrogates import making
 

@@ -18,10 +18,10 @@ from capplan import (
     Workload,
 )
 from capplan.planner import SolverContext
-from capplan.planner.api import plan
-from capplan.planner.explain.curve import CurveRuns, knob_curves
-from capplan.planner.problem.estimate import TwinEstimator
-from capplan.planner.problem.knobs import (
+from capplan.planner._api import plan
+from capplan.planner.explain._curve import CurveRuns, knob_curves
+from capplan.planner.problem._estimate import TwinEstimator
+from capplan.planner.problem._knobs import (
     KNOBS,
     RUNNING_REQUESTS,
     TOKEN_BUDGETS,
@@ -29,12 +29,12 @@ from capplan.planner.problem.knobs import (
     knob_grid,
     tune_knobs,
 )
-from capplan.planner.problem.problem import Estimate, Problem, make_problem
-from capplan.planner.problem.splitting import split_hot_adapters
+from capplan.planner.problem._problem import Estimate, Problem, make_problem
+from capplan.planner.problem._splitting import split_hot_adapters
 from capplan.planner.solvers import REGISTRY
 from capplan.spec import Slo
-from capplan.spec.engine_args import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
-from capplan.spec.traffic import zipf
+from capplan.spec._engine_args import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
+from capplan.spec._traffic import zipf
 from capplan.testing import example_problem
 
 BOUNDED = Slo(tpot_p99_ms=50.0)

@@ -20,12 +20,12 @@ from capplan import (
     Workload,
 )
 from capplan.planner import SolverContext
-from capplan.planner.problem.estimate import TwinEstimator
-from capplan.planner.problem.operating_points import OperatingPoints
-from capplan.planner.problem.problem import AdapterShare, distinct_adapters, make_problem
-from capplan.planner.problem.slots import most_slots
+from capplan.planner.problem._estimate import TwinEstimator
+from capplan.planner.problem._operating_points import OperatingPoints
+from capplan.planner.problem._problem import AdapterShare, distinct_adapters, make_problem
+from capplan.planner.problem._slots import most_slots
 from capplan.planner.solvers import REGISTRY
-from capplan.planner.solvers.loraserve import solve_loraserve
+from capplan.planner.solvers._loraserve import solve_loraserve
 from capplan.spec import Gpus, Trace
 from capplan.testing import Capacity, example_problem
 

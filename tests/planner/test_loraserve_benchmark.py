@@ -43,11 +43,11 @@ from benchmarks.papers.loraserve.systems import (
 )
 from capplan import Adapter, Assignment, Lengths, Profile, Workload
 from capplan.errors import InputError
-from capplan.models.step_latency import StepRanks, coefficient_array, latency_code, rank_ms
-from capplan.planner.problem.problem import AdapterShare
+from capplan.models._step_latency import StepRanks, coefficient_array, latency_code, rank_ms
+from capplan.planner.problem._problem import AdapterShare
 from capplan.serving.rebalancing import RebalanceSettings
 from capplan.spec import Kernel, ProvenanceKind
-from capplan.twin.instance.trace import NEVER, STATUS_REJECTED
+from capplan.twin.instance._trace import NEVER, STATUS_REJECTED
 from capplan.workload import Requests
 
 POINTS = {8: 9000.0, 128: 4000.0}

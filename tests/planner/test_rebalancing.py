@@ -6,10 +6,10 @@ import pytest
 
 from capplan import Adapter, InputError, Plan, Workload, plan
 from capplan.planner import verify_without_scheduling
-from capplan.planner.problem.evaluate import evaluate_cluster, simulate_instances
-from capplan.planner.problem.rebuild import rebuild
-from capplan.planner.verification.served import fleet_of_plan
-from capplan.planner.verification.served_rebalancing import served_rebalancer
+from capplan.planner.problem._evaluate import evaluate_cluster, simulate_instances
+from capplan.planner.problem._rebuild import rebuild
+from capplan.planner.verification._served import fleet_of_plan
+from capplan.planner.verification._served_rebalancing import served_rebalancer
 from capplan.spec import Lengths, Pool, RebalanceSettings
 from tests.twin.cluster.workloads import PROFILE
 

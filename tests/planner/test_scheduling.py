@@ -8,15 +8,15 @@ import pytest
 
 from capplan import InfeasibleError, InputError, Lengths, Plan, Profile, Workload, plan, simulate
 from capplan.planner import verify_without_scheduling
-from capplan.planner.explain.curve import CurveRuns, slot_curve
-from capplan.planner.problem.estimate import TwinEstimator
-from capplan.planner.problem.evaluate import describe_failure
-from capplan.planner.problem.problem import Assignment, make_problem
-from capplan.planner.problem.queues import group_queues
-from capplan.planner.problem.rebuild import rebuild
-from capplan.planner.problem.slots import slot_grid
+from capplan.planner.explain._curve import CurveRuns, slot_curve
+from capplan.planner.problem._estimate import TwinEstimator
+from capplan.planner.problem._evaluate import describe_failure
+from capplan.planner.problem._problem import Assignment, make_problem
+from capplan.planner.problem._queues import group_queues
+from capplan.planner.problem._rebuild import rebuild
+from capplan.planner.problem._slots import slot_grid
 from capplan.spec import Cache, Group, Scheduler
-from capplan.twin.instance.simulate import keywords_of
+from capplan.twin.instance._simulate import keywords_of
 
 Make = Callable[..., Workload]
 

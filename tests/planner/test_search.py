@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capplan import Adapter, Assignment, InfeasibleError, Lengths, Problem, Workload
-from capplan.datasets.catalog import gpu_sheet, model_arch
-from capplan.models.roofline import EngineChoice, roofline_profile
+from capplan.datasets._catalog import gpu_sheet, model_arch
+from capplan.models._roofline import EngineChoice, roofline_profile
 from capplan.planner import SolverContext
-from capplan.planner.problem.knobs import KnobSearch
-from capplan.planner.problem.problem import Estimate, Estimator, make_problem
-from capplan.planner.problem.splitting import split_evenly
-from capplan.planner.search.data import build_search_data, split_heavy_adapters
-from capplan.planner.search.evaluator import Evaluator
-from capplan.planner.search.local_search import improve
-from capplan.planner.search.placement import INITIAL_SOLUTIONS, InitialSolution, balanced, by_rank
+from capplan.planner.problem._knobs import KnobSearch
+from capplan.planner.problem._problem import Estimate, Estimator, make_problem
+from capplan.planner.problem._splitting import split_evenly
+from capplan.planner.search._data import build_search_data, split_heavy_adapters
+from capplan.planner.search._evaluator import Evaluator
+from capplan.planner.search._local_search import improve
+from capplan.planner.search._placement import INITIAL_SOLUTIONS, InitialSolution, balanced, by_rank
 from capplan.planner.solvers import REGISTRY
-from capplan.planner.solvers.greedy import solve_greedy
+from capplan.planner.solvers._greedy import solve_greedy
 from capplan.spec import Kernel, Slo
 from capplan.testing import Capacity, example_problem
 

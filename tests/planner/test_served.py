@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from capplan import Adapter, InputError, Plan, Workload, plan
-from capplan.planner.problem.evaluate import evaluate_cluster
-from capplan.planner.problem.rebuild import rebuild
-from capplan.planner.verification.served import (
+from capplan.planner.problem._evaluate import evaluate_cluster
+from capplan.planner.problem._rebuild import rebuild
+from capplan.planner.verification._served import (
     RelativeBound,
     SimulatedFleet,
     by_rank,
@@ -21,7 +21,7 @@ from capplan.planner.verification.served import (
 )
 from capplan.spec import EngineConfig, Lengths, Slo, Trace
 from capplan.twin.cluster import Instance, served_router, simulate_cluster
-from capplan.twin.cluster.routers import MODELLED, served_rule, workload_of
+from capplan.twin.cluster._routers import MODELLED, served_rule, workload_of
 from tests.twin.cluster.workloads import PROFILE, even, same
 
 SLO = Slo(ttft_p95_s=2.0)

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from capplan import InfeasibleError, InputError, Lengths, Plan, Profile, Workload, plan
-from capplan.planner.problem.estimate import TwinEstimator
-from capplan.planner.problem.evaluate import Evaluation, evaluate, evaluate_cluster
-from capplan.planner.problem.parallel import NEVER, Deadline, OutOfTimeError, TimeBudget, parallel_until
-from capplan.planner.problem.problem import Assignment, Problem, make_problem
-from capplan.planner.problem.queues import with_queues
-from capplan.planner.search.placement import broken_when_spread
+from capplan.planner.problem._estimate import TwinEstimator
+from capplan.planner.problem._evaluate import Evaluation, evaluate, evaluate_cluster
+from capplan.planner.problem._parallel import NEVER, Deadline, OutOfTimeError, TimeBudget, parallel_until
+from capplan.planner.problem._problem import Assignment, Problem, make_problem
+from capplan.planner.problem._queues import with_queues
+from capplan.planner.search._placement import broken_when_spread
 from capplan.planner.solvers import find_solver
-from capplan.planner.solvers.base import SolverContext
-from capplan.planner.solvers.solve import solve
-from capplan.planner.verification.verify import make_verifier
-from capplan.spec.plan import OUT_OF_TIME
+from capplan.planner.solvers._base import SolverContext
+from capplan.planner.solvers._solve import solve
+from capplan.planner.verification._verify import make_verifier
+from capplan.spec._plan import OUT_OF_TIME
 
 Make = Callable[..., Workload]
 

@@ -5,10 +5,10 @@ import pytest
 
 from capplan import Adapter, InputError, Workload
 from capplan.datasets import load_profile
-from capplan.planner.tuning import Settings, TuneOptions, fragment, tune
+from capplan.planner._tuning import Settings, TuneOptions, fragment, tune
 from capplan.spec import Cache, Lengths, Scheduler
-from capplan.spec.scheduling import cache_of, scheduler_of
-from capplan.twin.instance.core import run
+from capplan.spec._scheduling import cache_of, scheduler_of
+from capplan.twin.instance._core import run
 
 PROFILE = "h100-64g/llama-2-7b/s-lora-c1ddf48"
 
@@ -69,7 +69,7 @@ def test_windows_begin_with_the_queues_of_the_first(workload, monkeypatch):
         begun.append(None if scenario.pool is None or scenario.pool.queues is None else scenario.pool.queues)
         return run(scenario)
 
-    monkeypatch.setattr("capplan.planner.tuning.run", observed)
+    monkeypatch.setattr("capplan.planner._tuning.run", observed)
     tune(workload, load_profile(PROFILE), TuneOptions(duration_s=400.0, trials=1))
     first, *others = begun[:3]  # the design, and the two windows of the search
     assert first is None

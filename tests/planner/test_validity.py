@@ -7,8 +7,8 @@ import pytest
 
 from capplan import Adapter, Assignment, InputError, Problem, Workload, plan
 from capplan.planner import Solver
-from capplan.planner.problem.problem import AdapterShare, make_problem
-from capplan.planner.problem.validity import broken_rules
+from capplan.planner.problem._problem import AdapterShare, make_problem
+from capplan.planner.problem._validity import broken_rules
 from tests.planner.conftest import PROFILE
 
 Make = Callable[..., Workload]

@@ -8,10 +8,10 @@ import pytest
 
 from capplan import Adapter, Lengths, Plan, Profile, Workload, load_workload, plan, simulate
 from capplan.errors import InfeasibleError, InputError
-from capplan.planner.problem.bound import lower_bound_gpus
-from capplan.planner.problem.problem import make_problem
+from capplan.planner.problem._bound import lower_bound_gpus
+from capplan.planner.problem._problem import make_problem
 from capplan.spec import Renewal, Slo, Trace, Unpredictable
-from capplan.workload.peak import deciding_time
+from capplan.workload._peak import deciding_time
 
 Maker = Callable[..., Workload]
 

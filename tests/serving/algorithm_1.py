@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from capplan.serving import State, adapter_loaded, commit, schedule, submit
-from capplan.serving.pooled.state import QUEUES
+from capplan.serving.pooled._state import QUEUES
 from capplan.serving.state import LOADING, NONE
 from capplan.testing import check_integrity
 from tests.serving.pooled_worlds import PooledWorld, make_pooled_world, without_pressure

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from capplan.serving import State, adapter_loaded, commit, finish, schedule, submit
-from capplan.serving.pooled import state as p
+from capplan.serving.pooled import _state as p
 from capplan.serving.state import LOADING
 from capplan.testing import check_integrity
 from tests.oracle.caches import ReferenceCache

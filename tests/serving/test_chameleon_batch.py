@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from capplan.serving.pooled.state import OUTPUT_ONLY, QUEUES
+from capplan.serving.pooled._state import OUTPUT_ONLY, QUEUES
 from capplan.serving.state import POOLED, Limits
 from tests.oracle.size_queues import SizeQueues
 from tests.serving.algorithm_1 import compare_batches, make_ample_world

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from capplan.testing import check_integrity
-from capplan.testing.integrity import running_rows, waiting_rows
+from capplan.testing._integrity import running_rows, waiting_rows
 from tests.serving.worlds import World, make_world, play, seeded, worlds
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,7 +81,7 @@ def test_the_counted_blocks_and_rows_are_checked() -> None:
 
 _PROGRAM = """
 import json
-from capplan.testing.integrity import check_integrity
+from capplan.testing._integrity import check_integrity
 from tests.serving.worlds import make_world, play, seeded
 
 decisions = []

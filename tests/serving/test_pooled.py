@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from capplan.serving import State
-from capplan.serving.pooled.state import FIFO, QUEUES, SJF
+from capplan.serving.pooled._state import FIFO, QUEUES, SJF
 from capplan.testing import check_integrity
-from capplan.testing.integrity import running_rows
+from capplan.testing._integrity import running_rows
 from tests.oracle.admission import QueueAdmission
 from tests.oracle.caches import ReferenceCache
 from tests.oracle.pooled import ReferencePooled

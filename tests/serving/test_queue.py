@@ -3,7 +3,7 @@ from hypothesis import given
 
 from capplan.serving import NONE, Limits, State, commit, finish, new_state, schedule, submit
 from capplan.testing import check_integrity
-from capplan.testing.integrity import running_rows, waiting_rows
+from capplan.testing._integrity import running_rows, waiting_rows
 from tests.serving.worlds import World, play, scheduled, worlds
 
 LIMITS = Limits(

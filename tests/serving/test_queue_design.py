@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import InfeasibleError
-from capplan.serving.pooled.queue_design import (
+from capplan.serving.pooled._queue_design import (
     RequestSample,
     base_model_bytes,
     design_queues,
     request_sizes,
     size_weights,
 )
-from capplan.serving.pooled.quotas import queue_loads
-from capplan.serving.pooled.size_clusters import (
+from capplan.serving.pooled._quotas import queue_loads
+from capplan.serving.pooled._size_clusters import (
     choose_clustering,
     classify,
     cluster_sizes,
@@ -27,7 +27,7 @@ from capplan.serving.pooled.size_clusters import (
     subsample,
 )
 from capplan.spec import QueueConfig, Queues
-from capplan.spec.queues import MOST_QUEUES
+from capplan.spec._queues import MOST_QUEUES
 
 RANKS = np.array([8, 16, 32, 64, 128])
 BYTES_PER_RANK = 2 * 2**20

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import InfeasibleError
-from capplan.serving.pooled.quotas import QueueLoad, allocate_quotas, queue_loads, scaled_quotas
-from capplan.serving.pooled.size_clusters import (
+from capplan.serving.pooled._quotas import QueueLoad, allocate_quotas, queue_loads, scaled_quotas
+from capplan.serving.pooled._size_clusters import (
     SAMPLE,
     choose_clustering,
     classify,

@@ -7,9 +7,9 @@ import pytest
 
 from capplan import InputError
 from capplan.serving import RULES, ServingRules, commit, new_state, schedule, serving_rules, submit
-from capplan.serving.rules import rules_of_engine, rules_of_version
+from capplan.serving._rules import rules_of_engine, rules_of_version
 from capplan.spec import EngineArgs
-from capplan.testing.integrity import waiting_rows
+from capplan.testing._integrity import waiting_rows
 
 ARGS = EngineArgs(
     max_loras=1,

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.serving.structures import (
+from capplan.serving._structures import (
     heap_push,
     heap_remove,
     links_append,

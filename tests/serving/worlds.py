@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from capplan.serving import Limits, State, adapter_loaded, commit, new_state, schedule, submit
 from capplan.serving import state as s
 from capplan.serving.state import SLORA, VLLM
-from capplan.testing.integrity import running_rows
+from capplan.testing._integrity import running_rows
 
 Choose = Callable[[int, int], int]
 """Returns a whole number between two bounds, both included."""

@@ -10,10 +10,11 @@ import pandas as pd
 import pytest
 
 from capplan import InputError, Plan, load_profile, load_workload, simulate
-from capplan.spec import read_text, table_files
-from capplan.spec.files import parse_json
-from capplan.spec.limits import MAX_SIMULATED_S, InputLimits, limited
-from capplan.spec.table_files import read_columns
+from capplan.spec import _table_files as table_files
+from capplan.spec import read_text
+from capplan.spec._files import parse_json
+from capplan.spec._limits import MAX_SIMULATED_S, InputLimits, limited
+from capplan.spec._table_files import read_columns
 from capplan.workload import read_trace
 from tests.cli.examples import MODEL, WORKLOAD, small_plan, write_inputs
 

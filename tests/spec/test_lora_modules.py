@@ -5,8 +5,8 @@ import pytest
 
 from capplan import Adapter, load_workload
 from capplan.errors import InputError
-from capplan.spec.lora_modules import LORA_MODULES
-from capplan.spec.peft_folder import PeftFiles
+from capplan.spec._lora_modules import LORA_MODULES
+from capplan.spec._peft_folder import PeftFiles
 
 HEAD = """
 version: 1

@@ -9,7 +9,7 @@ import pytest
 
 from capplan import InputError, Plan, Slo
 from capplan.spec import Cache, Percentiles, Scheduler, write_text_atomic
-from capplan.spec.plan import not_simulated
+from capplan.spec._plan import not_simulated
 
 DOCUMENT = {
     "schema_version": 1,

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from capplan import InputError, load_workload
 from capplan.registry import AdapterRegistry, RegisteredAdapter, RegistryUnavailableError, read_adapter
-from capplan.registry.database import Database
+from capplan.registry._database import Database
 from tests.spec.conftest import entry
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,11 +8,11 @@ from capplan.serving import Limits, State
 from capplan.serving.state import SLORA
 from capplan.testing import check_integrity
 from capplan.twin import Scenario
-from capplan.twin.instance import trace as t
-from capplan.twin.instance.clock import TwinClock, new_clock
-from capplan.twin.instance.core import advance, mark_running, record_pool, refresh_queues, run
-from capplan.twin.instance.host_link import NEVER_NS
-from capplan.twin.instance.scenario import new_engine
+from capplan.twin.instance import _trace as t
+from capplan.twin.instance._clock import TwinClock, new_clock
+from capplan.twin.instance._core import advance, mark_running, record_pool, refresh_queues, run
+from capplan.twin.instance._host_link import NEVER_NS
+from capplan.twin.instance._scenario import new_engine
 from tests.oracle import run_reference
 
 # State of the compiled twin alone; the reference stores every token instead.

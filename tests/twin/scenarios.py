@@ -5,12 +5,12 @@ from math import prod
 import numpy as np
 from hypothesis import strategies as st
 
-from capplan.models.step_latency import ADDITIVE, FORMS, TABLE, uses_decode_ranks, uses_ranks
-from capplan.models.step_tables import pack_tables
+from capplan.models._step_latency import ADDITIVE, FORMS, TABLE, uses_decode_ranks, uses_ranks
+from capplan.models._step_tables import pack_tables
 from capplan.spec import StepTable
-from capplan.spec.profile import TABLE_AXES
+from capplan.spec._profile import TABLE_AXES
 from capplan.twin import Scenario
-from capplan.twin.instance.scenario import NS_PER_MS, Costs
+from capplan.twin.instance._scenario import NS_PER_MS, Costs
 from capplan.workload import Requests
 from tests.serving.worlds import Choose, make_world, seeded
 

@@ -6,17 +6,17 @@ import pandas as pd
 import pytest
 
 from capplan import InputError, Profile
-from capplan.models.step_latency import ADDITIVE
+from capplan.models._step_latency import ADDITIVE
 from capplan.spec import Coefficient
-from capplan.twin.calibration.calibrate import CalibrationOptions, CalibrationTables, calibrate
-from capplan.twin.calibration.fit import (
+from capplan.twin.calibration._calibrate import CalibrationOptions, CalibrationTables, calibrate
+from capplan.twin.calibration._fit import (
     calibrate_runs,
     free_coefficients,
     predict_targets,
     simulate_runs,
     with_coefficients,
 )
-from capplan.twin.calibration.runs import TARGETS, MeasuredRun, read_runs
+from capplan.twin.calibration._runs import TARGETS, MeasuredRun, read_runs
 from tests.twin.examples import part, profile
 
 BASE = dict.fromkeys(ADDITIVE.coefficients, 0.0) | {

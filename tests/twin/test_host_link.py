@@ -9,8 +9,8 @@ from capplan import simulate
 from capplan._jit import jit
 from capplan.spec import Trace
 from capplan.twin.cluster import Instance, simulate_cluster
-from capplan.twin.cluster.scenario import build_cluster
-from capplan.twin.instance.host_link import (
+from capplan.twin.cluster._scenario import build_cluster
+from capplan.twin.instance._host_link import (
     HostLink,
     copy_ahead,
     copy_on_demand,

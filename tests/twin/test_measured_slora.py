@@ -10,8 +10,8 @@ import pytest
 from benchmarks.measured import slora
 from capplan import Adapter, InputError, Lengths, Workload, load_profile, simulate
 from capplan.spec import Coefficient
-from capplan.twin.calibration.calibrate import CalibrationOptions, fit_runs
-from capplan.twin.calibration.runs import MeasuredRun
+from capplan.twin.calibration._calibrate import CalibrationOptions, fit_runs
+from capplan.twin.calibration._runs import MeasuredRun
 
 PROFILE = load_profile(slora.NAME)
 

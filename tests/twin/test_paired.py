@@ -5,7 +5,7 @@ import math
 import pytest
 
 from capplan import InputError
-from capplan.twin.instance.paired import (
+from capplan.twin.instance._paired import (
     PAIRED_SEEDS,
     contradictions,
     mean_with_error,

@@ -8,15 +8,15 @@ import pytest
 
 from benchmarks.shipped_profiles import base_profile, published_profile
 from capplan import Profile, SimulationResult, load_profile, simulate
-from capplan.datasets.published.runs import PUBLISHED, PublishedModel, PublishedRun, published_runs
-from capplan.datasets.published.tables import TABLES, write_tables
-from capplan.models.calibration.components import fit_length_correlation
-from capplan.models.calibration.least_squares import smape
-from capplan.models.calibration.tables import read_steps
-from capplan.models.memory import kv_tokens
-from capplan.models.step_latency import ADDITIVE
-from capplan.twin.calibration.calibrate import CalibrationTables, calibrate
-from capplan.twin.calibration.runs import read_runs
+from capplan.datasets.published._runs import PUBLISHED, PublishedModel, PublishedRun, published_runs
+from capplan.datasets.published._tables import TABLES, write_tables
+from capplan.models._memory import kv_tokens
+from capplan.models._step_latency import ADDITIVE
+from capplan.models.calibration._components import fit_length_correlation
+from capplan.models.calibration._least_squares import smape
+from capplan.models.calibration._tables import read_steps
+from capplan.twin.calibration._calibrate import CalibrationTables, calibrate
+from capplan.twin.calibration._runs import read_runs
 
 PER_SIDE = 6
 EVERY = 12

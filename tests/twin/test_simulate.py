@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capplan import Lengths, SimulationResult, errors, load_profile, simulate
-from capplan.models.step_latency import DIGITAL_TWIN
+from capplan.models._step_latency import DIGITAL_TWIN
 from capplan.serving import Limits
 from capplan.spec import LengthPairs
 from capplan.twin import Scenario
-from capplan.twin.instance.core import run
-from capplan.twin.instance.metrics import summarize
-from capplan.twin.instance.scenario import NS_PER_MS, Costs
-from capplan.twin.instance.trace import (
+from capplan.twin.instance._core import run
+from capplan.twin.instance._metrics import summarize
+from capplan.twin.instance._scenario import NS_PER_MS, Costs
+from capplan.twin.instance._trace import (
     STATUS_REJECTED,
     STATUS_RUNNING,
     gap_bin,

@@ -15,8 +15,8 @@ import pytest
 
 from capplan import InfeasibleError, InputError, SimulationResult, simulate, sweep
 from capplan.twin import DetailedResult
-from capplan.twin.instance.simulate import SimulateSettings
-from capplan.twin.sweep import Job, cores, in_parallel, sweep_detailed
+from capplan.twin._sweep import Job, cores, in_parallel, sweep_detailed
+from capplan.twin.instance._simulate import SimulateSettings
 from tests.twin.examples import profile, workload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,7 +115,7 @@ def test_this_process_has_a_core() -> None:
 _SPAWNED = """
 import multiprocessing
 from tests.twin.test_sweep import jobs, told
-from capplan.twin.sweep import sweep
+from capplan.twin._sweep import sweep
 if __name__ == "__main__":
     multiprocessing.set_start_method("spawn")
     print(repr(told(sweep(jobs(), workers=2))))

@@ -7,7 +7,7 @@ from scipy.special import ndtr, ndtri
 
 from capplan import Adapter, Lengths, Workload
 from capplan.workload import draw_requests, length_table
-from capplan.workload.sampling import streams, uniforms
+from capplan.workload._sampling import streams, uniforms
 
 LIMIT = 8192
 PROMPTS, OUTPUTS = Lengths(mean=223, std=245), Lengths(mean=194, std=206)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from capplan import InputError, Lengths
 from capplan.workload import length_table
-from capplan.workload.sampling import discrete_table, sample_at
+from capplan.workload._sampling import discrete_table, sample_at
 
 LIMIT = 8192
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import InputError, load_workload
-from capplan.spec.traffic import exponential, power_law, zipf
+from capplan.spec._traffic import exponential, power_law, zipf
 
 LAWS = {
     "zipf": (zipf, 0.0, 50.0),

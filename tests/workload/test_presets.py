@@ -7,7 +7,7 @@ import pytest
 
 from capplan import InputError, Workload, load_workload
 from capplan.workload import draw_requests, length_table
-from capplan.workload.presets import preset, presets, read_presets
+from capplan.workload._presets import preset, presets, read_presets
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from capplan.workload.sampling import exponential, streams, uniform, uniforms
+from capplan.workload._sampling import exponential, streams, uniform, uniforms
 
 N = 200_000
 

@@ -9,17 +9,17 @@ from capplan.serving.routers import (
     Toppings,
     WorkModel,
 )
-from capplan.twin.cluster.python_loop import Candidate, PythonRouter, RoutedRequest
-from capplan.twin.cluster.rebalancing import FleetMoves, RebalanceRound, Rebalancing
-from capplan.twin.cluster.routers import NamedRouter, served_router
-from capplan.twin.cluster.scenario import Instance
-from capplan.twin.cluster.simulate import (
+from capplan.twin.cluster._python_loop import Candidate, PythonRouter, RoutedRequest
+from capplan.twin.cluster._rebalancing import FleetMoves, RebalanceRound, Rebalancing
+from capplan.twin.cluster._routers import NamedRouter, served_router
+from capplan.twin.cluster._scenario import Instance
+from capplan.twin.cluster._simulate import (
     ClusterResult,
     RoutedRequests,
     simulate_cluster,
     simulate_without_adapters,
 )
-from capplan.twin.cluster.transfers import Crash, Faults, StorageEvent, TransferLink
+from capplan.twin.cluster._transfers import Crash, Faults, StorageEvent, TransferLink
 
 __all__ = [
     "ROUTERS",

@@ -12,8 +12,8 @@ from benchmarks.papers.chameleon.setting import (
     physics_of,
     profile,
 )
-from capplan.models.memory import gpu_load_ms
-from capplan.models.step_latency import (
+from capplan.models._memory import gpu_load_ms
+from capplan.models._step_latency import (
     StepFeatures,
     StepRanks,
     coefficient_array,

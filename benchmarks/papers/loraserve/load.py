@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from benchmarks.common import preset_workload
 from capplan import Profile, Workload
-from capplan.profiling.load.requests import scaled
+from capplan.profiling.load._requests import scaled
 from capplan.spec import LengthPairs
-from capplan.twin.instance.scenario import NS_PER_S, draw_for
-from capplan.twin.instance.trace import STATUS_REJECTED
+from capplan.twin.instance._scenario import NS_PER_S, draw_for
+from capplan.twin.instance._trace import STATUS_REJECTED
 from capplan.workload import Requests
 
 TRACES: Final = tuple(

@@ -1,9 +1,9 @@
 """Explanation of a plan: slots, utilization, headroom, and other fleet sizes."""
 
-from capplan.planner.explain.curve import CurvePoint, CurveRuns, SettingCurve, SlotCurve, slot_curve
-from capplan.planner.explain.explain import Explanation, GroupExplanation, explain
-from capplan.planner.explain.headroom import Headroom, ResourceUse
-from capplan.planner.explain.what_if import PlanOutcome, WhatIf
+from capplan.planner.explain._curve import CurvePoint, CurveRuns, SettingCurve, SlotCurve, slot_curve
+from capplan.planner.explain._explain import Explanation, GroupExplanation, explain
+from capplan.planner.explain._headroom import Headroom, ResourceUse
+from capplan.planner.explain._what_if import PlanOutcome, WhatIf
 
 __all__ = [
     "CurvePoint",

@@ -7,15 +7,15 @@ from types import MappingProxyType
 from typing import Final
 
 from capplan.errors import InputError
-from capplan.planner.solvers.base import RequiredEstimator, Solver, SolverContext
-from capplan.planner.solvers.capplan import CAPPLAN
-from capplan.planner.solvers.dlora import DLORA_PROACTIVE
-from capplan.planner.solvers.greedy import GREEDY, GREEDY_FAST, GREEDY_STRICT
-from capplan.planner.solvers.latency import LATENCY
-from capplan.planner.solvers.loraserve import LORASERVE
-from capplan.planner.solvers.maxbase import MAXBASE, MAXBASE_HALF
-from capplan.planner.solvers.milp import MILP
-from capplan.planner.solvers.random_placement import RANDOM, SLORA_CONTIGUOUS, SLORA_RANDOM
+from capplan.planner.solvers._base import RequiredEstimator, Solver, SolverContext
+from capplan.planner.solvers._capplan import CAPPLAN
+from capplan.planner.solvers._dlora import DLORA_PROACTIVE
+from capplan.planner.solvers._greedy import GREEDY, GREEDY_FAST, GREEDY_STRICT
+from capplan.planner.solvers._latency import LATENCY
+from capplan.planner.solvers._loraserve import LORASERVE
+from capplan.planner.solvers._maxbase import MAXBASE, MAXBASE_HALF
+from capplan.planner.solvers._milp import MILP
+from capplan.planner.solvers._random_placement import RANDOM, SLORA_CONTIGUOUS, SLORA_RANDOM
 
 __all__ = ["REGISTRY", "RequiredEstimator", "Solver", "SolverContext", "find_solver"]
 

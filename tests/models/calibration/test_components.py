@@ -9,8 +9,9 @@ import pandas as pd
 import pytest
 
 from capplan import InputError, Lengths, Profile
-from capplan.datasets.catalog import read_arch
-from capplan.models.calibration.components import (
+from capplan.datasets._catalog import read_arch
+from capplan.models._memory import disk_load_ms, gpu_load_ms, kv_tokens
+from capplan.models.calibration._components import (
     Hardware,
     assumed_profile,
     fit_length_correlation,
@@ -18,7 +19,6 @@ from capplan.models.calibration.components import (
     fit_memory,
     held_kv_tokens,
 )
-from capplan.models.memory import disk_load_ms, gpu_load_ms, kv_tokens
 from capplan.serving import kv_bytes_per_token, weight_bytes
 from tests.twin.examples import part, profile
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.models.calibration.least_squares import (
+from capplan.models.calibration._least_squares import (
     LinearFit,
     LinearProblem,
     clustered_errors,

@@ -8,7 +8,7 @@ import pytest
 from scipy.interpolate import RegularGridInterpolator
 
 from capplan import InputError, Lengths, Workload, simulate
-from capplan.datasets.catalog import hf_config, model_archs
+from capplan.datasets._catalog import hf_config, model_archs
 from capplan.models.compose import (
     SYSTEMS,
     compose_profile,
@@ -17,10 +17,10 @@ from capplan.models.compose import (
     operator_tables,
     profile_of_times,
 )
-from capplan.models.compose.forward import forward_pass
-from capplan.models.compose.profile import CAPTURED, fitted_terms, host_terms, step_tables
+from capplan.models.compose._forward import forward_pass
+from capplan.models.compose._profile import CAPTURED, fitted_terms, host_terms, step_tables
 from capplan.serving import weight_bytes
-from capplan.serving.rules import rules_of_version, serving_rules
+from capplan.serving._rules import rules_of_version, serving_rules
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 LARGE = "meta-llama/Llama-3.1-70B-Instruct"

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import Adapter, Lengths, Workload
-from capplan.models.memory import kv_tokens
-from capplan.models.surrogates.features import (
+from capplan.models._memory import kv_tokens
+from capplan.models.surrogates._features import (
     FEATURES,
     PAPER_FEATURES,
     expected_tok_s,
@@ -21,7 +21,7 @@ from capplan.models.surrogates.features import (
     unsupported_workload,
 )
 from capplan.spec import Arrivals, Diurnal, LengthPairs, Renewal, Stickiness, Trace, Unpredictable
-from capplan.twin.instance.simulate import engine_args
+from capplan.twin.instance._simulate import engine_args
 from tests.models.surrogates.making import SETTINGS, asked, profile
 
 Named = dict[str, float]

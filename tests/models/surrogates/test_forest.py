@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from sklearn.ensemble import RandomForestClassifier, RandomForestRegressor
 
-from capplan.models.surrogates.outputs import LEAF, flatten_forest, forest_value
+from capplan.models.surrogates._outputs import LEAF, flatten_forest, forest_value
 
 
 @pytest.fixture(scope="module")

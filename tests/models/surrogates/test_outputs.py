@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.models.surrogates.features import expected_tok_s, feature_of
-from capplan.models.surrogates.outputs import (
+from capplan.models.surrogates._features import expected_tok_s, feature_of
+from capplan.models.surrogates._outputs import (
     LEAF,
     LOG_ODDS,
     LOG_SERVED,
@@ -22,7 +22,7 @@ from capplan.models.surrogates.outputs import (
     served_share,
     throughput_of,
 )
-from capplan.models.training.train import LEAST_SERVED
+from capplan.models.training._train import LEAST_SERVED
 from capplan.spec import STARVED_BELOW
 from tests.models.surrogates.making import made
 from tests.models.surrogates.runs import CASES, run

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from capplan import load_profile, load_surrogate
-from capplan.models.surrogates.files import profile_digest
-from capplan.models.training.data import TrainingTable, read_tables
-from capplan.models.training.evaluation import macro_f1, throughput_errors
+from capplan.models.surrogates._files import profile_digest
+from capplan.models.training._data import TrainingTable, read_tables
+from capplan.models.training._evaluation import macro_f1, throughput_errors
 from capplan.twin.dataset import generate_dataset
 
 PROFILE = "h100-64g/llama-3.1-8b/vllm-0.8.5"

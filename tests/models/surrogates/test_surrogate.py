@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from capplan import Lengths, Workload, errors, load_surrogate
-from capplan.datasets.profile_files import profiles_with_surrogates
+from capplan.datasets._profile_files import profiles_with_surrogates
 from capplan.models import Surrogate
-from capplan.models.surrogates.features import FEATURES, feature_vector
-from capplan.models.surrogates.files import KINDS
+from capplan.models.surrogates._features import FEATURES, feature_vector
+from capplan.models.surrogates._files import KINDS
 from capplan.spec import Arrivals, Diurnal, LengthPairs, Renewal, Stickiness, Trace
-from capplan.twin.instance.simulate import engine_args
+from capplan.twin.instance._simulate import engine_args
 from tests.models.surrogates.making import SETTINGS, asked, drawn, made, profile
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from capplan import errors, load_profile
-from capplan.datasets.profile_files import profiles_with_surrogates, surrogate_path
+from capplan.datasets._profile_files import profiles_with_surrogates, surrogate_path
 from capplan.models import Surrogate
-from capplan.models.surrogates.features import FEATURES
-from capplan.models.surrogates.files import (
+from capplan.models.surrogates._features import FEATURES
+from capplan.models.surrogates._files import (
     KINDS,
     SURROGATE_VERSION,
     profile_digest,

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.models.surrogates.features import FEATURES
-from capplan.models.surrogates.surrogate import COVERAGE, SigmoidCalibration, fit_domain
-from capplan.models.training.evaluation import fit_calibration, fit_intervals
+from capplan.models.surrogates._features import FEATURES
+from capplan.models.surrogates._surrogate import COVERAGE, SigmoidCalibration, fit_domain
+from capplan.models.training._evaluation import fit_calibration, fit_intervals
 
 
 def errors(rows: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from capplan import Profile, errors
-from capplan.models.surrogates import files
-from capplan.models.surrogates.files import read_surrogate
+from capplan.models.surrogates import _files as files
+from capplan.models.surrogates._files import read_surrogate
 from tests.models.surrogates.making import profile
 
 Columns: TypeAlias = dict[str, np.ndarray]

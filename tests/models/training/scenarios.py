@@ -6,7 +6,7 @@ import functools
 
 import numpy as np
 
-from capplan.models.surrogates.features import FEATURES, expected_tok_s
+from capplan.models.surrogates._features import FEATURES, expected_tok_s
 
 
 @functools.cache

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capplan import InputError
-from capplan.models.surrogates.outputs import LEAF, Forest, forest_value
-from capplan.models.training.train import flatten_boosted
+from capplan.models.surrogates._outputs import LEAF, Forest, forest_value
+from capplan.models.training._train import flatten_boosted
 
 COLUMNS = 4
 

@@ -5,10 +5,10 @@ from sklearn.linear_model import LinearRegression
 from sklearn.tree import DecisionTreeRegressor
 
 from capplan import InputError
-from capplan.models.surrogates.features import FEATURES, expected_tok_s
-from capplan.models.surrogates.outputs import flatten_forest, forest_values
-from capplan.models.surrogates.surrogate import SigmoidCalibration
-from capplan.models.training.candidates import (
+from capplan.models.surrogates._features import FEATURES, expected_tok_s
+from capplan.models.surrogates._outputs import flatten_forest, forest_values
+from capplan.models.surrogates._surrogate import SigmoidCalibration
+from capplan.models.training._candidates import (
     FAMILIES,
     STARVATION_SIGNS,
     THROUGHPUT_SIGNS,
@@ -17,7 +17,7 @@ from capplan.models.training.candidates import (
     candidate_model,
     monotone_constraints,
 )
-from capplan.models.training.train import flatten_boosted
+from capplan.models.training._train import flatten_boosted
 from tests.models.training.scenarios import scenarios
 
 TASKS = ("throughput", "starvation")

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.models.surrogates.features import FEATURES, feature_of
-from capplan.models.surrogates.outputs import LEAF, Forest
-from capplan.models.training.data import TrainingTable
-from capplan.models.training.evaluation import (
+from capplan.models.surrogates._features import FEATURES, feature_of
+from capplan.models.surrogates._outputs import LEAF, Forest
+from capplan.models.training._data import TrainingTable
+from capplan.models.training._evaluation import (
     NEAR_CAPACITY,
     coverage,
     importance,

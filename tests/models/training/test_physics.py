@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from sklearn.base import clone, is_classifier, is_regressor
 from sklearn.exceptions import NotFittedError
 
-from capplan.models.calibration.least_squares import smape
-from capplan.models.surrogates.features import FEATURES, feature_of
-from capplan.models.surrogates.outputs import LOG_ODDS, SERVED_AND_STEP, expected_share, throughput_of
-from capplan.models.training.candidates import monotone_constraints
-from capplan.models.training.train import ServedAndStep, ServedEdge, starvation_target
+from capplan.models.calibration._least_squares import smape
+from capplan.models.surrogates._features import FEATURES, feature_of
+from capplan.models.surrogates._outputs import LOG_ODDS, SERVED_AND_STEP, expected_share, throughput_of
+from capplan.models.training._candidates import monotone_constraints
+from capplan.models.training._train import ServedAndStep, ServedEdge, starvation_target
 from capplan.spec import STARVED_BELOW
 from tests.models.training.scenarios import scenarios
 

@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
-from capplan.models.calibration.least_squares import smape
-from capplan.models.surrogates.features import FEATURES, expected_tok_s
-from capplan.models.surrogates.tree import LOG_OVER_EXPECTED, PROBABILITY
-from capplan.models.training.refinement import (
+from capplan.models.calibration._least_squares import smape
+from capplan.models.surrogates._features import FEATURES, expected_tok_s
+from capplan.models.surrogates._tree import LOG_OVER_EXPECTED, PROBABILITY
+from capplan.models.training._refinement import (
     Refinement,
     refine,
     starvation_objective,

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import InputError
-from capplan.models.training.evaluation import grouped_folds
+from capplan.models.training._evaluation import grouped_folds
 
 
 @st.composite

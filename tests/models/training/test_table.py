@@ -17,8 +17,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from capplan import InputError
-from capplan.models.surrogates.features import FEATURES, feature_of
-from capplan.models.training.data import (
+from capplan.models.surrogates._features import FEATURES, feature_of
+from capplan.models.training._data import (
     LATENCIES,
     MANIFEST,
     MIN_ROWS,

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.models.training.refinement import (
+from capplan.models.training._refinement import (
     GrowthProblem,
     LeafNode,
     Node,

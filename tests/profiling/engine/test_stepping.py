@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from capplan import EngineArgs
 from capplan.engine import Engine
-from capplan.engine.timing import StepRecord
-from capplan.profiling.engine.profiler import grouped, recorded_rows
-from capplan.profiling.engine.stepping import (
+from capplan.engine._timing import StepRecord
+from capplan.profiling.engine._profiler import grouped, recorded_rows
+from capplan.profiling.engine._stepping import (
     GROWTH,
     MIXED,
     EngineBounds,

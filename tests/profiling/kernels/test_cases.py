@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import InputError
-from capplan.profiling.kernels.cases import (
+from capplan.profiling.kernels._cases import (
     GRIDS,
     MIN_PASSES,
     Case,

@@ -5,8 +5,8 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-from capplan.profiling.kernels.cases import Case
-from capplan.profiling.kernels.measure import MakeCalls, WeightPool, grouped_calls, padded_calls
+from capplan.profiling.kernels._cases import Case
+from capplan.profiling.kernels._measure import MakeCalls, WeightPool, grouped_calls, padded_calls
 
 WIDTH = 24
 
@@ -21,7 +21,7 @@ def random_pool(numbers: int = 1 << 15) -> WeightPool:
 
 def triton_calls(kind: str) -> MakeCalls:
     pytest.importorskip("triton", reason="the kernels need triton (extra `engine`)")
-    from capplan.profiling.kernels.measure import TritonCalls
+    from capplan.profiling.kernels._measure import TritonCalls
 
     return TritonCalls(kind)  # type: ignore[arg-type]
 

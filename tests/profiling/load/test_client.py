@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.profiling.load.client import EventCounter
+from capplan.profiling.load._client import EventCounter
 from tests.profiling.load.servers import event, usage
 
 texts = st.lists(st.text(min_size=1, max_size=12) | st.just("\ndata: x"), min_size=1, max_size=40)

@@ -13,10 +13,17 @@ pytest.importorskip("httptools", reason="the load generator needs httptools (ext
 
 from capplan import InputError
 from capplan.http_connection import ConnectionPool
-from capplan.profiling.load.client import CompletionClient, open_session
-from capplan.profiling.load.preflight import fetch_metrics
-from capplan.profiling.load.record import DISCONNECTED, FINISHED, REFUSED, TIMEOUT, UNFINISHED, RequestOutcome
-from capplan.profiling.load.requests import Target
+from capplan.profiling.load._client import CompletionClient, open_session
+from capplan.profiling.load._preflight import fetch_metrics
+from capplan.profiling.load._record import (
+    DISCONNECTED,
+    FINISHED,
+    REFUSED,
+    TIMEOUT,
+    UNFINISHED,
+    RequestOutcome,
+)
+from capplan.profiling.load._requests import Target
 from tests.profiling.load.servers import STREAM_HEAD, chunk, event, plain, usage
 
 # openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 36500 -subj /CN=localhost

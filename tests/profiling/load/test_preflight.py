@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.profiling.load.preflight import EngineInfo, engine_info, parse_metrics
+from capplan.profiling.load._preflight import EngineInfo, engine_info, parse_metrics
 
 TEXT = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from capplan import Profile, simulate_detailed
-from capplan.profiling.load.bench import EventLoopLag
-from capplan.profiling.load.record import LogHistogram, MeasurementWindow, RequestRecords
-from capplan.profiling.load.result import (
+from capplan.profiling.load._bench import EventLoopLag
+from capplan.profiling.load._record import LogHistogram, MeasurementWindow, RequestRecords
+from capplan.profiling.load._result import (
     LagLimits,
     LoadMetrics,
     adapter_metrics,

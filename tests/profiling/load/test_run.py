@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from capplan import InputError, Workload
-from capplan.profiling.load.bench import LoadProgress, OpenLoop, bench, bench_result
-from capplan.profiling.load.record import RequestFile
-from capplan.profiling.load.requests import LoadSettings, PromptWriter, RequestBodies, Target, schedule_of
-from capplan.profiling.load.result import BenchResult
+from capplan.profiling.load._bench import LoadProgress, OpenLoop, bench, bench_result
+from capplan.profiling.load._record import RequestFile
+from capplan.profiling.load._requests import LoadSettings, PromptWriter, RequestBodies, Target, schedule_of
+from capplan.profiling.load._result import BenchResult
 from capplan.spec import BaseTraffic
 from tests.profiling.load import servers
 from tests.profiling.load.servers import STREAM_HEAD, chunk, event, null_server, plain, server, usage

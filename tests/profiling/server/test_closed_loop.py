@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import InputError
-from capplan.profiling.load.record import FINISHED, REFUSED, UNFINISHED, RequestOutcome
-from capplan.profiling.server.closed_loop import (
+from capplan.profiling.load._record import FINISHED, REFUSED, UNFINISHED, RequestOutcome
+from capplan.profiling.server._closed_loop import (
     ClosedLoopRequest,
     LoopError,
     RequestSender,

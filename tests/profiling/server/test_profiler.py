@@ -14,21 +14,21 @@ import pandas as pd
 import pytest
 
 from capplan import InputError
-from capplan.models.calibration.components import LOADING_COLUMNS, MEMORY_COLUMNS
-from capplan.models.calibration.tables import read_steps
-from capplan.profiling import tables as files
-from capplan.profiling.load.requests import Target
-from capplan.profiling.server import profiler
-from capplan.profiling.server.closed_loop import ServerPoint
-from capplan.profiling.server.profiler import (
+from capplan.models.calibration._components import LOADING_COLUMNS, MEMORY_COLUMNS
+from capplan.models.calibration._tables import read_steps
+from capplan.profiling import _tables as files
+from capplan.profiling._tables import MeasurementFolder
+from capplan.profiling.load._requests import Target
+from capplan.profiling.server import _profiler as profiler
+from capplan.profiling.server._closed_loop import ServerPoint
+from capplan.profiling.server._profiler import (
     EngineSetting,
     OnProgress,
     ServerProfilingOptions,
     ServerProfilingResult,
     profile_server,
 )
-from capplan.profiling.tables import MeasurementFolder
-from capplan.twin.calibration.runs import read_runs
+from capplan.twin.calibration._runs import read_runs
 from tests.profiling.load.servers import toy_server
 
 RANKS = {"a0": 8, "a1": 8, "a2": 16, "a3": 8}

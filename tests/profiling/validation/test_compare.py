@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import InputError, Profile
-from capplan.profiling.load.preflight import EngineInfo, ServerInfo
-from capplan.profiling.load.result import BenchResult, ServerSample
-from capplan.profiling.validation.compare import (
+from capplan.profiling.load._preflight import EngineInfo, ServerInfo
+from capplan.profiling.load._result import BenchResult, ServerSample
+from capplan.profiling.validation._compare import (
     ITL,
     PROBE_S,
     PROBES,
@@ -24,8 +24,8 @@ from capplan.profiling.validation.compare import (
     mismatches_of,
     slowdown_of,
 )
-from capplan.profiling.validation.validate import ValidationOptions
-from capplan.reports.tables.validation import group_verdict, speed_note
+from capplan.profiling.validation._validate import ValidationOptions
+from capplan.reports.tables._validation import group_verdict, speed_note
 from capplan.spec import EngineArgs
 from tests.cli.examples import profile_document
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from capplan.profiling.validation import loop
-from capplan.profiling.validation.loop import ClosedLoop, LoopSettings, VoidError
+from capplan.profiling.validation import _loop as loop
+from capplan.profiling.validation._loop import ClosedLoop, LoopSettings, VoidError
 
 
 @pytest.fixture

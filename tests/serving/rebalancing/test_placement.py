@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import InputError
-from capplan.serving.rebalancing.placement import (
+from capplan.serving.rebalancing._placement import (
     AdapterDemand,
     LoraservePlacement,
     place,

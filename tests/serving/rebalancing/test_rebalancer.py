@@ -22,7 +22,7 @@ from capplan.serving.rebalancing import (
     RebalanceSolver,
     ReplanRequest,
 )
-from capplan.serving.rebalancing.placement import covering_points
+from capplan.serving.rebalancing._placement import covering_points
 
 RANKS = (8, 32, 128)
 POINTS = {0: 5000.0, 8: 4800.0, 32: 4400.0, 128: 2200.0}

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from capplan.serving.rebalancing import FORECASTS, AdapterDemand, RebalanceSettings, ReplanRequest
 from capplan.twin.cluster import Crash, Faults, FleetMoves, Rebalancing, TransferLink
-from capplan.twin.cluster.rebalancing import routing_table, shares_of
-from capplan.twin.cluster.run import ClusterTrace
-from capplan.twin.cluster.scenario import ClusterScenario, MovableAdapters, place
-from capplan.twin.instance import trace as t
+from capplan.twin.cluster._rebalancing import routing_table, shares_of
+from capplan.twin.cluster._run import ClusterTrace
+from capplan.twin.cluster._scenario import ClusterScenario, MovableAdapters, place
+from capplan.twin.instance import _trace as t
 from tests.serving.worlds import Choose, seeded
 from tests.twin.cluster.scenarios import holding
 from tests.twin.pooled import make_pooled

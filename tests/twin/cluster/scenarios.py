@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from capplan.serving.routers import Performance, WorkModel
 from capplan.twin import Scenario
-from capplan.twin.cluster.scenario import ClusterScenario, place
-from capplan.twin.instance.scenario import NS_PER_MS
+from capplan.twin.cluster._scenario import ClusterScenario, place
+from capplan.twin.instance._scenario import NS_PER_MS
 from capplan.workload import Requests
 from tests.serving.worlds import Choose, seeded
 from tests.twin.pooled import make_pooled

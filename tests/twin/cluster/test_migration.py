@@ -9,18 +9,18 @@ from hypothesis import strategies as st
 from capplan._jit import jit
 from capplan.serving import Limits, State
 from capplan.serving import state as s
-from capplan.serving.routers.dlora import to_move
-from capplan.serving.scheduler import withdraw
+from capplan.serving._scheduler import withdraw
+from capplan.serving.routers._dlora import to_move
 from capplan.testing import check_integrity
-from capplan.testing.integrity import running_rows, waiting_rows
+from capplan.testing._integrity import running_rows, waiting_rows
 from capplan.twin.cluster import Dlora, Instance, simulate_cluster
-from capplan.twin.cluster.layout import lay_out
-from capplan.twin.cluster.python_loop import unseen_requests
-from capplan.twin.cluster.routers import build_rule
-from capplan.twin.cluster.run import run_laid
-from capplan.twin.cluster.scenario import ClusterScenario
-from capplan.twin.instance import trace as t
-from capplan.twin.instance.clock import PRESENT, QUEUED
+from capplan.twin.cluster._layout import lay_out
+from capplan.twin.cluster._python_loop import unseen_requests
+from capplan.twin.cluster._routers import build_rule
+from capplan.twin.cluster._run import run_laid
+from capplan.twin.cluster._scenario import ClusterScenario
+from capplan.twin.instance import _trace as t
+from capplan.twin.instance._clock import PRESENT, QUEUED
 from tests.serving.worlds import World, play, worlds
 from tests.twin.cluster.scenarios import clusters
 from tests.twin.cluster.workloads import PROFILE, even

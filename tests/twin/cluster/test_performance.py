@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from capplan.models.step_latency import TOPPINGS_BGMV, TOPPINGS_MBGMV
+from capplan.models._step_latency import TOPPINGS_BGMV, TOPPINGS_MBGMV
 from capplan.twin.cluster import Instance, Toppings
-from capplan.twin.cluster.router_models import base_iteration_ms, fit_performance
-from capplan.twin.cluster.scenario import build_cluster
+from capplan.twin.cluster._router_models import base_iteration_ms, fit_performance
+from capplan.twin.cluster._scenario import build_cluster
 from tests.twin.cluster.workloads import PROFILE, even
 
 SCENARIO = build_cluster(even(16, 5.0, (8, 64)), [Instance(PROFILE, a_max=16, s_max=64)], 60.0, 0)

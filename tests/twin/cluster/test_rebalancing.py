@@ -23,10 +23,10 @@ from capplan.twin.cluster import (
     TransferLink,
     simulate_cluster,
 )
-from capplan.twin.cluster.python_loop import Candidate, RoutedRequest, run_with
-from capplan.twin.cluster.routers import build_rule, served_router
-from capplan.twin.cluster.run import run_cluster
-from capplan.twin.instance.per_request import LOST, REJECTED
+from capplan.twin.cluster._python_loop import Candidate, RoutedRequest, run_with
+from capplan.twin.cluster._routers import build_rule, served_router
+from capplan.twin.cluster._run import run_cluster
+from capplan.twin.instance._per_request import LOST, REJECTED
 from tests.oracle.routers import LeastAddedWork, RankAware, reference_router
 from tests.serving.worlds import seeded
 from tests.twin.cluster.movable import World, assert_integrity, movable_clusters

@@ -17,8 +17,8 @@ from capplan.twin.cluster import (
     simulate_cluster,
     simulate_without_adapters,
 )
-from capplan.twin.cluster.scenario import build_cluster
-from capplan.twin.instance.scenario import draw_for
+from capplan.twin.cluster._scenario import build_cluster
+from capplan.twin.instance._scenario import draw_for
 from tests.twin.cluster.workloads import OTHER, PROFILE, even, same
 
 MINUTE = 60.0

@@ -10,12 +10,12 @@ import pytest
 from numpy.typing import NDArray
 
 from capplan import InfeasibleError, load_profile, simulate
-from capplan.models.surrogates.features import FEATURES, feature_of, steady_share
-from capplan.models.training.data import LATENCIES, OUTCOMES
+from capplan.models.surrogates._features import FEATURES, feature_of, steady_share
+from capplan.models.training._data import LATENCIES, OUTCOMES
 from capplan.spec import STARVED_BELOW
 from capplan.twin.dataset import DESIGNS, Sample, draw
-from capplan.twin.dataset.shards import NoRow, ScenarioRow, simulate_sample, simulate_span, simulation_seed
-from capplan.twin.instance.simulate import SimulateSettings
+from capplan.twin.dataset._shards import NoRow, ScenarioRow, simulate_sample, simulate_span, simulation_seed
+from capplan.twin.instance._simulate import SimulateSettings
 from tests.twin.examples import profile, workload
 
 SHIPPED = load_profile("h100-64g/llama-3.1-8b/vllm-0.8.5")
@@ -130,7 +130,7 @@ def test_another_reason_than_memory_is_raised(monkeypatch: pytest.MonkeyPatch) -
     def starve(*_: object, **__: object) -> None:
         raise InfeasibleError("starves", "starvation")
 
-    monkeypatch.setattr("capplan.twin.dataset.shards.simulate", starve)
+    monkeypatch.setattr("capplan.twin.dataset._shards.simulate", starve)
     with pytest.raises(InfeasibleError, match="starves"):
         simulate_sample(sample(), profile(), "paper-grid", 0, 30.0, 0)
 

@@ -1,0 +1,242 @@
+"""Worker: model weights, adapters, KV pages and kernels of one rank."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from capplan.engine._memory_profile import (
+    free_unused,
+    held_bytes,
+    largest_step,
+    peak_bytes,
+    sample_largest,
+    used_bytes,
+)
+from capplan.engine._model_runner import (
+    ModelRunner,
+    Runner,
+    attention_factory,
+    decode_graphs,
+    lora_factory,
+    norms_for,
+)
+from capplan.engine._pool import KvCache, PagePool, kv_page_elements
+from capplan.engine._settings import EngineOptions
+from capplan.engine.lora._adapter import AdapterLayout
+from capplan.engine.lora._loader import copy_stream
+from capplan.engine.lora._manager import LoRAManager
+from capplan.engine.lora._memory import RowTables, StaticSlots, UnifiedPages
+from capplan.engine.models import ModelConfig, Weights, load_weights, model_config, packed, random_weights
+from capplan.engine.models._decoder import RopeTable
+from capplan.engine.models._shard import WHOLE, ModelShard, require_shardable
+from capplan.engine.parallel._group import Collectives
+from capplan.errors import InfeasibleError, InputError
+from capplan.serving._memory import weight_bytes
+from capplan.spec import EngineArgs
+
+
+class LoadedModel(NamedTuple):
+    """A model, one rank's weights of it, and its folder if it has one."""
+
+    config: ModelConfig
+    """Of the whole model."""
+    weights: Weights
+    folder: Path | None
+
+
+class Sizes(NamedTuple):
+    """Complete settings of an engine and sizes of its allocations."""
+
+    args: EngineArgs
+    num_blocks: int
+    """Blocks of the scheduler. Under S-LoRA's rules adapters take their share of them."""
+    pool_pages: int
+    slot_bytes: int
+    """Bytes of one static slot; 0 in unified memory."""
+
+
+class MeasuredMemory(NamedTuple):
+    """Memory of one rank before its pages are allocated, as measured."""
+
+    step_bytes: int
+    """Peak of the largest step, beyond what is in use before it."""
+    graph_bytes: int
+    """Of all CUDA graphs."""
+    free_bytes: int
+    """Share of the GPU for this engine, less everything in use: weights, adapter slots, libraries, other
+    processes. 0 on a CPU."""
+
+    @property
+    def room_bytes(self) -> int:
+        """For pages."""
+        return self.free_bytes - self.step_bytes - self.graph_bytes
+
+
+def load_model(model: str | Path | ModelConfig, options: EngineOptions, shard: ModelShard) -> LoadedModel:
+    """Return a model from its folder, or with random weights from a ``config.json``, a name or a config."""
+    device = torch.device(options.device)
+    if isinstance(model, ModelConfig):
+        config, folder = model, None
+    else:
+        config, folder = model_config(model), Path(model) if Path(model).is_dir() else None
+    require_shardable(config, shard.size)
+    dtype = options.torch_dtype(config)
+    _require_memory(config, dtype, device, shard)
+    free_unused(device)  # of earlier engines of this process
+    if folder is None:
+        weights = random_weights(config, dtype, device, options.seed, shard)
+    else:
+        weights = load_weights(config, folder, dtype, device, shard)
+    return LoadedModel(config, packed(weights), folder)
+
+
+def _require_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device, shard: ModelShard) -> None:
+    """Check that the weights of a rank are not larger than all memory of the device."""
+    need = weight_bytes(config.arch(dtype.itemsize), shard.size)
+    if device.type == "cuda":
+        most = torch.cuda.mem_get_info(device)[1]
+    else:
+        most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if need > most:
+        rule = f"must have weights of at most {most / 2**30:,.1f} GiB, the memory of {device}"
+        raise InputError(rule, f"{need / 2**30:,.1f} GiB", f"{config.name}: weights")
+
+
+class Worker:
+    """One rank of an engine.
+
+    Parameters
+    ----------
+    capacity
+        Maximum number of adapters.
+
+    Attributes
+    ----------
+    config
+        Architecture of this rank's part of the model.
+    pool, runner
+        Pages, and runner of steps on this rank, set by `allocate`.
+    """
+
+    pool: PagePool
+    runner: ModelRunner
+
+    def __init__(
+        self,
+        model: str | Path | ModelConfig,
+        options: EngineOptions,
+        capacity: int,
+        shard: ModelShard = WHOLE,
+    ) -> None:
+        self.options = options
+        self._shard = shard
+        self.model = load_model(model, options, shard)
+        self.config = shard.config(self.model.config)
+        self.dtype = self.model.weights.embed.dtype
+        self.device = self.model.weights.embed.device
+        self.collectives = Collectives()
+        self.lora = self._new_lora(capacity, AdapterLayout(self.model.config, shard))
+
+    def allocate(self, sizes: Sizes) -> None:
+        """Allocate KV pages and adapter slots, and set up the kernels."""
+        self._allocate(sizes)
+
+    def all_ranks(self) -> Runner:
+        """Return the runner of steps on all ranks."""
+        return self.runner
+
+    def measure(self, args: EngineArgs) -> MeasuredMemory:
+        """Run the largest step with few pages, capture the largest graphs, and return what they take.
+
+        Raises
+        ------
+        InfeasibleError
+            If the step does not fit.
+        """
+        try:
+            self._allocate(self._few_pages(args))
+            step_bytes = peak_bytes(self.device, self._largest_run(args))
+            free_bytes = self._free_bytes(args)
+            graph_bytes = self.runner.graph_bytes(partial(held_bytes, self.device))
+        except torch.OutOfMemoryError:
+            message = f"a step of {args.max_num_batched_tokens} tokens does not fit beside weights and slots"
+            raise InfeasibleError(f"memory: {message}", "memory") from None
+        return MeasuredMemory(step_bytes, graph_bytes, free_bytes)
+
+    def _free_bytes(self, args: EngineArgs) -> int:
+        if self.device.type != "cuda":
+            return 0
+        _, total = torch.cuda.mem_get_info(self.device)
+        return int(total * args.gpu_memory_utilization) - used_bytes(self.device)
+
+    def _few_pages(self, args: EngineArgs) -> Sizes:
+        """Return the pages of one adapter, beside all slots."""
+        elements = self.lora.layout.elements(self.lora.layout.ranks(args.max_lora_rank))
+        page_elements = kv_page_elements(self.config, self.options.block_size)
+        # Rows do not cross pages, which are at least half full.
+        return Sizes(args, num_blocks=1, pool_pages=1 + 2 * elements // page_elements, slot_bytes=0)
+
+    def _largest_run(self, args: EngineArgs) -> Callable[[], None]:
+        """Return the largest step, all of whose tokens have an adapter if there is LoRA."""
+        adapter = self.lora.rank_of.size if args.max_loras else 0  # a number without an adapter
+        if adapter:
+            self.lora.place(adapter, self.lora.layout.ranks(args.max_lora_rank))
+        step = largest_step(args, self.options.block_size, self.pool.dump_page, adapter)
+
+        def run() -> None:
+            logits = self.runner.run(step)
+            if self._shard.rank == 0:
+                sample_largest(logits)
+
+        return run
+
+    def _allocate(self, sizes: Sizes) -> None:
+        if hasattr(self, "pool"):  # of a measurement
+            del self.pool, self.runner
+            self.lora.clear()
+            gc.collect()  # a runner and its graphs refer to each other
+        page_elements = kv_page_elements(self.config, self.options.block_size)
+        self.pool = PagePool(sizes.pool_pages, page_elements, self.dtype, self.device)
+        layout, args = self.lora.layout, sizes.args
+        self.lora.memory = (
+            UnifiedPages(layout, self.pool)
+            if self.options.chosen_memory() == "unified"
+            else StaticSlots(layout, args.max_loras, args.max_lora_rank, self.dtype, self.device)
+        )
+        self.runner = self._new_runner(sizes)
+
+    def check(self) -> None:
+        """Raise an error if another rank has ended."""
+
+    def watched(self) -> Sequence[socket.socket]:
+        """Return the sockets that are readable once another rank has ended."""
+        return ()
+
+    def _new_lora(self, capacity: int, layout: AdapterLayout) -> LoRAManager:
+        pin = self.device.type == "cuda"
+        return LoRAManager(capacity, layout, self.dtype, pin, copy_stream(self.device))
+
+    def _new_runner(self, sizes: Sizes) -> ModelRunner:
+        options, args, config, device = self.options, sizes.args, self.config, self.device
+        limits = options.limits(args, self.lora.rank_of.size - 1, sizes.num_blocks)
+        cache = KvCache(config, self.pool, options.block_size)
+        rope = RopeTable(config, limits.max_model_len, self.dtype, device)
+        tables = RowTables(self.lora.layout, limits.max_loras, args.max_lora_rank, device)
+        runner = ModelRunner(
+            self.model.weights,
+            cache,
+            attention_factory(options, config, cache, rope),
+            lora_factory(options, self.lora, tables),
+            norms_for(options, config, self.dtype),
+            self.collectives,
+        )
+        runner.graphs = decode_graphs(options, limits, self.lora, tables, cache, runner)
+        return runner

@@ -1,0 +1,254 @@
+"""LoRA products of a step in Triton: launches of shrink and expand, token by token or in tiles.
+
+A shrink has few programs in a small batch. Its width is therefore split until the programs fill the GPU; the
+expand sums the parts, which takes neither atomics nor another launch.
+
+Launch of a Triton kernel: one definition for running it and for compiling it ahead of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, Final, Literal, NamedTuple
+
+import torch
+import triton
+
+from capplan.engine._input_batch import Segment
+from capplan.engine.kernels._triton_lora_kernels import (
+    expand_tiles,
+    expand_tokens,
+    must_upcast,
+    shrink_tiles,
+    shrink_tokens,
+)
+from capplan.engine.lora._adapter import GROUPS, SITES, A, AdapterLayout, B
+from capplan.engine.lora._memory import RowTables
+
+_DEFAULT_MULTIPROCESSORS: Final = 132
+"""Of an H100 (SXM), for devices that are no GPU."""
+
+
+class Launch(NamedTuple):
+    """Kernel, grid, arguments and configuration.
+
+    Arguments on the ``meta`` device describe a launch that is only compiled.
+    """
+
+    kernel: Any
+    """Function under `triton.jit`."""
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    config: Mapping[str, Any]
+    """Constants of the kernel, ``num_warps`` and ``num_stages``."""
+
+    def run(self) -> None:
+        """Launch the kernel on the current stream."""
+        self.kernel[self.grid](*self.arguments, **self.config)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of streaming multiprocessors of a GPU."""
+    if device.type != "cuda":
+        return _DEFAULT_MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+Kind = Literal["bgmv", "mbgmv", "sgmv"]
+
+TILE_TOKENS: Final = 16
+"""Tokens of one tile of SGMV: the fewest that tensor cores take."""
+
+SGMV_FROM_TOKENS: Final = 8
+"""Mean tokens per adapter from which tiles are used if no measurement is given: an assumption."""
+
+_MOST_SPLITS: Final = 8
+"""Most parts of a shrink; each adds 4 bytes per rank to what a program of the expand reads."""
+_LEAST_PART: Final = 256
+"""Least columns of a part: one iteration."""
+_PROGRAMS_PER_MULTIPROCESSOR: Final = 2
+
+
+class TokenLoRA:
+    """MBGMV, token by token. Launches do not depend on the adapters in the batch, as CUDA graphs require.
+
+    Parameters
+    ----------
+    weights
+        Flat tensor that the tables point into.
+    numbers
+        Index of each token's adapter in the tables, -1 for the base model.
+    limit
+        Largest rank.
+    """
+
+    def __init__(
+        self,
+        layout: AdapterLayout,
+        tables: RowTables,
+        weights: torch.Tensor,
+        numbers: torch.Tensor,
+        limit: int,
+    ) -> None:
+        device = weights.device
+        self._layout = layout
+        self._tables = tables
+        self._weights = weights
+        self._numbers = numbers
+        self._tokens = numbers.shape[0]
+        self._limit = limit
+        self._kind: Kind = "mbgmv"
+        self._tiles = torch.zeros((0, 3), dtype=torch.int32, device=device)
+        self._outputs = tables.outputs
+        self._splits = [
+            splits_of(self._tokens * len(site), layout.sizes[site[0]][A], device) for site in SITES
+        ]
+        # Float32 between the two products. Elements beyond an adapter's rank are neither written nor read.
+        shape = (self._tokens, max(map(len, SITES)), max(self._splits), limit)
+        self._h = torch.empty(shape, dtype=torch.float32, device=device)
+
+    def add(self, layer: int, site: int, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Add the low-rank product of each token of `x` to `out`."""
+        self.shrink(layer, site, x)
+        self.expand(layer, site, out)
+
+    def shrink(self, layer: int, site: int, x: torch.Tensor) -> None:
+        """Compute the low-rank activations: the first half of `add`."""
+        self.shrink_launch(layer, site, x).run()
+
+    def expand(self, layer: int, site: int, out: torch.Tensor) -> None:
+        """Add the product of the activations and B to `out`: the second half of `add`."""
+        self.expand_launch(layer, site, out).run()
+
+    def shrink_launch(self, layer: int, site: int, x: torch.Tensor) -> Launch:
+        """Return the launch of `shrink`."""
+        modules, h = len(SITES[site]), self._h
+        rows, ranks = self._rows(layer, SITES[site][0], A)
+        strides = (x.stride(0), *self._strides(), *h.stride()[:2])
+        alignment = {"ALIGNMENT": self._layout.row_alignment}
+        if self._kind == "sgmv":
+            config = tiles_config(self._limit, x.dtype, width=64) | alignment
+            grid = (self._tiles.shape[0], modules, triton.cdiv(self._limit, config["BLOCK_RANK"]))
+            arguments = (x, self._weights, rows, ranks, self._tiles, h, x.shape[1], *strides)
+            return Launch(shrink_tiles, grid, arguments, config)
+        splits = self._splits[site]
+        config = shrink_tokens_config(self._limit, splits, self._kind == "bgmv") | alignment
+        grid = (self._tokens, modules, splits * triton.cdiv(self._limit, config["BLOCK_RANK"]))
+        sizes = (x.shape[1], self._limit, *strides, h.stride(2))
+        return Launch(shrink_tokens, grid, (x, self._weights, rows, ranks, self._numbers, h, *sizes), config)
+
+    def expand_launch(self, layer: int, site: int, out: torch.Tensor) -> Launch:
+        """Return the launch of `expand`."""
+        modules, h, outputs = SITES[site], self._h, self._outputs[site]
+        rows, ranks = self._rows(layer, modules[0], B)
+        strides = (*self._strides(), *h.stride()[:2])
+        alignment = {"ALIGNMENT": self._layout.row_alignment}
+        widest = max(self._layout.sizes[module][B] for module in modules)
+        if self._kind == "sgmv":
+            config = tiles_config(self._limit, out.dtype, width=128) | alignment
+            grid = (self._tiles.shape[0], len(modules), triton.cdiv(widest, config["BLOCK_WIDTH"]))
+            tensors = (h, self._weights, rows, ranks, self._tiles, out, outputs)
+            return Launch(expand_tiles, grid, (*tensors, *strides, out.stride(0)), config)
+        config = expand_tokens_config(self._limit, self._splits[site], self._kind == "bgmv") | alignment
+        grid = (self._tokens, len(modules), triton.cdiv(widest, config["BLOCK_WIDTH"]))
+        tensors = (h, self._weights, rows, ranks, self._numbers, out, outputs)
+        sizes = (self._limit, *strides, h.stride(2), out.stride(0))
+        return Launch(expand_tokens, grid, (*tensors, *sizes), config)
+
+    def _rows(self, layer: int, module: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the table of a module's rows of A or B, and of its ranks."""
+        rows = self._tables.rows[0, layer][GROUPS.index((module, side))]
+        return rows, self._tables.ranks[0, layer, module:]
+
+    def _strides(self) -> tuple[int, int, int]:
+        return self._tables.rows.stride(0), self._tables.rows.stride(2), self._tables.ranks.stride(0)
+
+
+class TritonLoRA(TokenLoRA):
+    """LoRA products of one step.
+
+    Parameters
+    ----------
+    kind
+        ``bgmv``: padded to the largest rank in the batch; ``mbgmv``: true ranks, token by token; ``sgmv``:
+        true ranks, in tiles of tokens of one adapter. None: chosen by tokens per adapter.
+    sgmv_from_tokens
+        Mean tokens per adapter from which ``sgmv`` is chosen; None: `SGMV_FROM_TOKENS`.
+    """
+
+    def __init__(
+        self,
+        layout: AdapterLayout,
+        tables: RowTables,
+        weights: torch.Tensor,
+        segments: Sequence[Segment],
+        tokens: int,
+        kind: Kind | None = None,
+        sgmv_from_tokens: float | None = None,
+    ) -> None:
+        used = [(tables.number_of[s.adapter], s.start, s.end) for s in segments if s.adapter != 0]
+        numbers = torch.full((tokens,), -1, dtype=torch.int32)
+        for number, start, end in used:
+            numbers[start:end] = number
+        tiles = [
+            (number, at, min(at + TILE_TOKENS, end))
+            for number, start, end in used
+            for at in range(start, end, TILE_TOKENS)
+        ]
+        limit = max(tables.max_rank_of[number] for number, _, _ in used)
+        super().__init__(layout, tables, weights, numbers.to(weights.device), limit)
+        lora_tokens = sum(end - start for _, start, end in used)
+        least = SGMV_FROM_TOKENS if sgmv_from_tokens is None else sgmv_from_tokens
+        self._kind = kind or ("sgmv" if lora_tokens >= least * len(used) else "mbgmv")
+        self._tiles = torch.tensor(tiles, dtype=torch.int32).to(weights.device)
+
+
+def splits_of(programs: int, width: int, device: torch.device) -> int:
+    """Return the parts, a power of 2, of a shrink over `width` columns; whole, it has `programs` programs."""
+    wanted = triton.cdiv(_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device), programs)
+    possible = 1 << (triton.cdiv(width, _LEAST_PART).bit_length() - 1)
+    return int(min(_MOST_SPLITS, possible, triton.next_power_of_2(wanted)))
+
+
+def shrink_tokens_config(limit: int, splits: int, padded: bool) -> dict[str, Any]:
+    """Return the launch configuration of `shrink_tokens`: 8 KiB of 16-bit weights per iteration."""
+    block = _block(limit, least=8, most=16)
+    return {
+        "PADDED": padded,
+        "SPLITS": splits,
+        "STAGES": 3,
+        "BLOCK_RANK": block,
+        "BLOCK_WIDTH": 4096 // block,
+        "num_warps": 4,
+    }
+
+
+def expand_tokens_config(limit: int, splits: int, padded: bool) -> dict[str, Any]:
+    """Return the launch configuration of `expand_tokens`."""
+    block = _block(limit, least=8, most=16)
+    return {
+        "PADDED": padded,
+        "SPLITS": splits,
+        "BLOCK_RANK": block,
+        "BLOCK_WIDTH": 4096 // block,
+        "num_warps": 4,
+    }
+
+
+def tiles_config(limit: int, dtype: torch.dtype, width: int) -> dict[str, Any]:
+    """Return the launch configuration of `shrink_tiles` and `expand_tiles`, for `width` columns at a time."""
+    return {
+        "UPCAST": must_upcast(dtype),
+        "BLOCK_TOKENS": TILE_TOKENS,
+        "BLOCK_RANK": _block(limit, least=16, most=64),
+        "BLOCK_WIDTH": width,
+        "num_warps": 4,
+        "num_stages": 3,
+    }
+
+
+def _block(rank: int, least: int, most: int) -> int:
+    """Return a tile of ranks, a power of 2: at least what tensor cores take, at most what registers hold."""
+    return min(most, max(least, int(triton.next_power_of_2(rank))))

@@ -1,0 +1,354 @@
+"""LoRA manager: adapter numbers, host and device copies, loads requested by the scheduler.
+
+Loads and evictions are decided in `capplan.serving` (two nested least-recently-used lists, as in vLLM). The
+manager copies the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from capplan.engine._scheduler_output import describe_adapter, evict_unused
+from capplan.engine._timing import EngineClock, PhaseTimer
+from capplan.engine.lora._adapter import AdapterLayout, AdapterSource, HostAdapter, require_rank
+from capplan.engine.lora._loader import AdapterLoader, CopyStream, LoadJob, LoadResult, LoadTimes
+from capplan.engine.lora._memory import AdapterMemory, AdapterPlacement, RowTables, SiteViews
+from capplan.errors import InputError
+from capplan.serving import Limits, State, adapter_loaded
+from capplan.serving import state as s
+from capplan.serving.state import POOLED, SLORA
+
+_NS_PER_MS: Final = 1e6
+
+
+class AdapterNumbers:
+    """Names of adapters and their numbers, from 1 to `capacity`; 0 is the base model."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._numbers: dict[str, int] = {}
+        self._entries = [0] * (capacity + 1)
+        self._last_entry = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names, ordered by number."""
+        return tuple(sorted(self._numbers, key=self._numbers.__getitem__))
+
+    @property
+    def name_of(self) -> dict[int, str]:
+        """Names by number."""
+        return {number: name for name, number in self._numbers.items()}
+
+    def number(self, name: str | None) -> int:
+        """Return the number of an adapter; None is the base model.
+
+        Raises
+        ------
+        InputError
+            If the name is not registered.
+        """
+        if name is None:
+            return 0
+        if name not in self._numbers:
+            raise InputError(f"must be one of {', '.join(self.names) or 'no adapters'}", name, "adapters")
+        return self._numbers[name]
+
+    def entry(self, number: int) -> int:
+        """Return the id of the current registration of a number; numbers are reused, ids are not."""
+        return self._entries[number]
+
+    def add(self, name: str) -> int:
+        """Register a name under the lowest free number and return it.
+
+        Raises
+        ------
+        InputError
+            If the name is taken or empty, or no number is free.
+        """
+        if not name or name in self._numbers:
+            raise InputError("must be a name that no adapter has", name, "adapter")
+        if len(self._numbers) >= self.capacity:
+            raise InputError(f"must not be more than max_adapters, {self.capacity}", name, "adapter")
+        taken = set(self._numbers.values())
+        number = next(number for number in range(1, self.capacity + 1) if number not in taken)
+        self._numbers[name] = number
+        self._last_entry += 1
+        self._entries[number] = self._last_entry
+        return number
+
+    def remove(self, name: str) -> None:
+        """Unregister a name."""
+        self._entries[self._numbers.pop(name)] = 0
+
+
+class LoRAManager:
+    """Host and device copies of the adapters of one engine, by number.
+
+    Attributes
+    ----------
+    memory
+        Device memory of adapters, set before the first load.
+    copies
+        Stream of copies to the device.
+    rank_of
+        Largest rank of each adapter, shape (capacity + 1,); 0 for the base model.
+    load_times
+        Times of loads; None: in proportion to the bytes.
+    """
+
+    memory: AdapterMemory
+    load_times: LoadTimes | None = None
+
+    def __init__(
+        self, capacity: int, layout: AdapterLayout, dtype: torch.dtype, pin: bool, copies: CopyStream
+    ) -> None:
+        self.layout = layout
+        self.copies = copies
+        self.rank_of = np.zeros(capacity + 1, np.int64)
+        self._dtype = dtype
+        self._pin = pin
+        self._sources: dict[int, AdapterSource] = {}
+        self._ranks: dict[int, NDArray[np.int64]] = {}
+        self._host: dict[int, HostAdapter] = {}
+        self._placements: dict[int, AdapterPlacement] = {}
+        self._tables: RowTables | None = None
+
+    @property
+    def in_memory(self) -> Set[int]:
+        """Adapters with device memory."""
+        return self._placements.keys()
+
+    def register(self, number: int, source: AdapterSource, max_rank: int | None) -> None:
+        """Register an adapter; only its shapes are read.
+
+        Raises
+        ------
+        InputError
+            If it cannot be read, does not fit the model, or its rank exceeds `max_rank`.
+        """
+        ranks = source.ranks(self.layout)
+        if max_rank is not None:
+            require_rank(ranks, max_rank, str(source))
+        self._sources[number], self._ranks[number] = source, ranks
+        self.rank_of[number] = ranks.max(initial=0)
+
+    def unregister(self, number: int) -> None:
+        """Remove an adapter and all its copies."""
+        self.discard(number)
+        del self._sources[number], self._ranks[number]
+        self.rank_of[number] = 0
+
+    def read(self, number: int) -> None:
+        """Read an adapter into host memory.
+
+        Raises
+        ------
+        InputError
+            If it cannot be read, is not finite, or has changed since it was registered.
+        """
+        self._read(number)
+
+    def _read(self, number: int) -> None:
+        max_rank = int(self.rank_of[number])
+        adapter = self._sources[number].read(self.layout, self._dtype, self._pin, max_rank)
+        if not np.array_equal(adapter.ranks, self._ranks[number]):
+            raise InputError("must not change while the engine runs", location=str(self._sources[number]))
+        self._host[number] = adapter
+
+    def pages(self, number: int) -> int:
+        """Return the pages of an adapter in the KV pool."""
+        return self.memory.pages(self._ranks[number])
+
+    def bytes(self, number: int) -> int:
+        """Return the bytes of an adapter's weights."""
+        return self.layout.elements(self._ranks[number]) * self._dtype.itemsize
+
+    def load_ns(self, number: int) -> int:
+        """Return the nanoseconds of a load by `load_times`."""
+        if self.load_times is None:
+            return self.bytes(number)
+        rank = int(self.rank_of[number])
+        is_padded = rank < int(self.rank_of.max())
+        return round(_NS_PER_MS * self.load_times.load_ms(rank, is_padded, *self.shares(number)))
+
+    def shares(self, number: int) -> tuple[float, float]:
+        """Return the shares of an adapter in the matrices and in the elements of its rank on all layers."""
+        ranks = self._ranks[number]
+        whole = self.layout.elements(self.layout.ranks(max(1, int(self.rank_of[number]))))
+        return np.count_nonzero(ranks) / ranks.size, self.layout.elements(ranks) / whole
+
+    def views(self, adapter: int) -> list[list[SiteViews]]:
+        """Return the matrices of an adapter on the device, by layer and site."""
+        return self._placements[adapter].views
+
+    def clear(self) -> None:
+        """Release the memory with all adapters in it; it must be set before the next use."""
+        self._placements.clear()
+        self._tables = None
+        del self.memory
+
+    def set_tables(self, tables: RowTables) -> None:
+        """Keep adapter tables up to date from now on."""
+        self._tables = tables
+
+    def place(self, number: int, ranks: NDArray[np.int64], at: NDArray[np.int64] | None = None) -> None:
+        """Place an adapter in free memory, or in the slot or pages `at`, without its weights."""
+        placement = self._placements[number] = self.memory.place(number, ranks, at)
+        if self._tables is not None:
+            self._tables.add(number, placement, self.memory.padding(number, self._tables.max_rank))
+
+    def apply(self, state: State, wait: Callable[[int], object]) -> list[tuple[int, LoadJob]]:
+        """Apply the scheduler's evictions, allocate memory for its loads, and return the load jobs.
+
+        A job may run concurrently with a batch without its adapter: they share no memory.
+
+        Parameters
+        ----------
+        wait
+            Waits for a load of an adapter that is in progress.
+        """
+        resident, on_host = state.adapters.resident, state.adapters.on_host
+        n = state.counters.n_loads
+        loads: list[int] = state.adapters.loads[:n].tolist()
+        from_disk = {loads[at] for at in np.flatnonzero(state.adapters.load_from_disk[:n])}
+        # An adapter evicted and loaded again within the step is in the list, too.
+        for number in [number for number in self._placements if number in loads or not resident[number]]:
+            wait(number)
+            self.memory.release(self.evict(number))
+        # A copy: the loader's thread may add another adapter to the host.
+        for number in [n for n in tuple(self._host) if n in from_disk or not on_host[n]]:
+            wait(number)
+            self.drop(number)
+        return [(number, self.new_load(number)) for number in loads]
+
+    def discard(self, number: int) -> None:
+        """Remove all copies of an adapter; none of its loads may be in progress."""
+        if number in self._placements:
+            self.memory.release(self.evict(number))
+        self.drop(number)
+
+    def evict(self, number: int) -> NDArray[np.int64]:
+        """Remove an adapter from the device and return its slot or pages, which are not free yet."""
+        del self._placements[number]
+        if self._tables is not None:
+            self._tables.remove(number)
+        return self.memory.forget(number)
+
+    def drop(self, number: int) -> None:
+        """Remove the copy of an adapter on the host, if there is one."""
+        self._host.pop(number, None)
+
+    def new_load(self, number: int, at: NDArray[np.int64] | None = None) -> LoadJob:
+        """Place an adapter in free memory, or in the slot or pages `at`; return the job that copies it."""
+        self.place(number, self._ranks[number], at)
+        # Steps so far may read what the memory held before.
+        return partial(self._load, number, self._placements[number], self.copies.fence())
+
+    def _load(self, number: int, placement: AdapterPlacement, after: Any) -> str | None:
+        """Copy an adapter to the device, from the host or its source; return an error message, or None."""
+        try:
+            if number not in self._host:
+                self._read(number)
+            with self.copies.copying(after):
+                self.memory.clear(number)
+                placement.copy_from(self._host[number])
+        except InputError as error:
+            return str(InputError(error.rule, error.value, error.location.rpartition("/")[2]))
+        except (RuntimeError, MemoryError) as error:
+            return str(error)
+        return None
+
+
+class AdapterLoads:
+    """Loads and removals of adapters, between the scheduler's state and the LoRA manager.
+
+    Parameters
+    ----------
+    token_bytes
+        Bytes of an adapter that a request pays for as one token of KV; 0: adapters are not charged.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        limits: Limits,
+        lora: LoRAManager,
+        loader: AdapterLoader,
+        clock: EngineClock,
+        token_bytes: int = 0,
+    ) -> None:
+        self.lora = lora
+        self.loader = loader
+        self._state = state
+        self._clock = clock
+        self._slora = limits.policy == SLORA
+        self._pooled = limits.policy == POOLED
+        self._beside = bool(limits.load_beside)
+        self._token_bytes = token_bytes
+
+    def register(self, number: int, source: AdapterSource, max_rank: int) -> None:
+        """Register an adapter; its first request loads it."""
+        self.lora.register(number, source, max_rank)
+        self.set_sizes(number)
+
+    def set_sizes(self, number: int) -> None:
+        """Set the sizes of a new adapter in the scheduler's state, under rules that use them."""
+        if self._slora or self._pooled:
+            self._state.adapters.pages[number] = self.lora.pages(number)
+        if self._pooled:
+            size_bytes = self.lora.bytes(number)
+            tokens = -(-size_bytes // self._token_bytes) if self._token_bytes else 0
+            describe_adapter(self._state, number, size_bytes, tokens, self.lora.load_ns(number))
+
+    def unregister(self, number: int) -> None:
+        """Remove an adapter without requests in flight."""
+        if self._state.adapters.claim[number] == s.LOADING:  # the request of this load was cancelled
+            self.loader.discard(number)
+            adapter_loaded(self._state, number)
+        self.loader.wait(number)
+        evict_unused(self._state, number)
+        self.lora.unregister(number)
+        self._state.adapters.pages[number] = 0
+        if self._pooled:
+            describe_adapter(self._state, number, 0, 0, 0)
+
+    def discard(self, number: int) -> None:
+        """Remove all copies of an adapter that failed to load; its next request loads it again."""
+        evict_unused(self._state, number)
+        self.lora.discard(number)
+
+    def accept(self, load: LoadResult) -> None:
+        """Report a finished load to the scheduler; after a failed one, no request of it may be in flight."""
+        adapter_loaded(self._state, load.adapter)
+        if load.error is not None:
+            self.discard(load.adapter)
+
+    def run(self, timer: PhaseTimer) -> dict[int, str]:
+        """Start the loads of a step, wait for those it requires, and return errors by adapter."""
+        state = self._state
+        errors: dict[int, str | None] = {}
+        # Every resident adapter has memory after the loads of the step: others with memory are evicted.
+        if state.counters.n_loads > 0 or len(self.lora.in_memory) > state.counters.n_resident:
+            for adapter, job in self.lora.apply(state, self.loader.wait):
+                if self._beside or self._slora:
+                    timer.lap("load")
+                    self.loader.start(adapter, job, report=self._beside)
+                    timer.skip()
+                else:
+                    errors[adapter] = job()
+        timer.lap("load")
+        if self._slora:  # a batch of prompts waits for all of its adapters
+            admitted = state.lists.admitted[: state.counters.n_admitted]
+            for adapter in set(state.rows.adapter[admitted].tolist()) - {0}:
+                ready_ns = self.loader.ready_ns(adapter)
+                errors[adapter] = self.loader.wait(adapter)
+                timer.lap("load")
+                timer.extend_to("load", ready_ns - self._clock.now_ns())
+        return {adapter: error for adapter, error in errors.items() if error is not None}

@@ -1,0 +1,218 @@
+"""First rank of an engine under tensor parallelism: it schedules, and sends every step to the others.
+
+All ranks run the same commands in the same order, so they take part in the same collectives.
+"""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from capplan.engine._input_batch import StepInputs
+from capplan.engine._model_runner import Runner
+from capplan.engine._settings import EngineOptions
+from capplan.engine._worker import MeasuredMemory, Sizes, Worker
+from capplan.engine.lora._adapter import AdapterLayout, AdapterSource
+from capplan.engine.lora._loader import LoadJob, copy_stream
+from capplan.engine.lora._manager import LoRAManager
+from capplan.engine.models import ModelConfig, model_config
+from capplan.engine.models._shard import ModelShard, require_shardable
+from capplan.engine.parallel._group import DistributedCollectives, WorkerGroup, results
+from capplan.errors import InputError
+from capplan.spec import EngineArgs
+
+COLLECTIVE_TIMEOUT_S: Final = 300.0
+"""For all ranks to arrive at a collective: more than kernels take to compile on the first use."""
+
+
+@contextmanager
+def start_worker(model: str | Path | ModelConfig, options: EngineOptions, capacity: int) -> Iterator[Worker]:
+    """Yield the first rank of an engine; the others, in processes of their own, end with it.
+
+    Raises
+    ------
+    InputError
+        If the model cannot be cut into so many parts, or there are fewer GPUs.
+    WorkerEndedError
+        If a process ends or does not start in time.
+    """
+    size = options.tensor_parallel_size
+    if size == 1:
+        yield Worker(model, options, capacity)
+        return
+    require_shardable(model if isinstance(model, ModelConfig) else model_config(model), size)
+    devices = devices_of(options.device, size)
+    threads = max(1, torch.get_num_threads() // size)
+    environment = {"OMP_NUM_THREADS": str(threads)} if options.device == "cpu" else {}
+    with (
+        tempfile.TemporaryDirectory(prefix="capplan-ranks-") as folder,
+        WorkerGroup(range(1, size), environment) as group,
+    ):
+        started = group.ask("start", model, options, capacity, devices)
+        leader = LeadingWorker(group, model, options.replace(device=devices[0]), capacity)
+        results(started)
+        leader.connect(Path(folder) / "meeting")
+        try:
+            yield leader
+        finally:
+            leader.collectives.close()
+
+
+def devices_of(device: str, size: int) -> tuple[str, ...]:
+    """Return the device of each rank: one GPU each, from the given one on.
+
+    Raises
+    ------
+    InputError
+        If there are fewer GPUs.
+    """
+    if device == "cpu":
+        return (device,) * size
+    first = torch.device(device).index or 0
+    if first + size > torch.cuda.device_count():
+        rule = f"needs {size} GPUs from {device} on, and this machine has {torch.cuda.device_count()}"
+        raise InputError(rule, size, "tensor_parallel_size")
+    return tuple(f"cuda:{first + rank}" for rank in range(size))
+
+
+class LeadingWorker(Worker):
+    """First rank of an engine."""
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        model: str | Path | ModelConfig,
+        options: EngineOptions,
+        capacity: int,
+    ) -> None:
+        self._group = group
+        super().__init__(model, options, capacity, ModelShard(0, options.tensor_parallel_size))
+
+    def connect(self, meeting: Path) -> None:
+        """Connect all ranks, which meet by a file."""
+        shard = ModelShard(0, self.options.tensor_parallel_size)
+        connected = self._group.ask("connect", str(meeting))
+        with self._group.watching():
+            self.collectives = DistributedCollectives(shard, self.device, meeting, COLLECTIVE_TIMEOUT_S)
+        results(connected)
+        self._group.on_failure = self.collectives.close  # a collective without a rank waits for it
+
+    def allocate(self, sizes: Sizes) -> None:
+        """Allocate KV pages and adapter slots, and set up the kernels, on all ranks."""
+        allocated = self._group.ask("allocate", sizes)
+        super().allocate(sizes)
+        results(allocated)
+
+    def all_ranks(self) -> Runner:
+        """Return the runner of steps on all ranks."""
+        return _LeadingRunner(self._group, self.runner, self.device)
+
+    def measure(self, args: EngineArgs) -> MeasuredMemory:
+        """Run the largest step on all ranks and return the memory of the one with the least room."""
+        others = self._group.ask("measure", args)
+        with self._group.watching():
+            own = super().measure(args)
+        measured: list[MeasuredMemory] = [own, *results(others)]
+        return min(measured, key=lambda each: each.room_bytes)
+
+    def check(self) -> None:
+        """Raise an error if another rank has ended.
+
+        Raises
+        ------
+        WorkerEndedError
+            Which one, and how.
+        """
+        self._group.check()
+
+    def watched(self) -> Sequence[socket.socket]:
+        """Return the sockets that are readable once another rank has ended."""
+        return (self._group.ended,)
+
+    def _new_lora(self, capacity: int, layout: AdapterLayout) -> LoRAManager:
+        pin = self.device.type == "cuda"
+        return _LeadingLoRA(self._group, capacity, layout, self.dtype, pin, copy_stream(self.device))
+
+
+class _LeadingRunner:
+    """Runner of the first rank."""
+
+    def __init__(self, group: WorkerGroup, runner: Runner, device: torch.device) -> None:
+        self._group = group
+        self._runner = runner
+        self._device = device
+
+    def run(self, step: StepInputs) -> torch.Tensor:
+        """Run a step on all ranks; return the logits of `step.sampled`, shape (requests, vocabulary)."""
+        self._group.tell("run", step)
+        with self._group.watching():
+            logits = self._runner.run(step)
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
+        return logits
+
+    def logits(self, at: NDArray[np.int64]) -> torch.Tensor:
+        """Return the logits of some tokens of the last step, computed on all ranks."""
+        self._group.tell("logits", at)
+        with self._group.watching():
+            return self._runner.logits(at)
+
+    def capture_graphs(self) -> None:
+        """Capture all graphs on all ranks."""
+        captured = self._group.ask("capture_graphs")
+        with self._group.watching():
+            self._runner.capture_graphs()
+        results(captured)
+
+
+class _LeadingLoRA(LoRAManager):
+    """Adapters of all ranks: each reads its part of the same files, into the same slot or pages."""
+
+    def __init__(self, group: WorkerGroup, *arguments: Any) -> None:
+        self._group = group
+        super().__init__(*arguments)
+
+    def register(self, number: int, source: AdapterSource, max_rank: int | None) -> None:
+        """Register an adapter; only its shapes are read."""
+        super().register(number, source, max_rank)
+        self._group.call("register", number, source, max_rank)
+
+    def unregister(self, number: int) -> None:
+        """Remove an adapter and all its copies."""
+        super().unregister(number)
+        self._group.tell("unregister", number)
+
+    def read(self, number: int) -> None:
+        """Read an adapter into host memory."""
+        answers = self._group.ask("read", number)
+        super().read(number)
+        results(answers)
+
+    def evict(self, number: int) -> NDArray[np.int64]:
+        """Remove an adapter from the devices and return its slot or pages, which are not free yet."""
+        self._group.tell("evict", number)
+        return super().evict(number)
+
+    def drop(self, number: int) -> None:
+        """Remove the copies of an adapter on the host."""
+        self._group.tell("drop", number)
+        super().drop(number)
+
+    def new_load(self, number: int, at: NDArray[np.int64] | None = None) -> LoadJob:
+        """Place an adapter in free memory and return the job that copies it; workers begin at once."""
+        load = super().new_load(number, at)
+        answers = self._group.ask("load", number, self.memory.location(number))
+
+        def load_all() -> str | None:
+            errors = [load(), *results(answers)]
+            return next((error for error in errors if error is not None), None)
+
+        return load_all

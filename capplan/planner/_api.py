@@ -1,0 +1,348 @@
+"""`plan`: place the adapters of a workload on GPUs and verify the placement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from capplan.errors import InfeasibleError, InputError
+from capplan.planner.document._assemble import build_plan
+from capplan.planner.problem._bound import lower_bound_gpus
+from capplan.planner.problem._estimate import TwinEstimator
+from capplan.planner.problem._evaluate import evaluate, evaluate_cluster
+from capplan.planner.problem._knobs import KnobSearch
+from capplan.planner.problem._parallel import OutOfTimeError, Progress, TimeBudget, no_progress
+from capplan.planner.problem._previous import PreviousInstance, previous_instances, read_previous
+from capplan.planner.problem._problem import (
+    OPEN_FACTOR,
+    Assignment,
+    Problem,
+    infeasible,
+    make_problem,
+    require_folders,
+)
+from capplan.planner.problem._validity import require_one_kind
+from capplan.planner.search._local_search import fleet_size_of, placement_cost
+from capplan.planner.solvers import find_solver
+from capplan.planner.solvers._base import DEFAULT_TIME_LIMIT_S, Solver
+from capplan.planner.solvers._solve import SolverRun, solve
+from capplan.planner.verification._evened import evened_out
+from capplan.planner.verification._repair import RepairResult, fit_slots_in_memory, repair
+from capplan.planner.verification._verify import (
+    FRESH_SEEDS,
+    InstanceVerification,
+    Verifier,
+    further_seeds,
+    make_verifier,
+    require_seeds,
+)
+from capplan.spec import Objective, Plan, Profile, Workload
+
+
+def plan(
+    workload: Workload,
+    *,
+    gpus: int | None = None,
+    profile: Profile | str | None = None,
+    solver: Solver | str = "capplan",
+    estimator: str = "auto",
+    seed: int = 0,
+    verify: bool = True,
+    repair: bool = True,
+    seeds: int = FRESH_SEEDS,
+    time_limit_s: float | None = None,
+    duration_s: float | None = None,
+    knobs: KnobSearch | str = KnobSearch.FITTED,
+    robust: float | None = None,
+    gpus_per_link: int = 1,
+    progress: Progress | None = None,
+) -> Plan:
+    """Place the adapters of a workload on GPUs; the twin verifies every GPU.
+
+    Parameters
+    ----------
+    workload
+        Adapters, traffic, objectives and constraints.
+    gpus, profile
+        Maximum number of GPUs, and a profile, name of a shipped one or path of a JSON; None: the workload's.
+        If the workload leaves the number open, up to 8 times the lower bound are used.
+    solver
+        A name of `capplan.planner.SOLVERS`, or a solver of your own.
+    estimator
+        A surrogate (``best``, ``forest`` or ``tree``), the ``twin``, or ``auto``: the best surrogate if it
+        covers the workload.
+    seed
+        Same seed, same plan.
+    verify, repair
+        Simulate on fresh seeds, and repair GPUs that fail. A plan that is not verified is marked; without
+        repair it records the failure.
+    seeds
+        Number of fresh seeds. The first replays a trace as recorded, the others bootstrap samples of its
+        worst window.
+    time_limit_s
+        Time for search, verification and bottlenecks together, without compilation. At its end the best
+        placement found is returned, with the verdict on the seeds simulated by then. None: slow solvers stop
+        after 60 s, without an answer (``dlora-proactive``, ``milp``) or with the best so far (``capplan``),
+        and nothing else is limited. ``provenance["search"]`` is ``time_limit`` if the search was cut.
+    duration_s
+        Simulated time of each seed. None: an hour, or as long as slow arrivals take to show, up to a week; if
+        that does not decide, the verdict is ``undecided``. Not for a trace, which is replayed.
+    knobs
+        Values of max_num_batched_tokens and max_num_seqs that may be chosen if the workload leaves them open
+        and bounds a latency: ``default`` (none but the defaults), ``fitted`` (inside the fitted range of the
+        profile) or ``any``.
+    robust
+        Quantile of the step times, such as 0.9, at which the bounds must hold; None: the fitted ones. See
+        `capplan.models._uncertainty.pessimistic_profile`.
+    gpus_per_link
+        GPUs that share a link to host memory, in the order of the plan.
+    progress
+        Called with (stage, done, total).
+
+    Raises
+    ------
+    InputError
+        If a parameter or the workload is invalid.
+    InfeasibleError
+        If the GPUs do not suffice, or the time limit ends before a placement is found and simulated once; see
+        `reason`. The message names the bound that breaks and the number of GPUs that would hold.
+    """
+    made = make_problem(workload, gpus, profile, duration_s)
+    require_folders(made)
+    require_one_kind(made)
+    problem = replace(made, knobs=KnobSearch.named(knobs), robust=robust, gpus_per_link=gpus_per_link)
+    _ = problem.pessimistic  # an invalid quantile is an error before anything is solved
+    options = PlanOptions(find_solver(solver), estimator, seed, verify, repair, seeds, time_limit_s)
+    return plan_problem(problem, options, read_previous(workload), progress or no_progress)
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Options of planning a problem, as for `plan`."""
+
+    solver: Solver
+    estimator: str = "auto"
+    seed: int = 0
+    verify: bool = True
+    repair: bool = True
+    seeds: int = FRESH_SEEDS
+    time_limit_s: float | None = None
+    finds_shortage: bool = True
+    """Whether an infeasible answer names the number of GPUs that would hold."""
+
+    def __post_init__(self) -> None:
+        require_seeds(self.seed, self.seeds)
+        if self.time_limit_s is not None and not self.time_limit_s > 0.0:
+            raise InputError("must be > 0", self.time_limit_s, "time_limit_s")
+
+
+def plan_problem(
+    problem: Problem,
+    options: PlanOptions,
+    previous: Plan | None = None,
+    progress: Progress = no_progress,
+) -> Plan:
+    """Plan a problem; errors as for `plan`."""
+    progress("placing", 0, 1)
+    if options.time_limit_s is not None:
+        _compile(problem)
+    budget = TimeBudget(options.time_limit_s, options.verify)
+    problem = replace(problem, deadline=budget.end)
+    twin = TwinEstimator(problem, options.seed, deadline=budget.search)
+
+    def place(previous: Plan | None) -> SolverRun:
+        return solve(
+            problem,
+            options.solver,
+            twin,
+            estimator=options.estimator,
+            seed=options.seed,
+            time_limit_s=budget.search_s(DEFAULT_TIME_LIMIT_S),
+            previous=previous,
+        )
+
+    def verified(answer: SolverRun) -> VerifiedRun:
+        progress("placing", 1, 1)
+        return _verified_run(answer, replace(twin, deadline=budget.verification), options, progress)
+
+    try:
+        answer = place(previous)
+    except InfeasibleError as error:
+        progress("placing on more GPUs", 0, 1)
+        raise _with_sufficient_gpus(error, problem, options, budget) from None
+    run = verified(answer)
+    if previous is not None and run.has_grown:
+        run = _cheaper(run, lambda: verified(place(None)), previous_instances(previous))
+    answer, verifier, outcome, _ = run
+    drawn = replace(verifier, deadline=budget.end).with_drawn_profiles(
+        outcome.assignments,
+        outcome.verifications,
+        lambda done, total: progress("drawn profiles", done, total),
+    )
+    return build_plan(
+        verifier,
+        replace(outcome, verifications=drawn),
+        verified=options.verify,
+        previous=previous,
+        notes={
+            "solver": options.solver.name,
+            "estimator": answer.estimator,
+            "seed": options.seed,
+            "repairs": list(outcome.changes),
+            "search": "time_limit" if answer.is_cut or run.is_cut else "complete",
+            **({} if problem.knobs is KnobSearch.FITTED else {"knobs": problem.knobs.value}),
+            **({} if problem.robust is None else {"robust": problem.robust}),
+        },
+        deadline=budget.end,
+    )
+
+
+class VerifiedRun(NamedTuple):
+    """Answer of a solver, its verifier, and the outcome after repairs."""
+
+    answer: SolverRun
+    verifier: Verifier
+    outcome: RepairResult
+    is_cut: bool = False
+    """Whether a time limit ended the repair."""
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether repairs took further instances, or did not suffice."""
+        repaired = self.outcome.assignments
+        return bool(self.outcome.changes) and (len(repaired) > len(self.answer.assignments) or not self.ok)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every instance is verified."""
+        return all(each.ok for each in self.outcome.verifications)
+
+
+def _verified_run(
+    answer: SolverRun, twin: TwinEstimator, options: PlanOptions, progress: Progress
+) -> VerifiedRun:
+    """Verify an answer, and repair it if asked."""
+    verifier = make_verifier(answer.problem, twin, options.seed, options.verify, options.seeds)
+    verifier = replace(verifier, deadline=twin.deadline, further_seeds=further_seeds(verifier.seeds))
+    try:
+        outcome, is_cut = _verify(answer, verifier, twin, options.verify and options.repair, progress)
+        everywhere = answer.problem.workload.stores_everywhere
+        if options.verify and options.repair and options.solver.confirms and everywhere:
+            outcome = evened_out(
+                verifier, outcome, twin, lambda done, total: progress("verifying fewer GPUs", done, total)
+            )
+    except OutOfTimeError:
+        words = f"the time limit ends the verification of {len(answer.assignments)} instance(s) before its"
+        raise infeasible("time", f"{words} first seed; a longer one decides") from None
+    return VerifiedRun(answer, verifier, outcome, is_cut)
+
+
+def _cheaper(
+    near: VerifiedRun, from_scratch: Callable[[], VerifiedRun], old: Sequence[PreviousInstance]
+) -> VerifiedRun:
+    """Return the cheaper of a plan near the one in force and a plan from scratch, moves included.
+
+    A repair may take an instance that a search from scratch does not need.
+    """
+    problem = near.answer.problem
+    if problem.workload.objective not in (Objective.MIN_GPUS, Objective.MIN_COST):
+        return near
+    try:
+        scratch = from_scratch()
+    except InfeasibleError:
+        return near
+
+    def cost(run: VerifiedRun) -> tuple[bool, tuple[float, float, int]]:
+        return not run.ok, placement_cost(problem, run.outcome.assignments, old)
+
+    return min(near, scratch, key=cost)
+
+
+def _compile(problem: Problem) -> None:
+    """Simulate a second of an instance and of a cluster, so that no time limit contains compilation."""
+    slots = problem.fixed_a_max or 1
+    for pool in range(len(problem.pools)):
+        instance = Assignment(problem.shares[:1], slots, pool=pool)
+        if problem.fits_in_memory(instance):
+            evaluate(problem, instance, 0, duration_s=1.0)
+            alone = replace(problem, workload=problem.workload.subset(instance.fractions))
+            evaluate_cluster(alone, [instance], 0, duration_s=1.0)
+            return
+
+
+def _verify(
+    answer: SolverRun, verifier: Verifier, twin: TwinEstimator, repair_failing: bool, report: Progress
+) -> tuple[RepairResult, bool]:
+    """Return the verified answer, repaired if asked, and whether a time limit ended the repair."""
+    problem, assignments = answer.problem, answer.assignments
+    changes: tuple[str, ...] = ()
+    if repair_failing:
+        assignments, changes = fit_slots_in_memory(problem, assignments, twin)
+    for number, assignment in enumerate(assignments):
+        if not problem.fits_in_memory(assignment):
+            raise infeasible(
+                "memory",
+                f"GPU {number} of the answer would not start: {assignment.a_max} slots of rank "
+                f"{problem.s_max(assignment.shares)} leave no room for one request of max_model_len "
+                f"{problem.engine.max_model_len}, or its adapters do not fit on the host",
+            )
+
+    def verify(assignments: Sequence[Assignment]) -> list[InstanceVerification]:
+        return verifier.whole(assignments, lambda done, total: report("verifying", done, total))
+
+    verifications = verify(assignments)
+    unrepaired = RepairResult(assignments, tuple(verifications), changes)
+    if not repair_failing or all(each.ok for each in verifications):
+        return unrepaired, False
+    try:
+        repaired = repair(verifier, assignments, verifications, twin, changes)
+        if repaired.assignments == assignments:
+            return repaired, False
+        return replace(repaired, verifications=tuple(verify(repaired.assignments))), False
+    except OutOfTimeError:
+        return unrepaired, True
+
+
+def _with_sufficient_gpus(
+    error: InfeasibleError, problem: Problem, options: PlanOptions, budget: TimeBudget
+) -> InfeasibleError:
+    """Return the error with the number of GPUs on which the solver finds an answer, as text.
+
+    Unchanged if more GPUs cannot help, or the solver uses all that there are.
+    """
+    if not options.finds_shortage or error.reason == "memory" or options.solver.uses_all_gpus:
+        return error
+    available = _gpus(problem, [pool.instances for pool in problem.pools])
+    most = max(available, lower_bound_gpus(problem)) * OPEN_FACTOR
+    pools = tuple(replace(p, instances=most // p.profile.tp, is_open=True) for p in problem.pools)
+    changes = {"objective": Objective.MIN_GPUS, "previous_plan": None, "move_cost": None}
+    workload = problem.workload.model_copy(update=changes)
+    larger = replace(problem, pools=pools, workload=workload, deadline=budget.shortage)
+    twin = TwinEstimator(larger, options.seed, deadline=budget.shortage)
+    try:
+        answer = solve(
+            larger,
+            options.solver,
+            twin,
+            estimator=options.estimator,
+            seed=options.seed,
+            time_limit_s=budget.search_s(DEFAULT_TIME_LIMIT_S),
+            insufficient_gpus=available,
+        )
+    except InputError:  # larger than the solver supports
+        return error
+    except InfeasibleError as other:
+        words = f"no number up to {most} holds"
+        if other.reason == "time":
+            words = "no number that would hold was found in time"
+    else:
+        used = fleet_size_of(larger, answer.assignments)
+        words = f"{_gpus(larger, used)} GPUs would hold"
+        if error.reason == "time":
+            words = f"on {_gpus(larger, used)} GPUs one was found"
+    return InfeasibleError(f"{error.message}; {words}", error.reason)
+
+
+def _gpus(problem: Problem, instances: Sequence[int]) -> int:
+    return sum(count * pool.profile.tp for count, pool in zip(instances, problem.pools, strict=True))

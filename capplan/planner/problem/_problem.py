@@ -1,0 +1,672 @@
+"""Placement problem: adapters with constraints, GPU pools, engine settings, and assignments.
+
+Constraints of adapters on their placement: apart, together, in one pool, on few instances.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from operator import attrgetter
+from typing import Final, Protocol, Self, TypedDict
+
+from capplan.datasets import load_profile
+from capplan.errors import InfeasibleError, InfeasibleReason, InputError
+from capplan.models._memory import KvBudget, kv_budget
+from capplan.models._uncertainty import pessimistic_profile
+from capplan.models.surrogates._features import EngineLimits
+from capplan.planner.problem._knobs import KnobSearch
+from capplan.planner.problem._parallel import NEVER, Deadline
+from capplan.serving import adapter_bytes
+from capplan.serving._rules import VLLM_ENGINE
+from capplan.spec import (
+    Adapter,
+    Cache,
+    EngineArgs,
+    Objective,
+    Pool,
+    Profile,
+    ProfileEngine,
+    Queues,
+    Scheduler,
+    Workload,
+)
+from capplan.spec._engine_args import vllm_rank
+from capplan.spec._limits import beyond, input_limits
+from capplan.spec._peft_folder import require_adapter
+from capplan.twin.instance._scenario import chosen_rules
+from capplan.workload._peak import (
+    DecidingTime,
+    TraceWindow,
+    busiest_window,
+    deciding_time,
+    is_modulated,
+    trace_windows,
+)
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """Placement constraints of all adapters."""
+
+    leader: Mapping[str, str]
+    """First adapter, in the workload's order, of the group that each adapter is placed with."""
+    groups: frozenset[str]
+    """Leaders of groups of several adapters."""
+    conflicts: Mapping[str, frozenset[str]]
+    """Adapters that must not be on an instance with an adapter; symmetric."""
+    pinned_pool: Mapping[str, str]
+    """Pool that a group is pinned to, by leader."""
+    max_replicas: Mapping[str, int]
+    """Maximum number of instances of a group, by leader."""
+
+
+def read_constraints(adapters: Sequence[Adapter], traffic: Sequence[Adapter]) -> Constraints:
+    """Return the constraints of adapters; `traffic` also has the base model as one of rank 0 if it has any.
+
+    Raises
+    ------
+    InputError
+        If constraints contradict each other.
+    """
+    leader = _group_leaders(traffic)
+    conflicts = _conflicts(adapters)
+    for name, others in conflicts.items():
+        for other in others:
+            if leader[name] == leader[other]:
+                rule = f"must not name {other}, which together_with keeps on the GPU of {name}"
+                raise InputError(rule, other, f"adapters: {name}.apart_from")
+    pinned_pool: dict[str, str] = {}
+    max_replicas: dict[str, int] = {}
+    for adapter in adapters:
+        first = leader[adapter.name]
+        if adapter.pool is not None and pinned_pool.setdefault(first, adapter.pool) != adapter.pool:
+            rule = (
+                f"must be {pinned_pool[first]}, where an adapter is pinned that together_with keeps on the "
+                "same GPU"
+            )
+            raise InputError(rule, adapter.pool, f"adapters: {adapter.name}.pool")
+        if adapter.max_replicas is not None:
+            max_replicas[first] = min(adapter.max_replicas, max_replicas.get(first, adapter.max_replicas))
+    groups = frozenset(first for name, first in leader.items() if name != first)
+    return Constraints(leader, groups, conflicts, pinned_pool, max_replicas)
+
+
+def _group_leaders(adapters: Iterable[Adapter]) -> dict[str, str]:
+    """Return the first member of the connected component of every adapter."""
+    parent = {adapter.name: adapter.name for adapter in adapters}
+    order = {name: position for position, name in enumerate(parent)}
+
+    def root(name: str) -> str:
+        while parent[name] != name:
+            name = parent[name]
+        return name
+
+    for adapter in adapters:
+        for other in adapter.together_with:
+            low, high = sorted((root(adapter.name), root(other)), key=order.__getitem__)
+            parent[high] = low
+    return {name: root(name) for name in parent}
+
+
+def _conflicts(adapters: Iterable[Adapter]) -> dict[str, frozenset[str]]:
+    conflicts: dict[str, set[str]] = {}
+    for adapter in adapters:
+        for other in adapter.apart_from:
+            conflicts.setdefault(adapter.name, set()).add(other)
+            conflicts.setdefault(other, set()).add(adapter.name)
+    return {name: frozenset(others) for name, others in conflicts.items()}
+
+
+GRID = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384)
+"""Values of A_max and of adapter counts to try; from 8, those of the adapter-caching paper (section 7)."""
+
+SIMULATED_S: Final = 3600.0
+"""Least simulated time of an estimate and of a verification, and default of `slo_window`."""
+_MAX_SIMULATED_S: Final = 7.0 * 86_400.0
+_MAX_REQUESTS: Final = 2_000_000
+"""Time and requests up to which simulations are longer for the sake of slow arrivals."""
+
+OPEN_FACTOR: Final = 8
+"""GPUs of a pool whose number is open, over the lower bound."""
+
+_RANK: Final = attrgetter("rank")
+
+
+@dataclass(frozen=True)
+class AdapterShare:
+    """An adapter, or a fraction of its traffic: the item that a solver places.
+
+    So is the traffic of the base model, under its name and with rank 0.
+    """
+
+    name: str
+    rank: int
+    rate_rps: float
+    """Request rate of this share."""
+    fraction: float = 1.0
+    number: int = 0
+    """Index among the shares of the adapter."""
+
+    @classmethod
+    def of(cls, adapter: Adapter, fraction: float = 1.0, number: int = 0) -> Self:
+        """Return a fraction of an adapter."""
+        return cls(adapter.name, adapter.rank, adapter.rate_rps * fraction, fraction, number)
+
+
+class SchedulingKeywords(TypedDict, total=False):
+    """Scheduler, cache, initial queues and host link of an instance, by their names in the twin."""
+
+    gpus_per_link: int
+    scheduler: Scheduler
+    cache: Cache
+    queues: Queues | None
+
+
+@dataclass(frozen=True)
+class GpuPool:
+    """Equal instances that are available to a plan."""
+
+    name: str | None
+    """None if the workload has no pools."""
+    profile: Profile
+    instances: int
+    usd_per_hour: float | None = None
+    """Price of an instance with all its `tp` GPUs."""
+    is_open: bool = False
+    """Whether the workload leaves the number of instances open, which then follows from the lower bound."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Adapter shares and settings of one instance."""
+
+    shares: tuple[AdapterShare, ...]
+    a_max: int
+    max_num_seqs: int | None = None
+    """None: the problem's setting."""
+    pool: int = 0
+    """Index of its pool in the problem."""
+    max_num_batched_tokens: int | None = None
+    """None: the problem's setting."""
+    queues: Queues | None = None
+    """Queues by request size at the start; None: one, or none."""
+
+    @property
+    def fractions(self) -> dict[str, float]:
+        """Fraction of each adapter's traffic on this instance."""
+        return traffic_fractions(self.shares)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Estimated performance of one instance."""
+
+    throughput_tok_s: float
+    starved: bool
+    """Whether it starves, or breaks a latency bound that the estimator supports."""
+    e2e_s_mean: float = 0.0
+    """Mean time from arrival to last token, with waiting requests charged in full; 0 if unknown."""
+    utilization: float = 0.0
+    """Distance to failure; grows with the load."""
+    overload: float = 0.0
+    """Excess share of the load, if known; 0 if the instance holds."""
+
+
+class Estimator(Protocol):
+    """Estimates the performance of one instance: a surrogate or the twin."""
+
+    def __call__(self, assignment: Assignment) -> Estimate:
+        """Return the estimate of one instance."""
+        ...
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Adapters to place on the instances of one or more pools."""
+
+    workload: Workload
+    """Complete workload."""
+    pools: tuple[GpuPool, ...]
+    """Available instances, at least one pool. Solvers of the papers use the first only."""
+    engine: EngineArgs
+    """Engine settings of every instance; the slots are those of each assignment."""
+    shares: tuple[AdapterShare, ...]
+    """Items to place."""
+    knobs: KnobSearch = KnobSearch.FITTED
+    """Values of engine knobs that the workload leaves open."""
+    robust: float | None = None
+    """Quantile of the step times at which the bounds must hold; None: the fitted step times."""
+    gpus_per_link: int = 1
+    """GPUs, in the order of the instances, that share a link to host memory."""
+    simulated_s: float | None = None
+    """Simulated time of estimates and verification; None: as the arrivals require. A trace is replayed."""
+    deadline: Deadline = field(default=NEVER, compare=False)
+    """Time at which every simulation of the problem ends with `OutOfTimeError`."""
+
+    def __post_init__(self) -> None:
+        if self.gpus_per_link < 1:
+            raise InputError("must be a whole number >= 1", self.gpus_per_link, "gpus_per_link")
+        if self.simulated_s is not None and self.workload.trace is not None:
+            rule = "does not go with a trace, which is replayed; slo_window is the time in which bounds hold"
+            raise InputError(rule, self.simulated_s, "duration_s")
+
+    @property
+    def profile(self) -> Profile:
+        """Profile of the first pool."""
+        return self.pools[0].profile
+
+    @property
+    def gpus(self) -> int:
+        """Instances in all pools."""
+        return sum(pool.instances for pool in self.pools)
+
+    def with_profiles(self, profiles: Sequence[Profile]) -> Problem:
+        """Return the problem with other profiles of its pools."""
+        pools = (replace(own, profile=each) for own, each in zip(self.pools, profiles, strict=True))
+        return replace(self, pools=tuple(pools))
+
+    @cached_property
+    def pessimistic(self) -> Problem:
+        """The problem with the step times of `robust`."""
+        if self.robust is None:
+            return self
+        slow = [pessimistic_profile(pool.profile, self.robust) for pool in self.pools]
+        return replace(self.with_profiles(slow), robust=None)
+
+    def max_num_seqs(self, assignment: Assignment) -> int:
+        """Return the maximum number of running requests of an instance."""
+        return assignment.max_num_seqs or self.engine.max_num_seqs
+
+    def max_num_batched_tokens(self, assignment: Assignment) -> int:
+        """Return the maximum of tokens per step of an instance."""
+        return assignment.max_num_batched_tokens or self.engine.max_num_batched_tokens
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether the number of adapter slots matters: under a scheduler or a cache, memory is shared."""
+        return self.workload.scheduling is None
+
+    @property
+    def adapters_come(self) -> bool:
+        """Whether an instance may serve adapters that are not placed on it."""
+        return self.workload.rebalance is not None or self.workload.stores_everywhere
+
+    def stored(self, assignment: Assignment) -> dict[str, float]:
+        """Return what an instance stores, with its fraction of the traffic; 0: for the router to choose."""
+        placed = assignment.fractions
+        if not self.workload.stores_everywhere:
+            return placed
+        pool = self.pools[assignment.pool].name
+        return {a.name: 0.0 for a in self.workload.adapters if a.pool in (None, pool)} | placed
+
+    def caches_prefixes(self, pool: int) -> bool:
+        """Tell whether instances of a pool keep the prefixes of prompts in the KV cache."""
+        return self.has_slots and chosen_rules(self.pools[pool].profile, None, None).prefix_caching
+
+    def cached_prefix_tokens(self, pool: int) -> int:
+        """Return the tokens of a prompt that the prefix cache of an instance may hold."""
+        return self.workload.shared_prefix_tokens if self.caches_prefixes(pool) else 0
+
+    def slots(self, assignment: Assignment) -> tuple[int, int]:
+        """Return number and rank of the slots of an instance; 0 and 0 if it serves the base model alone.
+
+        Without slots the number is that of its adapters, or of all if `adapters_come`.
+        """
+        rank = self.s_max(assignment.shares)
+        if self.has_slots or self.fixed_a_max is not None:
+            return (assignment.a_max if rank else 0), rank
+        if self.adapters_come:
+            return len(self.workload.adapters), rank
+        return distinct_adapters(assignment.shares), rank
+
+    def scheduling(self, assignment: Assignment) -> SchedulingKeywords:
+        """Return scheduler, cache, queues and host link of an instance by their names in the twin."""
+        pair = self.workload.scheduling
+        link: SchedulingKeywords = {"gpus_per_link": self.gpus_per_link}
+        if pair is None:
+            return link
+        return {**link, "scheduler": pair[0], "cache": pair[1], "queues": assignment.queues}
+
+    def engine_args(self, assignment: Assignment) -> EngineArgs:
+        """Return the engine settings of an instance."""
+        return self.engine.model_copy(update=self.engine_limits(assignment)._asdict())
+
+    def engine_limits(self, assignment: Assignment) -> EngineLimits:
+        """Return the engine settings that differ between instances."""
+        knobs = self.max_num_seqs(assignment), self.max_num_batched_tokens(assignment)
+        return EngineLimits(*self.slots(assignment), *knobs)
+
+    @property
+    def bounds_latency(self) -> bool:
+        """Whether the workload bounds a latency."""
+        slo = self.workload.slo
+        return bool(slo.latency_bounds()) or slo.tpt_over_base is not None
+
+    @property
+    def fixed_a_max(self) -> int | None:
+        """Number of slots that the workload fixes, or None."""
+        return self.workload.engine.max_loras
+
+    @cached_property
+    def _oldest_vllm(self) -> str | None:
+        """Version of vLLM with the fewest flags among the pools; None without vLLM."""
+        engines = [pool.profile.engine for pool in self.pools]
+        versions = [engine.version for engine in engines if engine.name == VLLM_ENGINE]
+        return min(versions, key=lambda version: vllm_rank(1, version) == 1, default=None)
+
+    def s_max(self, shares: Sequence[AdapterShare]) -> int:
+        """Return the rank of the slots for these shares, or for all adapters if `adapters_come`.
+
+        It is 0 without adapters, unless the slots are fixed.
+        """
+        comes = self.workload.adapters if self.adapters_come else ()
+        largest: int = max(map(_RANK, (*shares, *comes)))
+        if largest == 0 and self.fixed_a_max is None:
+            return 0
+        return self.workload.engine.max_lora_rank or vllm_rank(max(1, largest), self._oldest_vllm)
+
+    def subworkload(self, shares: Sequence[AdapterShare], scale: float = 1.0) -> Workload:
+        """Return the workload of one instance; `scale` multiplies every rate, also of a trace."""
+        fractions = traffic_fractions(shares)
+        subset = self.busiest_workload.subset(fractions, fractions)
+        return subset if scale == 1.0 else subset.at_load(scale)
+
+    def fits_in_memory(self, assignment: Assignment) -> bool:
+        """Tell whether one request of max_model_len fits beside the slots, and the adapters on the host."""
+        a_max, rank = self.slots(assignment)
+        host = self.workload.engine.max_cpu_loras
+        if host is not None:
+            adapters = len(self.stored(assignment).keys() - {self.workload.base_model})
+            if host < (min(a_max, adapters) if self.has_slots else adapters):
+                return False
+        budget = self._kv_budgets[assignment.pool]
+        knobs = self.max_num_seqs(assignment), self.max_num_batched_tokens(assignment)
+        return budget.tokens(a_max if self.has_slots else 0, rank, *knobs) >= self.engine.max_model_len
+
+    def adapter_bytes(self, adapter: Adapter) -> int:
+        """Return the bytes of an adapter's own weights."""
+        modules = adapter.target_modules or self.profile.engine.target_modules
+        return adapter_bytes(self.profile.model, adapter.rank, modules)
+
+    def offered_tok_s(self, share: AdapterShare) -> float:
+        """Return the offered input and output tokens per second of a share."""
+        return share.rate_rps * self._tokens_per_request[share.name]
+
+    @cached_property
+    def duration_s(self) -> float:
+        """Simulated time of estimates and verification; for a trace that of its busiest window.
+
+        Arrivals with slow bursts or changes, and rare ones, take longer than an hour to show.
+        """
+        workload = self.busiest_workload
+        if workload.trace is not None:
+            return workload.trace.duration_s
+        return self._simulated_s
+
+    @property
+    def _window_s(self) -> float:
+        return self.workload.slo_window or SIMULATED_S
+
+    @property
+    def _simulated_s(self) -> float:
+        if self.simulated_s is not None:
+            return self.simulated_s
+        if is_modulated(self.workload):
+            return self._window_s
+        rate_rps = self.workload.total_rate_rps
+        longest_s = min(_MAX_SIMULATED_S, _MAX_REQUESTS / rate_rps) if rate_rps else SIMULATED_S
+        return max(SIMULATED_S, min(math.ceil(self.deciding_time.duration_s), longest_s))
+
+    @cached_property
+    def deciding_time(self) -> DecidingTime:
+        """Simulated time that would decide on the workload."""
+        return deciding_time(self.workload)
+
+    @cached_property
+    def windows(self) -> tuple[tuple[float, Problem], ...]:
+        """Start and problem of each window of the trace in which the bounds hold; without a trace itself."""
+        if self.workload.trace is None:
+            return ((0.0, self),)
+        return tuple((start_s, replace(self, workload=part)) for start_s, part in self._parts)
+
+    @cached_property
+    def _parts(self) -> tuple[TraceWindow, ...]:
+        """Windows of the trace; none without one."""
+        trace = self.workload.trace
+        return () if trace is None else tuple(trace_windows(self.workload, trace, self._window_s))
+
+    def resampled(self, seed: int) -> Problem:
+        """Return the problem with a bootstrap sample of its trace; itself without a trace."""
+        trace = self.workload.trace
+        if trace is None:
+            return self
+        workload = self.workload.model_copy(update={"trace": trace.resampled(seed)})
+        return replace(self, workload=workload)
+
+    @cached_property
+    def busiest_workload(self) -> Workload:
+        """Workload in the busiest window of its arrivals, which estimates simulate."""
+        if self.workload.trace is None:
+            return busiest_window(self.workload, self._simulated_s)
+
+        def tokens(part: Workload) -> int:
+            own = part.trace
+            return 0 if own is None else int(own.prompt_tokens.sum() + own.output_tokens.sum())
+
+        return max((part for _, part in self._parts), key=tokens, default=self.workload)
+
+    @cached_property
+    def traffic(self) -> tuple[Adapter, ...]:
+        """Adapters, and the base model as one of rank 0 if it has traffic, at the simulated rates."""
+        return traffic_of(self.workload if self.workload.trace is None else self.busiest_workload)
+
+    @cached_property
+    def has_common_lengths(self) -> bool:
+        """Whether all traffic has the lengths of the workload, and adapters differ in rank and rate only."""
+        own = any(each.prompt_tokens is not None or each.output_tokens is not None for each in self.traffic)
+        return not own and self.workload.trace is None
+
+    @cached_property
+    def known_points(self) -> dict[int, float]:
+        """Operating points measured so far, by rank."""
+        return {}
+
+    @cached_property
+    def known_queues(self) -> dict[Assignment, Queues | None]:
+        """Initial queues designed so far, by instance."""
+        return {}
+
+    @cached_property
+    def constraints(self) -> Constraints:
+        """Placement constraints of the workload."""
+        return read_constraints(self.workload.adapters, self.traffic)
+
+    @cached_property
+    def _kv_budgets(self) -> tuple[KvBudget, ...]:
+        return tuple(kv_budget(pool.profile, self.engine.gpu_memory_utilization) for pool in self.pools)
+
+    @cached_property
+    def _tokens_per_request(self) -> Mapping[str, float]:
+        of = self.workload.lengths_of
+        return {a.name: sum(lengths.mean_tokens for lengths in of(a)) for a in self.traffic}
+
+
+def infeasible(reason: InfeasibleReason, words: str) -> InfeasibleError:
+    """Return the error of a problem without an answer; its message begins with the reason."""
+    return InfeasibleError(f"{reason}: {words}", reason)
+
+
+def traffic_of(workload: Workload) -> tuple[Adapter, ...]:
+    """Return the adapters, and the base model as one of rank 0 if it has traffic.
+
+    As an item of a placement the base model differs from an adapter in that it needs no slot and no bytes.
+    """
+    base = workload.base
+    if base is None:
+        return workload.adapters
+    item = Adapter.model_construct(  # without validation: no adapter has rank 0, or a name with spaces
+        name=workload.base_model,
+        rank=0,
+        rate_rps=base.rate_rps,
+        prompt_tokens=base.prompt_tokens,
+        output_tokens=base.output_tokens,
+    )
+    return (*workload.adapters, item)
+
+
+def whole_adapters(problem: Problem) -> tuple[AdapterShare, ...]:
+    """Return every adapter as one share, and the traffic of the base model as another."""
+    return tuple(map(AdapterShare.of, problem.traffic))
+
+
+def distinct_adapters(shares: Sequence[AdapterShare]) -> int:
+    """Return the number of different adapters; the base model is none."""
+    return len({share.name for share in shares if share.rank})
+
+
+def traffic_fractions(shares: Iterable[AdapterShare]) -> dict[str, float]:
+    """Return the fraction of each adapter's traffic in these shares."""
+    fractions: dict[str, float] = {}
+    for share in shares:
+        fractions[share.name] = min(1.0, fractions.get(share.name, 0.0) + share.fraction)
+    return fractions
+
+
+def merge_shares(shares: Iterable[AdapterShare]) -> tuple[AdapterShare, ...]:
+    """Return one share per adapter, in the order of the first of each."""
+    merged: dict[str, AdapterShare] = {}
+    for share in shares:
+        first = merged.get(share.name)
+        if first is not None:
+            rate_rps, fraction = first.rate_rps + share.rate_rps, min(1.0, first.fraction + share.fraction)
+            share = replace(first, rate_rps=rate_rps, fraction=fraction)
+        merged[share.name] = share
+    return tuple(merged.values())
+
+
+def make_problem(
+    workload: Workload,
+    gpus: int | None,
+    profile: Profile | str | None,
+    duration_s: float | None = None,
+) -> Problem:
+    """Return the problem of a workload; `gpus` and `profile` override those of the workload.
+
+    A pool of an open number of GPUs gets `OPEN_FACTOR` times the lower bound of the load on this pool alone.
+
+    Raises
+    ------
+    InputError
+        If one of them is missing or invalid, or constraints contradict each other.
+    """
+    if workload.pools and (gpus is not None or profile is not None):
+        rule = "does not go with pools: the workload says which GPUs there are"
+        raise InputError(rule, location="gpus" if gpus is not None else "profile")
+    pools = tuple(map(_read_pool, workload.pools)) or (_single_pool(workload, gpus, profile),)
+    for pool in pools:
+        pool.profile.require_model(workload.base_model)
+    models = [pool.profile.model for pool in pools]
+    engine = workload.engine.complete(max_model_len=min(model.default_max_model_len for model in models))
+    for model in models:
+        model.require_positions(engine.max_model_len, "engine.max_model_len")
+    for pool in pools:
+        _require_rank(workload.engine.max_lora_rank, pool.profile.engine)
+    _require_fitting_prompts(workload, engine.max_model_len)
+    problem = Problem(workload, pools, engine, (), simulated_s=duration_s)
+    problem.constraints, problem.busiest_workload  # noqa: B018 - errors before anything is solved
+    problem = replace(problem, shares=whole_adapters(problem))
+    return replace(problem, pools=tuple(_with_instances(problem, pool) for pool in pools))
+
+
+def _require_rank(rank: int | None, engine: ProfileEngine) -> None:
+    if rank is not None and engine.name == VLLM_ENGINE and rank < (least := vllm_rank(rank, engine.version)):
+        rule = f"must be at least {least}, the least that vLLM {engine.version} accepts"
+        raise InputError(rule, rank, "engine.max_lora_rank")
+
+
+def require_folders(problem: Problem) -> None:
+    """Check the adapters whose folders are on this machine against the workload and the models of its pools.
+
+    Raises
+    ------
+    InputError
+        As `capplan.spec._peft_folder.require_adapter`.
+    """
+    base_model = problem.workload.base_model
+    for model in dict.fromkeys(pool.profile.model for pool in problem.pools):
+        for adapter in problem.workload.adapters:
+            facts = (adapter.path, adapter.rank, adapter.target_modules)
+            require_adapter(*facts, base_model, f"adapter {adapter.name}", model)
+
+
+def _with_instances(problem: Problem, pool: GpuPool) -> GpuPool:
+    """Return the pool with a number of instances."""
+    if not pool.is_open:
+        return pool
+    from capplan.planner.problem._bound import lower_bound_instances  # which imports this module
+
+    objective = problem.workload.objective
+    if objective in (Objective.MIN_LATENCY, Objective.MAX_THROUGHPUT):
+        rule = f"is required for objective {objective.value}, which uses all GPUs"
+        raise InputError(rule, location="gpus" if pool.name is None else f"pools: {pool.name}.count")
+    least = lower_bound_instances(replace(problem, pools=(pool,)))
+    _require_few(least, "lower bound of the load")
+    return replace(pool, instances=min(OPEN_FACTOR * least, input_limits().max_instances))
+
+
+def _single_pool(workload: Workload, gpus: int | None, profile: Profile | str | None) -> GpuPool:
+    count = gpus if gpus is not None else (workload.gpus.count if workload.gpus else None)
+    if count is not None and count < 1:
+        raise InputError("must be >= 1", count, "gpus")
+    selected = profile if profile is not None else workload.profile
+    if selected is None:
+        raise InputError("is required: name a shipped profile or a profile JSON", location="profile")
+    return _pool_of(None, _load_profile(selected), count, "gpus")
+
+
+def _read_pool(pool: Pool) -> GpuPool:
+    loaded = _load_profile(pool.profile)
+    price = None if pool.usd_per_hour is None else pool.usd_per_hour * loaded.tp
+    return _pool_of(pool.name, loaded, pool.count, f"pools: {pool.name}.count", price)
+
+
+def _load_profile(profile: Profile | str) -> Profile:
+    return load_profile(profile) if isinstance(profile, str | os.PathLike) else profile
+
+
+def _pool_of(
+    name: str | None, profile: Profile, gpus: int | None, location: str, price: float | None = None
+) -> GpuPool:
+    """Return a pool of GPUs, with one instance if their number is open."""
+    if gpus is None:
+        return GpuPool(name, profile, 1, price, is_open=True)
+    if gpus < profile.tp:
+        rule = f"must be at least the {profile.tp} GPUs of one instance of profile {profile.name}"
+        raise InputError(rule, gpus, location)
+    _require_few(gpus // profile.tp, location)
+    return GpuPool(name, profile, gpus // profile.tp, price)
+
+
+def _require_few(instances: int, location: str) -> None:
+    most = input_limits().max_instances
+    if instances > most:
+        raise InputError(beyond(most, "instances", "--max-instances"), instances, location)
+
+
+def _require_fitting_prompts(workload: Workload, max_model_len: int) -> None:
+    """Refuse a trace with too many tokens in prompts longer than max_model_len."""
+    trace = workload.trace
+    if trace is None:
+        return
+    tokens = trace.prompt_tokens.astype(float) + trace.output_tokens
+    too_long = trace.prompt_tokens >= max_model_len
+    if tokens[too_long].sum() > (1.0 - workload.slo.served_fraction) * tokens.sum():
+        rule = (
+            f"must exceed the prompts of the trace: {int(too_long.sum())} of {too_long.size} do not fit, "
+            f"the longest has {int(trace.prompt_tokens.max())} tokens"
+        )
+        raise InputError(rule, max_model_len, "engine.max_model_len")

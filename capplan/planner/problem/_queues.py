@@ -1,0 +1,134 @@
+"""Queues by request size with token quotas (Chameleon, section 4.3)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from capplan.errors import InfeasibleError
+from capplan.planner.problem._parallel import interrupt_at
+from capplan.planner.problem._problem import Assignment, Problem
+from capplan.serving.pooled._queue_design import RequestSample, design_queues
+from capplan.serving.pooled._refresh import PoolSetup
+from capplan.spec import Queues, Slo, Workload
+from capplan.twin import RequestTable, SimulationResult, simulate_detailed
+from capplan.twin.instance._core import run
+from capplan.twin.instance._per_request import REJECTED
+from capplan.twin.instance._scenario import Scenario
+from capplan.twin.instance._simulate import keywords_of
+from capplan.twin.instance._trace import TwinTrace
+
+_QUEUE_SEED: Final = 11
+_SAMPLE_REQUESTS: Final = 4000
+"""Approximate number of simulated requests; the 99.9th percentile of lengths needs a thousand."""
+_MIN_DURATION_S: Final = 300.0
+"""Chameleon's window (section 4.3.4)."""
+_MAX_DURATION_S: Final = 86_400.0
+_BOUND_OVER_ISOLATED: Final = 5.0
+"""Default bound on E2E, relative to the mean time of a request alone (Chameleon, section 5.1)."""
+
+
+def with_queues(problem: Problem, assignment: Assignment) -> Assignment:
+    """Return an instance with its initial queues, as it is simulated and planned.
+
+    Raises
+    ------
+    InfeasibleError
+        If the minimum quotas do not fit.
+    OutOfTimeError
+        If the deadline of the problem passes.
+    """
+    if assignment.queues is not None:
+        return assignment
+    known = problem.known_queues
+    if assignment not in known:
+        known[assignment] = group_queues(problem, assignment)
+    return replace(assignment, queues=known[assignment])
+
+
+def group_queues(problem: Problem, assignment: Assignment) -> Queues | None:
+    """Return the initial queues of one instance; None without queues or requests.
+
+    They are those of a simulation that begins with one queue, and share its tokens.
+
+    Raises
+    ------
+    InfeasibleError
+        If the minimum quotas do not fit.
+    """
+    pair = problem.workload.scheduling
+    rate_rps = sum(share.rate_rps for share in assignment.shares)
+    if pair is None or not pair[0].has_queues or rate_rps == 0.0:
+        return None
+    scheduler = pair[0]
+    config = scheduler.queues
+    workload = problem.subworkload(assignment.shares).model_copy(update={"slo": Slo()})
+    sample = _simulate(problem, assignment, workload, rate_rps)
+    pool = sample.scenario.pool
+    if pool is None or np.isnan(sample.requests.isolated_s).all():
+        return None
+    isolated_s = float(np.nanmean(sample.requests.isolated_s))
+    try:
+        return design_queues(
+            _sample(sample, pool),
+            rate_rps=rate_rps,
+            kv_tokens=sample.result.kv_tokens,
+            bound_s=time_bound_s(problem.workload.slo, isolated_s),
+            config=config,
+            static=scheduler.policy == "static",
+        )
+    except InfeasibleError as error:
+        names = [f"adapter {adapter.name}" for adapter in workload.adapters] or ["the base model"]
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        hint = "" if config.quota_size == "mean" else "; queues.quota_size p99 or mean asks for less"
+        raise InfeasibleError(
+            f"{error.message}, on the GPU of {names[0]}{others}{hint}", error.reason
+        ) from None
+
+
+def time_bound_s(slo: Slo, isolated_s: float) -> float:
+    """Return the tightest bound on E2E, or a multiple of the time of a request alone."""
+    bounds = [bound for name, bound in slo.latency_bounds().items() if name.startswith("e2e")]
+    return min(bounds, default=_BOUND_OVER_ISOLATED * isolated_s)
+
+
+class _SampleRun(NamedTuple):
+    """Simulation that the queues are designed from."""
+
+    scenario: Scenario
+    result: SimulationResult
+    requests: RequestTable
+
+
+def _simulate(problem: Problem, assignment: Assignment, workload: Workload, rate_rps: float) -> _SampleRun:
+    duration_s = min(max(_SAMPLE_REQUESTS / rate_rps, _MIN_DURATION_S), _MAX_DURATION_S)
+    length_s = workload.horizon_s(duration_s)
+    settings, policies = keywords_of(problem.engine_args(assignment)), problem.scheduling(assignment)
+    profile = problem.pools[assignment.pool].profile
+    interrupt = interrupt_at(problem.deadline)
+    scenarios: list[Scenario] = []  # the first is that of all requests, the others of single ones
+
+    def observed_run(scenario: Scenario) -> TwinTrace:
+        scenarios.append(scenario)
+        return run(scenario, interrupt=interrupt)
+
+    options: dict[str, Any] = {"seed": _QUEUE_SEED, "duration_s": length_s, "runner": observed_run}
+    detailed = simulate_detailed(workload, profile, **options, **settings, **policies)
+    return _SampleRun(scenarios[0], detailed.result, detailed.requests)
+
+
+def _sample(sample: _SampleRun, pool: PoolSetup) -> RequestSample:
+    """Return the requests that were not rejected, with predicted outputs, as the scheduler sees them."""
+    table, requests = sample.requests, sample.scenario.requests
+    outputs = requests.predicted_tokens if requests.predicted_tokens.size else requests.output_tokens
+    kept = table.status != REJECTED
+    return RequestSample(
+        prompt_tokens=table.prompt_tokens[kept],
+        output_tokens=outputs[kept].astype(np.int64),
+        adapter=table.adapter[kept].astype(np.int64),
+        execution_s=(table.finish_s - table.admitted_s)[kept],
+        adapter_bytes=pool.adapter_bytes,
+        adapter_tokens=pool.adapter_tokens,
+    )

@@ -1,0 +1,483 @@
+"""Local search over placements and fleet sizes.
+
+Search near the plan in force, with a price on moves.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from capplan.planner.problem._parallel import no_progress, parallel_map
+from capplan.planner.problem._previous import PreviousInstance, count_moves
+from capplan.planner.problem._problem import Assignment, Problem
+from capplan.planner.search._data import SearchData
+from capplan.planner.search._evaluator import Evaluator
+from capplan.planner.search._placement import INITIAL_SOLUTIONS, InitialSolution, PlacementState
+from capplan.spec import Objective
+
+_LATENCY_GAIN: Final = 0.05
+"""Relative gain in mean request time that is worth moving all adapters, for the objective min_latency."""
+_MAX_EQUAL_FLEETS: Final = 4
+"""Fleet sizes of equal cost to try."""
+
+Placement = tuple[Assignment, ...]
+
+
+def placement_cost(
+    problem: Problem, placement: Placement, old: Sequence[PreviousInstance]
+) -> tuple[float, float, int]:
+    """Return GPUs or price with the price of moves, the other of the two, and the number of moves."""
+    workload, moves = problem.workload, count_moves(problem, placement, old)
+    fleet = fleet_size_of(problem, placement)
+    first, second, _ = fleet_cost(problem, fleet, workload.objective)
+    return first + (workload.move_cost or 0.0) * moves, second, moves
+
+
+@dataclass(frozen=True)
+class MoveSearch:
+    """Search for the placement of least cost, with `move_cost` added for every adapter that moves."""
+
+    problem: Problem
+    old: tuple[PreviousInstance, ...]
+    """Problem, and instances of the plan in force."""
+    local: LocalSearch
+    """Search from initial solutions with more and more moves."""
+    _unchanged: dict[FleetSize, UnchangedSearch] = field(default_factory=dict)
+    """Results of the initial solutions as they are, which a second search does not try again."""
+
+    def search(self, known: Placement | None) -> Placement | None:
+        """Return a placement near the plan in force if it costs less than the known one, else that.
+
+        If none is known, return the first on the size in force or a larger one.
+        """
+        best = known
+        least = (math.inf, math.inf, len(self.problem.shares)) if known is None else self.cost(known)
+        for fleet in self._fleets(known):
+            if self.local.timed_out or least[2] == 0 or self._least_cost(fleet) > least[0]:
+                return best
+            found = self._search_fleet(fleet, improving=known is not None)
+            if found is not None and self.cost(found) < least:
+                best, least = found, self.cost(found)
+        return best
+
+    def _search_fleet(self, fleet: FleetSize, improving: bool) -> Placement | None:
+        """Return an initial solution on a fleet that holds as it is or, if `improving`, improved."""
+        if fleet not in self._unchanged:
+            self._unchanged[fleet] = self.local.search_unchanged(fleet)
+        unchanged = self._unchanged[fleet]
+        if unchanged.confirmed is not None or not improving:
+            return unchanged.confirmed
+        return self.local.search_improved(unchanged.refused)
+
+    def count_moves(self, placement: Sequence[Assignment]) -> int:
+        """Return the number of adapters that a placement moves."""
+        return count_moves(self.problem, placement, self.old)
+
+    def cost(self, placement: Placement) -> tuple[float, float, int]:
+        """Return the cost of a placement with the price of its moves, its second cost, and the moves."""
+        workload = self.problem.workload
+        if workload.objective is not Objective.MIN_LATENCY:
+            return placement_cost(self.problem, placement, self.old)
+        moves = self.count_moves(placement)
+        price = _LATENCY_GAIN * moves / max(1, len(workload.adapters))
+        return self.local.mean_e2e_s(placement) * (1.0 + price), 0.0, moves
+
+    def _least_cost(self, fleet: FleetSize) -> float:
+        """Return the cost of a fleet without moves."""
+        objective = self.problem.workload.objective
+        return 0.0 if objective is Objective.MIN_LATENCY else fleet_cost(self.problem, fleet, objective)[0]
+
+    def _fleets(self, known: Placement | None) -> list[FleetSize]:
+        """Return the fleet sizes that can cost less than the known placement, cheapest first.
+
+        These are the size in force, and those that cost no less than the known placement, or than the size in
+        force if none is known. Of equal ones, those closest to the size in force come first.
+        """
+        problem, objective = self.problem, self.problem.workload.objective
+        order = fleet_sizes(problem, len(self.local.data.groups), objective)
+        names = [pool.name for pool in problem.pools]
+        held = Counter(instance.pool for instance in self.old)
+        current = tuple(min(held[name], most) for name, most in zip(names, order[-1], strict=True))
+
+        def costs(fleet: FleetSize) -> tuple[float, float]:
+            return fleet_cost(problem, fleet, objective)[:2]
+
+        def distance(fleet: FleetSize) -> int:
+            return sum(abs(new - old) for new, old in zip(fleet, current, strict=True))
+
+        least = costs(current if known is None else fleet_size_of(problem, known))
+        fleets = [fleet for fleet in order if fleet == current or costs(fleet) >= least]
+        equal: Counter[tuple[float, float]] = Counter()
+        nearest = []
+        for fleet in sorted(fleets, key=lambda fleet: (costs(fleet), distance(fleet))):
+            equal[costs(fleet)] += 1
+            if equal[costs(fleet)] <= _MAX_EQUAL_FLEETS:
+                nearest.append(fleet)
+        return nearest
+
+
+FleetSize = tuple[int, ...]
+"""Instances of every pool."""
+
+_MAX_FLEETS: Final = 200_000
+_MAX_FLEET_LOAD: Final = 1.25
+"""Load per instance, by the fluid model, above which a fleet size is skipped."""
+_MAX_MISSES: Final = 2
+"""Failures in a row that end the search for smaller fleets."""
+_SMALL_FLEET: Final = 8
+"""Fleet sizes that are tried in order instead of by bisection, and instances of a small fleet."""
+_ROUNDS: Final = 16
+_MAX_UTILIZATION: Final = 1.9
+"""Utilization up to which the twin simulates a failing placement on a small fleet."""
+
+_WIDE_NEIGHBOURHOOD: Final = (8, 4, 3)
+_NARROW_NEIGHBOURHOOD: Final = (5, 2, 2)
+"""Numbers of moved groups, of targets for each, and of lighter groups in exchange, on small and larger
+fleets."""
+_LOAD_WEIGHT: Final = 0.05
+"""Cost of the squared load, beside the utilization: moves towards empty instances are a gain."""
+_LIMIT_WEIGHT: Final = 10.0
+"""Cost of exceeding a load limit; larger than any estimated utilization."""
+_MIN_GAIN: Final = 1e-9
+
+
+def fleet_sizes(problem: Problem, groups: int, objective: Objective) -> list[FleetSize]:
+    """Return the fleet sizes to try, best first; all GPUs only, if the objective uses them all.
+
+    The number of adapter groups is an upper bound on useful instances. MIN_COST orders by price, then GPUs;
+    any other objective by GPUs, then price.
+    """
+    most = [min(pool.instances, groups) for pool in problem.pools]
+    if objective in (Objective.MIN_LATENCY, Objective.MAX_THROUGHPUT):
+        return [tuple(most)]
+    steps = _fleet_steps(most)
+    counts = [sorted({*range(0, count + 1, step), count}) for count, step in zip(most, steps, strict=True)]
+    sizes = (fleet for fleet in itertools.product(*counts) if any(fleet))
+    return sorted(sizes, key=lambda fleet: fleet_cost(problem, fleet, objective))
+
+
+def fleet_cost(problem: Problem, fleet: FleetSize, objective: Objective) -> tuple[float, float, FleetSize]:
+    """Return the sort key of a fleet size, least for the best."""
+    gpus = float(fleet_gpus(problem, fleet))
+    price = sum(count * (pool.usd_per_hour or 0.0) for pool, count in zip(problem.pools, fleet, strict=True))
+    first = (price, gpus) if objective is Objective.MIN_COST else (gpus, price)
+    return (*first, tuple(-count for count in fleet))
+
+
+def fleet_gpus(problem: Problem, fleet: FleetSize) -> int:
+    """Return the number of GPUs of a fleet."""
+    return sum(count * pool.profile.tp for pool, count in zip(problem.pools, fleet, strict=True))
+
+
+def fleet_size_of(problem: Problem, assignments: Iterable[Assignment]) -> FleetSize:
+    """Return the fleet size that a placement uses."""
+    used = Counter(assignment.pool for assignment in assignments)
+    return tuple(used[pool] for pool in range(len(problem.pools)))
+
+
+def _fleet_steps(most: Sequence[int]) -> list[int]:
+    """Return the step of each pool's count: 1, unless there are too many combinations."""
+    steps = [1] * len(most)
+    while len(most) > 1:
+        if math.prod(n // step + 2 for n, step in zip(most, steps, strict=True)) <= _MAX_FLEETS:
+            break
+        steps[max(range(len(most)), key=lambda i: most[i] / steps[i])] *= 2
+    return steps
+
+
+class UnchangedSearch(NamedTuple):
+    """Result of trying the initial solutions of a fleet as they are."""
+
+    confirmed: tuple[Assignment, ...] | None
+    """Confirmed placement, if there is one."""
+    refused: tuple[PlacementState, ...]
+    """Otherwise all of them."""
+
+
+@dataclass(frozen=True)
+class LocalSearch:
+    """Search for a placement that the twin confirms, until a deadline."""
+
+    data: SearchData
+    evaluator: Evaluator
+    """Search data and evaluator."""
+    deadline_s: float
+    """Value of `time.monotonic` at which to stop."""
+    initial_solutions: tuple[InitialSolution, ...] = INITIAL_SOLUTIONS
+    """Constructions of initial placements, in order."""
+    on_answer: Callable[[Sequence[Assignment]], None] = no_progress
+    """Called with each confirmed placement."""
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether the deadline has passed."""
+        return time.monotonic() > self.deadline_s
+
+    def search(self, order: Sequence[FleetSize]) -> tuple[Assignment, ...] | None:
+        """Return a placement on the best fleet size found; None without any.
+
+        With many sizes of one pool, bisection by the surrogate gives the first size to try. The search then
+        goes down while it succeeds, or else up.
+        """
+        fleets = [fleet for fleet in order if self._has_required_pools(fleet)]
+        if len(fleets) > _SMALL_FLEET:
+            fleets = [fleet for fleet in fleets if self._has_capacity(fleet)]
+        in_order = len(fleets) <= _SMALL_FLEET and not self.data.problem.bounds_latency
+        in_order = in_order or len(self.data.problem.pools) > 1  # of these, better is not always smaller
+        begin = 0 if in_order else self._bisect(fleets)
+        found, misses, at = None, 0, begin
+        while at < len(fleets) and found is None and not self.timed_out:
+            found = self.search_fleet(fleets[at])
+            at += 1
+        down = begin if at == begin + 1 else 0  # sizes below one that failed fail, too
+        for fleet in reversed(fleets[:down]):
+            if found is None or misses == _MAX_MISSES or self.timed_out:
+                break
+            better = self.search_fleet(fleet)
+            found, misses = (found, misses + 1) if better is None else (better, 0)
+        return found
+
+    def shrink(self, order: Sequence[FleetSize]) -> tuple[Assignment, ...] | None:
+        """Return a placement on the best of these fleet sizes found; None without any.
+
+        Sizes of one pool are bisected. Those of several pools are tried from the worst until one fails.
+        """
+        fleets, found = [fleet for fleet in order if self._has_required_pools(fleet)], None
+        single = len(self.data.problem.pools) == 1
+        low, high = 0, len(fleets)
+        while low < high and not self.timed_out:
+            at = (low + high) // 2 if single else high - 1
+            smaller = self.search_fleet(fleets[at])
+            if smaller is not None:
+                found, high = smaller, at
+            else:
+                low = at + 1
+        return found
+
+    def search_fleet(self, fleet: FleetSize) -> tuple[Assignment, ...] | None:
+        """Return the first confirmed placement on a fleet; None without any."""
+        found = next(self._placements(fleet), None)
+        return None if found is None else self._reported(found)
+
+    def search_unchanged(self, fleet: FleetSize) -> UnchangedSearch:
+        """Return the first initial solution on a fleet that the twin confirms as it is."""
+        refused: list[PlacementState] = []
+        for state in self._initial_placements(fleet):
+            confirmed = self.evaluator.confirm_all(state)
+            if confirmed is not None:
+                return UnchangedSearch(self._reported(confirmed), ())
+            refused.append(state)
+        return UnchangedSearch(None, tuple(refused))
+
+    def search_improved(self, refused: Sequence[PlacementState]) -> tuple[Assignment, ...] | None:
+        """Return the first of these placements of one fleet that is confirmed after improvement."""
+        for state in refused:
+            rounds = _ROUNDS + 4 * len(state)
+            if not self.timed_out and improve(state, self.evaluator, rounds):
+                confirmed = self._confirm(state, rounds)
+                if confirmed is not None:
+                    return self._reported(confirmed)
+        return None
+
+    def min_latency(self, fleet: FleetSize) -> tuple[Assignment, ...] | None:
+        """Return the confirmed placement with the shortest mean time from arrival to last token."""
+        placements = (self._reported(self.tune_slots(each)) for each in self._placements(fleet))
+        return min(placements, key=self.mean_e2e_s, default=None)
+
+    def tune_slots(self, assignments: tuple[Assignment, ...]) -> tuple[Assignment, ...]:
+        """Return the placement with the best of the neighbouring numbers of slots on each instance."""
+        return tuple(parallel_map(self.evaluator.tune_slots, assignments))
+
+    def tune_knobs(self, assignments: tuple[Assignment, ...]) -> tuple[Assignment, ...]:
+        """Return the placement with the knobs of the least utilization on each instance."""
+        return tuple(parallel_map(self.evaluator.tune_knobs, assignments))
+
+    def mean_e2e_s(self, assignments: Sequence[Assignment]) -> float:
+        """Return the mean time of all requests from arrival to last token, by the twin."""
+        rates = [sum(share.rate_rps for share in each.shares) for each in assignments]
+        times = [self.evaluator.twin(each).e2e_s_mean for each in assignments]
+        return _weighted_mean(times, rates)
+
+    def _reported(self, answer: tuple[Assignment, ...]) -> tuple[Assignment, ...]:
+        self.on_answer(answer)
+        return answer
+
+    def _placements(self, fleet: FleetSize) -> Iterator[tuple[Assignment, ...]]:
+        """Yield a confirmed placement per initial solution that has one, shortest estimated time first."""
+        rounds = _ROUNDS + 4 * sum(fleet)
+        holding: list[PlacementState] = []
+        failing: list[PlacementState] = []
+        for state in self._initial_placements(fleet):
+            (holding if improve(state, self.evaluator, rounds) else failing).append(state)
+        close = [
+            state
+            for state in failing
+            if len(state) <= _SMALL_FLEET and self._max_utilization(state) <= _MAX_UTILIZATION
+        ]
+        for state in sorted(holding, key=self._estimated_e2e_s) + sorted(close, key=self._estimated_e2e_s):
+            confirmed = None if self.timed_out else self._confirm(state, rounds)
+            if confirmed is not None:
+                yield confirmed
+        if failing and not holding and not close and sum(fleet) <= _SMALL_FLEET and not self.timed_out:
+            confirmed = self.evaluator.confirm_all(min(failing, key=self._max_utilization))
+            if confirmed is not None:
+                yield confirmed
+
+    def _initial_placements(self, fleet: FleetSize) -> Iterator[PlacementState]:
+        pools = [pool for pool, count in enumerate(fleet) for _ in range(count)]
+        for construct in self.initial_solutions:
+            state = construct(self.data, pools)
+            if state is not None and not self.timed_out:
+                yield state
+
+    def _confirm(self, state: PlacementState, rounds: int) -> tuple[Assignment, ...] | None:
+        """Confirm every instance with the twin; improve the placement after each refusal."""
+        if self.evaluator.refuses_all(state):
+            return None
+        for _ in range(3 + len(state)):
+            results = self.evaluator.confirm(state)
+            confirmed = tuple(result for result in results if result is not None)
+            if len(confirmed) == len(results):
+                return confirmed
+            if self.timed_out or not improve(state, self.evaluator, rounds):
+                return None
+        return None
+
+    def _estimated_e2e_s(self, state: PlacementState) -> float:
+        rates = [sum(share.rate_rps for share in self.data.shares(frozenset(m))) for m in state.members]
+        times = [self.evaluator.estimate(state, instance).e2e_s for instance in range(len(state))]
+        return _weighted_mean(times, rates)
+
+    def _max_utilization(self, state: PlacementState) -> float:
+        return max(self.evaluator.estimate(state, instance).utilization for instance in range(len(state)))
+
+    def _bisect(self, fleets: Sequence[FleetSize]) -> int:
+        """Return the first fleet with a placement by the surrogate, as if all later ones had one.
+
+        The twin refuses placements in which no instance keeps the latency bounds.
+        """
+        low, high = 0, len(fleets) - 1
+        while low < high and not self.timed_out:
+            middle = (low + high) // 2
+            rounds = 8 + sum(fleets[middle]) // 4
+            states = self._initial_placements(fleets[middle])
+            if any(improve(s, self.evaluator, rounds) and not self.evaluator.refuses_all(s) for s in states):
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def _has_required_pools(self, fleet: FleetSize) -> bool:
+        used = {pool for pool, count in enumerate(fleet) if count}
+        return not any(group.pools.isdisjoint(used) for group in self.data.groups)
+
+    def _has_capacity(self, fleet: FleetSize) -> bool:
+        """Tell whether a fleet has about enough instances by the fluid model."""
+        columns = np.arange(len(self.data.groups))
+        total = self.data.loads[:, self.data.rank, columns].sum(axis=1)  # instances of one pool alone
+        return float((np.array(fleet) / total).sum()) >= 1.0 / _MAX_FLEET_LOAD
+
+
+def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    return sum(v * w for v, w in zip(values, weights, strict=True)) / max(sum(weights), 1e-12)
+
+
+class SearchMove(NamedTuple):
+    """Relocation of a group, or its exchange for a lighter one."""
+
+    group: int
+    source: int
+    target: int
+    exchange: int | None
+
+
+def improve(state: PlacementState, evaluator: Evaluator, rounds: int) -> bool:
+    """Move groups until the estimates of all instances hold; False if no move helps.
+
+    Each round takes the failing instance with the highest utilization, and applies the move that lowers the
+    cost of its two instances most.
+    """
+    for _ in range(rounds):
+        failing = _failing(state, evaluator)
+        if not failing:
+            return True
+        if 2 * len(failing) > max(len(state), 2):
+            return False  # most of the fleet is overloaded
+        move = _best_move(state, evaluator, max(failing, key=lambda i: (failing[i], -i)))
+        if move is None:
+            return False
+        state.move(move.group, move.source, move.target)
+        if move.exchange is not None:
+            state.move(move.exchange, move.target, move.source)
+    return not _failing(state, evaluator)
+
+
+def _failing(state: PlacementState, evaluator: Evaluator) -> dict[int, float]:
+    """Return the utilization of every instance that does not hold."""
+    failing: dict[int, float] = {}
+    for instance, load in enumerate(state.loads().tolist()):
+        estimate, excess = evaluator.estimate(state, instance), state.excess(load, instance)
+        if excess or not estimate.holds:
+            failing[instance] = estimate.utilization + _LIMIT_WEIGHT * excess
+    return failing
+
+
+def _best_move(state: PlacementState, evaluator: Evaluator, source: int) -> SearchMove | None:
+    best, most = None, _MIN_GAIN
+    for move in _moves(state, source):
+        gain = _gain(state, evaluator, move)
+        if gain > most:
+            best, most = move, gain
+    return best
+
+
+def _gain(state: PlacementState, evaluator: Evaluator, move: SearchMove) -> float:
+    """Return the decrease in the cost of the two instances of a move."""
+    back = frozenset() if move.exchange is None else frozenset({move.exchange})
+    here, there = frozenset(state.members[move.source]), frozenset(state.members[move.target])
+    group = frozenset({move.group})
+    after = ((here - group) | back, move.source), ((there - back) | group, move.target)
+    before = (here, move.source), (there, move.target)
+    return sum(_cost(state, evaluator, *each) for each in before) - sum(
+        _cost(state, evaluator, *each) for each in after
+    )
+
+
+def _cost(state: PlacementState, evaluator: Evaluator, members: frozenset[int], instance: int) -> float:
+    pool = int(state.pools[instance])
+    load = state.data.load(members, pool)
+    estimate = evaluator.estimate_similar(members, pool, like=evaluator.estimate(state, instance))
+    return estimate.utilization + _LIMIT_WEIGHT * state.excess(load, instance) + _LOAD_WEIGHT * load * load
+
+
+def _moves(state: PlacementState, source: int) -> Iterator[SearchMove]:
+    """Yield the allowed moves from an instance, to the targets with the least load for each group."""
+    weight = state.data.weight
+    groups, targets, exchanges = _WIDE_NEIGHBOURHOOD if len(state) <= _SMALL_FLEET else _NARROW_NEIGHBOURHOOD
+    for group in _spaced(state, state.members[source], groups):
+        loads = state.loads_with(group)
+        loads[source] = np.inf
+        for target in np.argsort(loads, kind="stable")[:targets].tolist():
+            if not np.isfinite(loads[target]):
+                break
+            yield SearchMove(group, source, target, None)
+            lighter = [other for other in state.members[target] if weight[other] < weight[group]]
+            for exchange in _spaced(state, lighter, exchanges):
+                if state.is_allowed(exchange, source, leaving=group):
+                    yield SearchMove(group, source, target, exchange)
+
+
+def _spaced(state: PlacementState, groups: Iterable[int], count: int) -> list[int]:
+    """Return a number of groups, evenly spaced from the lightest to the heaviest."""
+    ordered = sorted(groups, key=lambda g: (state.data.weight[g], state.data.rank[g], g))
+    if len(ordered) <= count:
+        return ordered
+    return [ordered[round(i * (len(ordered) - 1) / (count - 1))] for i in range(count)]

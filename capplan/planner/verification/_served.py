@@ -1,0 +1,414 @@
+"""Simulation of a plan as a cluster, and the highest load that it sustains."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Final, Literal
+
+import numpy as np
+from scipy.stats import t as student_t
+
+from capplan.errors import InfeasibleError, InputError
+from capplan.planner.problem._evaluate import violated_bounds
+from capplan.planner.problem._operating_points import rebalancing_of
+from capplan.planner.problem._parallel import parallel_map
+from capplan.planner.problem._rebuild import rebuild
+from capplan.planner.verification._served_rebalancing import equal_engine_args
+from capplan.serving import adapter_bytes
+from capplan.spec import Plan, Profile, RebalanceSettings, Slo, Workload
+from capplan.spec._predicted import LatencyStats, latency_stats
+from capplan.spec._routing import PLAN_ROUTER, STATE_PERIOD_S, RouterOptions
+from capplan.twin.cluster import (
+    ClusterResult,
+    Instance,
+    Rebalancing,
+    served_router,
+    simulate_cluster,
+    simulate_without_adapters,
+)
+from capplan.twin.instance._extrapolation import Extrapolation, extrapolations, merged, values_of
+from capplan.twin.instance._metrics import bound_value
+from capplan.twin.instance._per_request import FINISHED
+
+UNLOADED: Final = 0.01
+"""Load of the reference run `unloaded`, as a share of the workload's."""
+
+ReferenceRun = Literal["unloaded", "no-lora"]
+REFERENCE_RUNS: Final[tuple[ReferenceRun, ...]] = ("unloaded", "no-lora")
+
+
+@dataclass(frozen=True)
+class SimulatedFleet:
+    """Instances that serve a workload behind a router.
+
+    Attributes
+    ----------
+    names
+        Of the instances, as in `capplan serve PLAN`.
+    state_period_s
+        Time between reports of the instances to the router.
+    gpus_per_link
+        Consecutive instances that share a link from host memory.
+    """
+
+    workload: Workload
+    instances: tuple[Instance, ...]
+    names: tuple[str, ...]
+    router: str = PLAN_ROUTER
+    router_options: RouterOptions | None = None
+    state_period_s: float = STATE_PERIOD_S
+    rebalance: Rebalancing | None = None
+    gpus_per_link: int = 1
+
+    def simulate(self, seed: int, duration_s: float, load: float = 1.0) -> ClusterResult:
+        """Simulate the fleet with every rate times `load`.
+
+        Raises
+        ------
+        InfeasibleError
+            If an instance does not start.
+        """
+        return simulate_cluster(
+            self.workload.at_load(load),
+            self.instances,
+            router=served_router(self.router, self.router_options),
+            duration_s=duration_s,
+            seed=seed,
+            state_period_s=self.state_period_s,
+            rebalance=self.rebalance,
+            gpus_per_link=self.gpus_per_link,
+        )
+
+    def replay(self, seed: int, duration_s: float, load: float = 1.0) -> ClusterResult:
+        """Simulate the fleet as `simulate` does, but a trace to its end, which comes `load` times as early.
+
+        Raises
+        ------
+        InfeasibleError
+            If an instance does not start.
+        """
+        return self.simulate(seed, self.workload.at_load(load).horizon_s(duration_s), load)
+
+    def extrapolations(self, result: ClusterResult) -> tuple[Extrapolation, ...]:
+        """Return what a simulation used beyond the fitted ranges of the profiles; groups are instances."""
+        found = []
+        for name, own, traffic, simulated in zip(
+            self.names, self.instances, self._traffic(), result.instances, strict=True
+        ):
+            values = values_of(traffic, own.engine_args(traffic), own.profile.tp, [simulated])
+            found += [(name, each) for each in extrapolations(own.profile, values)]
+        return merged(found)
+
+    def _traffic(self) -> list[Workload]:
+        """Return the part of each instance by the shares; all adapters in equal parts if they may move."""
+        everything = dict.fromkeys(self.workload.traffic, 1.0)
+        moves = self.rebalance is not None
+        held = [everything if moves or own.adapters is None else own.adapters for own in self.instances]
+        total: Counter[str] = Counter()
+        for shares in held:
+            total.update(shares)
+        parts = [{name: s / total[name] for name, s in shares.items() if s > 0.0} for shares in held]
+        return [self.workload.subset(part, part) for part in parts]
+
+    def reference(self, run: ReferenceRun, seed: int, duration_s: float) -> ClusterResult:
+        """Simulate a reference run of latency bounds.
+
+        Parameters
+        ----------
+        run
+            ``unloaded``: at 1 % of the load; ``no-lora``: the same requests without adapters, least loaded.
+        duration_s
+            Simulated time at the workload's load; a trace is replayed as a whole.
+        """
+        if run == "unloaded":
+            return self.replay(seed, duration_s / UNLOADED, UNLOADED)
+        length_s = self.workload.horizon_s(duration_s)
+        return simulate_without_adapters(self.workload, self.instances, duration_s=length_s, seed=seed)
+
+
+def distinct_seeds(workload: Workload, seeds: Sequence[int]) -> Sequence[int]:
+    """Return the seeds to simulate: the first one only for a trace, whose requests are fixed."""
+    return seeds if workload.trace is None else seeds[:1]
+
+
+def fleet_of_plan(
+    plan: Plan,
+    workload: Workload,
+    profile: Profile | None,
+    source: str,
+    router: str | None = None,
+    rebalance: RebalanceSettings | None = None,
+) -> SimulatedFleet:
+    """Return the instances of a plan, with its router, re-balancing and GPUs per link.
+
+    Parameters
+    ----------
+    plan, workload, profile, source
+        As for `capplan.planner.problem._rebuild.rebuild`.
+    router, rebalance
+        Router and re-balancing instead of the plan's. Instances to re-balance have the engine settings of the
+        group with the largest slots, as `capplan serve PLAN` starts them.
+
+    Raises
+    ------
+    InputError
+        If the workload or the profile is not the plan's, or instances to re-balance are not equal.
+    """
+    rebuilt = rebuild(plan, workload, profile, source)
+    settings = rebalance or plan.rebalance
+    args = None if settings is None else equal_engine_args(plan.groups)
+    instances, names = [], []
+    for each in rebuilt.groups:
+        group = each.group
+        own = Instance.of(
+            rebuilt.problem.pools[each.assignment.pool].profile,
+            args or group.engine_args,
+            rebuilt.problem.stored(each.assignment),
+            group.scheduling,
+            group.queues,
+        )
+        instances += [own] * group.replicas
+        names += [f"{group.id}-{replica}" for replica in range(1, group.replicas + 1)]
+    chosen = router or plan.router or PLAN_ROUTER
+    moves = None if settings is None else rebalancing_of(rebuilt.problem, settings)
+    return SimulatedFleet(
+        rebuilt.problem.workload,
+        tuple(instances),
+        tuple(names),
+        chosen,
+        plan.router_options,
+        rebalance=moves,
+        gpus_per_link=rebuilt.problem.gpus_per_link,
+    )
+
+
+@dataclass(frozen=True)
+class RelativeBound:
+    """Latency bound as a multiple of that of a reference run."""
+
+    name: str
+    """Such as ``ttft_p99_s``."""
+    factor: float
+    run: ReferenceRun
+
+
+def with_bounds(
+    fleet: SimulatedFleet, bounds: Sequence[RelativeBound], seed: int, duration_s: float
+) -> dict[str, float]:
+    """Return the values of bounds that are multiples of reference runs."""
+    runs = {run: fleet.reference(run, seed, duration_s) for run in {each.run for each in bounds}}
+    return {each.name: each.factor * bound_value(runs[each.run], each.name) for each in bounds}
+
+
+@dataclass(frozen=True)
+class LoadCapacity:
+    """Highest load within the bounds, as a multiple of the workload's.
+
+    Attributes
+    ----------
+    loads
+        Per seed.
+    mean
+        Mean of the loads.
+    low, high
+        Ends of its confidence interval; None for one seed, or above the limit.
+    binds
+        Bounds that break just above the mean of the loads; empty above the limit.
+    above_limit
+        Whether the bounds hold at the largest load, 1024, on a seed. The mean is then a lower bound.
+    """
+
+    loads: tuple[float, ...]
+    mean: float
+    low: float | None
+    high: float | None
+    confidence: float
+    binds: tuple[str, ...]
+    above_limit: bool = False
+
+
+PRECISION: Final = 0.01
+_SMALLEST: Final = 1.0 / 1024.0
+_LARGEST: Final = 1024.0
+
+
+def highest_load(holds: Callable[[float], bool], precision: float = PRECISION) -> float:
+    """Return a load that holds and is within `precision` of one that does not; 0 if none holds.
+
+    The search ends at 1024. The load is bracketed from 1 on by doubling and halving, and bisected in its
+    logarithm.
+    """
+    low, high = 0.5, 1.0
+    while holds(high):
+        low, high = high, 2.0 * high
+        if high > _LARGEST:
+            return low
+    while high <= 1.0 and not holds(low):
+        low, high = low / 2.0, low
+        if low < _SMALLEST:
+            return 0.0
+    while high / low > 1.0 + precision:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def capacity(
+    fleet: SimulatedFleet,
+    slo: Slo,
+    seeds: Sequence[int],
+    duration_s: float,
+    *,
+    precision: float = PRECISION,
+    confidence: float = 0.9,
+    answered: Callable[[int], None] | None = None,
+) -> LoadCapacity:
+    """Return the highest load of a fleet within its bounds.
+
+    A seed has the same random numbers at all loads. Its highest load is bracketed and bisected; the interval
+    of the mean is Student's over the seeds. A trace is replayed as a whole at each load, on the first seed.
+
+    Parameters
+    ----------
+    duration_s
+        Simulated time, unless the workload is a trace.
+    precision
+        Relative error of the bisection.
+    confidence
+        Of the interval of the mean.
+    answered
+        Called with the number of seeds done.
+
+    Raises
+    ------
+    InfeasibleError
+        If an instance does not start.
+    InputError
+        Without seeds, or for a precision or confidence out of range.
+    """
+    if not seeds:
+        raise InputError("must be at least one seed", [], "seeds")
+    for name, value in (("precision", precision), ("confidence", confidence)):
+        if not 0 < value < 1:
+            raise InputError("must be above 0 and below 1", value, name)
+
+    seeds = distinct_seeds(fleet.workload, seeds)
+
+    def of_seed(seed: int) -> float:
+        def holds(load: float) -> bool:
+            return not violated_bounds(slo, fleet.replay(seed, duration_s, load))
+
+        return highest_load(holds, precision)
+
+    loads = parallel_map(of_seed, seeds, answered)
+    mean = fmean(loads)
+    if max(loads) >= _LARGEST:
+        return LoadCapacity(tuple(loads), mean, None, None, confidence, (), above_limit=True)
+    above = (mean or _SMALLEST) * (1.0 + 2.0 * precision)
+    binds = violated_bounds(slo, fleet.replay(seeds[0], duration_s, above))
+    low, high = _interval(loads, mean, confidence)
+    return LoadCapacity(tuple(loads), mean, low, high, confidence, binds)
+
+
+def _interval(
+    loads: Sequence[float], mean: float, confidence: float
+) -> tuple[float, float] | tuple[None, None]:
+    """Return Student's interval of a mean of loads, which are not negative; None for one load."""
+    if len(loads) < 2:
+        return None, None
+    quantile = float(student_t.ppf(0.5 + confidence / 2.0, len(loads) - 1))
+    half = quantile * stdev(loads) / len(loads) ** 0.5
+    return max(0.0, mean - half), mean + half
+
+
+def fewest_instances(
+    make: Callable[[int], SimulatedFleet], slo: Slo, seeds: Sequence[int], duration_s: float, most: int
+) -> int:
+    """Return the fewest instances that serve the workload within the bounds on every seed.
+
+    The number is doubled until the bounds hold, and bisected. A trace is replayed as a whole, on the first
+    seed.
+
+    Raises
+    ------
+    InfeasibleError
+        With reason ``slo`` if `most` do not.
+    """
+
+    def holds(count: int) -> bool:
+        fleet = make(count)
+        own = distinct_seeds(fleet.workload, seeds)
+        results = parallel_map(lambda seed: fleet.replay(seed, duration_s), own)
+        return not any(violated_bounds(slo, result) for result in results)
+
+    low, high = 0, 1
+    while not holds(high):
+        if high == most:
+            raise InfeasibleError(f"{most} instances do not serve the workload within its bounds", "slo")
+        low, high = high, min(2 * high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+@dataclass(frozen=True)
+class StoredAdapters:
+    """Adapters that an instance stores."""
+
+    count: int
+    bytes: int
+
+
+def stored_adapters(fleet: SimulatedFleet) -> list[StoredAdapters]:
+    """Return the adapters that each instance stores."""
+    found = []
+    for instance in fleet.instances:
+        held = [
+            adapter_bytes(instance.profile.model, adapter.rank, adapter.target_modules)
+            for adapter in fleet.workload.adapters
+            if instance.adapters is None or adapter.name in instance.adapters
+        ]
+        found.append(StoredAdapters(len(held), sum(held)))
+    return found
+
+
+@dataclass(frozen=True)
+class RankMetrics:
+    """Requests of the adapters of one rank; 0: of the base model. Latencies are of those that have them."""
+
+    rank: int
+    submitted: int
+    finished: int
+    waiting: int
+    """Without a token at the end."""
+    queue_s: LatencyStats
+    """Until the first admission to a batch, without the wait for the load of the adapter."""
+    ttft_s: LatencyStats
+    tpt_ms: LatencyStats
+
+
+def by_rank(fleet: SimulatedFleet, result: ClusterResult) -> list[RankMetrics]:
+    """Return the metrics of the requests by the rank of their adapters, ascending."""
+    requests = result.requests
+    rank_of = np.array([0, *(adapter.rank for adapter in fleet.workload.adapters)])
+    ranks = rank_of[requests.adapter]
+    found = []
+    for rank in np.unique(ranks).tolist():
+        own = ranks == rank
+        ttft_s, tpt_ms = requests.ttft_s[own], requests.tpt_ms[own]
+        found.append(
+            RankMetrics(
+                rank=rank,
+                submitted=int(own.sum()),
+                finished=int(np.count_nonzero(requests.status[own] == FINISHED)),
+                waiting=int(np.count_nonzero(np.isnan(ttft_s))),
+                queue_s=latency_stats(requests.queue_s[own]),
+                ttft_s=latency_stats(ttft_s),
+                tpt_ms=latency_stats(tpt_ms),
+            )
+        )
+    return found

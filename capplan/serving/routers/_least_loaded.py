@@ -1,0 +1,20 @@
+"""Least loaded: the holder with the fewest requests, running and waiting; ties rotate."""
+
+from __future__ import annotations
+
+from capplan._jit import inner
+from capplan.serving.routers._fleet import Fleet, Placement, after
+
+
+@inner
+def least_loaded(fleet: Fleet, placement: Placement, first: int, last: int, turn: int) -> int:
+    """Return the holder with the fewest requests, of several the first behind instance `turn`."""
+    chosen = first
+    least = least_distance = 2**62
+    for place in range(first, last):
+        instance = placement.instance[place]
+        load = fleet.instances.running[instance] + fleet.instances.queued[instance]
+        distance = after(instance, turn, fleet.instances.size)
+        if load < least or (load == least and distance < least_distance):
+            chosen, least, least_distance = place, load, distance
+    return chosen

@@ -1,0 +1,24 @@
+"""Least tokens: the holder with the fewest tokens queued and running (Chameleon, section 4.4); ties rotate.
+
+The paper names no policy of the global scheduler before its engines. A dispatcher sees the prompts of waiting
+requests, and of running ones the KV tokens and what is left of their prompts.
+"""
+
+from __future__ import annotations
+
+from capplan._jit import inner
+from capplan.serving.routers._fleet import Fleet, Placement, after, queued_tokens
+
+
+@inner
+def fewest_tokens(fleet: Fleet, placement: Placement, first: int, last: int, turn: int) -> int:
+    """Return the holder with the fewest tokens, of several the first behind instance `turn`."""
+    chosen = first
+    least = least_distance = 2**62
+    for place in range(first, last):
+        instance = placement.instance[place]
+        tokens = fleet.instances.running_tokens[instance] + queued_tokens(fleet, instance)
+        distance = after(instance, turn, fleet.instances.size)
+        if tokens < least or (tokens == least and distance < least_distance):
+            chosen, least, least_distance = place, tokens, distance
+    return chosen

@@ -1,0 +1,183 @@
+"""Engine settings, named as vLLM's flags."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Final, Self, TypeAlias
+
+from pydantic import Field, Strict, model_validator
+
+from capplan.spec._validation import (
+    LORA_RANKS,
+    Count,
+    Flag,
+    LoraRank,
+    Natural,
+    SpecModel,
+    allowed_lora_rank,
+    rule,
+    rule_error,
+)
+
+DEFAULT_MAX_NUM_SEQS: Final = 256
+DEFAULT_MAX_NUM_BATCHED_TOKENS: Final = 2048
+DEFAULT_MAX_MODEL_LEN: Final = 8192
+DEFAULT_GPU_MEMORY_UTILIZATION: Final = 0.9
+
+_OLDEST: Final = "0.8.5"
+VLLM_FLAGS: Final[Mapping[str, tuple[str, str | None]]] = MappingProxyType(
+    dict.fromkeys(
+        (
+            *("--port", "--tensor-parallel-size", "--enable-lora", "--lora-modules", "--max-loras"),
+            *("--max-lora-rank", "--max-cpu-loras", "--fully-sharded-loras", "--max-num-seqs"),
+            *("--max-num-batched-tokens", "--max-model-len", "--gpu-memory-utilization"),
+            *("--enable-prefix-caching", "--no-enable-prefix-caching", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
+        ),
+        (_OLDEST, None),
+    )
+    | {
+        "--async-scheduling": ("0.10.0", None),
+        "--no-async-scheduling": ("0.10.0", None),
+        "--max-lora-rank=1": ("0.11.1", None),
+        "--lora-target-modules": ("0.19.0", None),
+    }
+)
+"""First and last release of vLLM that has a flag of `vllm serve`, a value of it, or a variable of the
+environment; None: the newest has it. The first is 0.8.5, the oldest of known rules, or later.
+
+Sources: ``vllm/engine/arg_utils.py`` and ``vllm/config/lora.py`` of the wheels 0.8.5, 0.9.2, 0.10.0, 0.11.0,
+0.11.1, 0.15.1 to 0.20.0 and 0.32.0. ``--lora-target-modules`` is pull request 34984.
+"""
+
+
+def has_flag(flag: str, version: str | None) -> bool:
+    """Return whether a release of vLLM has an entry of `VLLM_FLAGS`; None, or no number: the newest."""
+    numbers = _numbers(version or "")
+    first, last = VLLM_FLAGS[flag]
+    return not numbers or (_numbers(first) <= numbers and (last is None or numbers <= _numbers(last)))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version without suffix, such as (0, 8, 5) of 0.8.5.post1."""
+    return tuple(int(each[:_MOST_DIGITS]) for each in re.findall(r"\d+", version)[:3])
+
+
+_MOST_DIGITS: Final = 9
+
+
+def vllm_rank(rank: int, version: str | None) -> int:
+    """Return the smallest ``max_lora_rank`` of a release of vLLM that holds a rank; None: the newest.
+
+    Raises
+    ------
+    ValueError
+        Unless 1 <= rank <= 512.
+    """
+    allowed = allowed_lora_rank(rank)
+    return allowed if allowed > 1 or has_flag("--max-lora-rank=1", version) else allowed_lora_rank(2)
+
+
+SlotRank: TypeAlias = Annotated[
+    int,
+    Strict(),
+    Field(ge=0, json_schema_extra={"enum": [0, *LORA_RANKS]}),
+    rule("must be a whole number >= 0"),
+]
+Utilization: TypeAlias = Annotated[
+    float, Strict(), Field(gt=0, le=1), rule("must be a number above 0 and at most 1, such as 0.9")
+]
+
+
+class EngineArgs(SpecModel):
+    """Engine settings of one instance; planner, twin, engine and exporters all take this type.
+
+    A plan holds only ranks that vLLM allows; the twin and the reference engine take any.
+    ``max_loras`` 0 is an engine without LoRA, which serves the base model alone.
+    """
+
+    max_loras: Natural = Field(description="Adapter slots in GPU memory (A_max); 0: an engine without LoRA.")
+    max_lora_rank: SlotRank = Field(description="Rank every slot is sized for (S_max); 0 without slots.")
+    max_cpu_loras: Count | None = Field(
+        default=None, description="Adapters kept in host memory; unset: all of them."
+    )
+    max_num_seqs: Count = Field(description="Most requests running at once.")
+    max_num_batched_tokens: Count = Field(description="Most tokens computed in one step.")
+    gpu_memory_utilization: Utilization = Field(description="Share of GPU memory the engine may use.")
+    max_model_len: Count = Field(description="Longest prompt + output, in tokens.")
+    enable_prefix_caching: Flag | None = Field(
+        default=None,
+        description="Whether KV of shared prompt beginnings is kept; null: the engine's default.",
+    )
+
+    @model_validator(mode="after")
+    def _rank_of_slots(self) -> Self:
+        for name, other in (("max_loras", "max_lora_rank"), ("max_lora_rank", "max_loras")):
+            if getattr(self, name) == 0 and getattr(self, other) > 0:
+                rule = f"must be a whole number >= 1, unless {other} is 0 as well"
+                raise rule_error(rule, key=(name,), value=0)
+        return self
+
+    def flags(self) -> list[tuple[str, ...]]:
+        """Return the settings as flags of `vllm serve` and `capplan serve`, each with its value."""
+        found: list[tuple[str, ...]] = []
+        for field, value in self:
+            if self.max_loras == 0 and field in ("max_loras", "max_lora_rank", "max_cpu_loras"):
+                continue
+            name = field.replace("_", "-")
+            if isinstance(value, bool):
+                found.append((f"--{name}" if value else f"--no-{name}",))
+            elif value is not None:
+                found.append((f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)))
+        return found
+
+
+def _open(name: str) -> Any:
+    return Field(default=None, description=EngineArgs.model_fields[name].description)
+
+
+class EngineConfig(SpecModel):
+    """Engine settings that a workload fixes; an absent one is the planner's choice."""
+
+    max_num_seqs: Count | None = _open("max_num_seqs")
+    max_num_batched_tokens: Count | None = _open("max_num_batched_tokens")
+    max_model_len: Count | None = _open("max_model_len")
+    gpu_memory_utilization: Utilization | None = _open("gpu_memory_utilization")
+    max_loras: Count | None = _open("max_loras")
+    max_lora_rank: LoraRank | None = _open("max_lora_rank")
+    max_cpu_loras: Count | None = _open("max_cpu_loras")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for small, large in (("max_loras", "max_cpu_loras"), ("max_num_seqs", "max_num_batched_tokens")):
+            low, high = getattr(self, small), getattr(self, large)
+            if low is not None and high is not None and high < low:
+                raise rule_error(f"must be at least {small}, which is {low}", key=(large,), value=high)
+        return self
+
+    def complete(
+        self,
+        max_loras: int = 1,
+        max_lora_rank: int = 16,
+        max_model_len: int = DEFAULT_MAX_MODEL_LEN,
+    ) -> EngineArgs:
+        """Return the settings with defaults for those left open.
+
+        A step needs a token for every running request: an open value gives way to a fixed one.
+
+        Parameters
+        ----------
+        max_loras, max_lora_rank, max_model_len : int
+            Slots, their rank, and the limit of prompt and output, if left open.
+        """
+        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        return EngineArgs(
+            max_loras=self.max_loras or max_loras,
+            max_lora_rank=self.max_lora_rank or max_lora_rank,
+            max_cpu_loras=self.max_cpu_loras,
+            max_num_seqs=seqs or min(DEFAULT_MAX_NUM_SEQS, tokens or DEFAULT_MAX_NUM_SEQS),
+            max_num_batched_tokens=tokens or max(DEFAULT_MAX_NUM_BATCHED_TOKENS, seqs or 0),
+            gpu_memory_utilization=self.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION,
+            max_model_len=self.max_model_len or max_model_len,
+        )

@@ -1,0 +1,298 @@
+"""Model architectures and GPU data sheets by name, and the reader of Hugging Face's ``config.json``.
+
+Every entry of ``archs.json`` and ``gpus.json`` has a ``source`` and a ``licence``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, Final
+
+from pydantic import Field
+
+from capplan.errors import InputError
+from capplan.spec import ModelArch
+from capplan.spec._files import read_json_object
+from capplan.spec._validation import SpecModel
+
+_FOLDER: Final = Path(__file__).parent
+_EMBEDDING_ADAPTERS: Final = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+"""Architectures whose slots also hold embedding and output head (vLLM: ``embedding_modules``)."""
+
+_POSITIONS: Final = "max_position_embeddings"
+_MOST: Final = MappingProxyType(
+    {
+        "num_hidden_layers": 2**10,
+        "num_attention_heads": 2**10,
+        "num_key_value_heads": 2**10,
+        "head_dim": 2**10,
+    }
+    | {"hidden_size": 2**17, "intermediate_size": 2**20, "vocab_size": 2**24, _POSITIONS: 2**24}
+)
+"""Largest sizes of a model, far above those of any; products of a few of them stay far inside int64."""
+_MOST_OTHERS: Final = 2**30
+
+_QK_NORM: Final = ("Qwen3ForCausalLM", "Gemma3ForCausalLM")
+"""Architectures that normalize queries and keys per head."""
+
+_TIED: Final = ("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM")
+"""Architectures whose output head is the embedding unless the config says otherwise."""
+
+_OPTIONAL_WINDOW: Final = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+_EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Fields of the ``config.json`` of a mixture of experts."""
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class GpuSheet(SpecModel):
+    """Data sheet of a GPU type."""
+
+    key: str
+    """Name on the command line."""
+    name: str
+    """As the driver reports it."""
+    memory_bytes: Annotated[int, Field(gt=0)]
+    """As the driver reports it; engines size themselves by it."""
+    bytes_per_s: Positive
+    """Peak memory bandwidth."""
+    flop_per_s: Positive
+    """Peak of the tensor cores on 16-bit floats, accumulated in float32, without sparsity."""
+    host_bytes_per_s: Positive
+    """Peak of the link to the host, one direction."""
+    peer_bytes_per_s: Positive
+    """Peak of the links to its peers, one direction; the host's link if there are no others."""
+    l2_bytes_per_s: Positive | None = None
+    """Peak of reading the L2 cache, where a source states it."""
+    source: str
+    licence: str
+
+
+class _ArchEntry(SpecModel):
+    name: str
+    hf_ids: tuple[str, ...]
+    config: dict[str, Any]
+    """Fields of ``config.json`` on Hugging Face."""
+    source: str
+    licence: str
+
+
+class _ArchFile(SpecModel):
+    archs: tuple[_ArchEntry, ...]
+
+
+class _GpuFile(SpecModel):
+    gpus: tuple[GpuSheet, ...]
+
+
+@functools.cache
+def _arch_entries() -> tuple[_ArchEntry, ...]:
+    return _ArchFile.model_validate_json((_FOLDER / "archs.json").read_bytes()).archs
+
+
+@functools.cache
+def model_archs() -> tuple[ModelArch, ...]:
+    """Return every known architecture."""
+    return tuple(
+        arch_of(entry.config, entry.name, "archs.json").replace(hf_ids=entry.hf_ids)
+        for entry in _arch_entries()
+    )
+
+
+def hf_config(hf_id: str) -> Mapping[str, Any] | None:
+    """Return the fields of the ``config.json`` of a known architecture, by its Hugging Face id."""
+    return next((entry.config for entry in _arch_entries() if hf_id in entry.hf_ids), None)
+
+
+def known_arch(hf_ids: Iterable[str]) -> ModelArch | None:
+    """Return the known architecture with one of these Hugging Face ids."""
+    return next((arch for arch in model_archs() if not set(hf_ids).isdisjoint(arch.hf_ids)), None)
+
+
+@functools.cache
+def gpu_sheets() -> tuple[GpuSheet, ...]:
+    """Return every known GPU type."""
+    return _GpuFile.model_validate_json((_FOLDER / "gpus.json").read_bytes()).gpus
+
+
+def model_arch(name: str) -> ModelArch:
+    """Return an architecture by its short name, such as ``llama-3.1-8b``, or by its Hugging Face id.
+
+    Raises
+    ------
+    InputError
+        For an unknown name; the message lists the known ones.
+    """
+    for arch in model_archs():
+        if name.lower() == arch.name.lower() or name in arch.hf_ids:
+            return arch
+    known = ", ".join(arch.name.lower() for arch in model_archs())
+    raise InputError(f"must be one of {known}; others by --model-config", name, "--model")
+
+
+def read_arch(path: str | os.PathLike[str], hf_id: str) -> ModelArch:
+    """Return the architecture from the ``config.json`` of a Hugging Face model.
+
+    Raises
+    ------
+    InputError
+        If the file is unreadable, or a size is missing or not a whole number above 0.
+    """
+    return arch_of(read_json_object(path), hf_id, os.fspath(path))
+
+
+def arch_of(config: Mapping[str, Any], hf_id: str, location: str) -> ModelArch:
+    """Return the architecture from the fields of a ``config.json``; `location` is for messages.
+
+    Raises
+    ------
+    InputError
+        If a size is missing or not a whole number above 0, or the model is a mixture of experts.
+    """
+    require_dense(config, hf_id, location)
+    heads = whole_number(config, "num_attention_heads", location)
+    hidden = whole_number(config, "hidden_size", location)
+    architectures = architectures_of(config, location)
+    kv_heads = whole_number(config, "num_key_value_heads", location, heads)
+    if heads % kv_heads:
+        rule = f"must divide num_attention_heads, {heads}"
+        raise InputError(rule, kv_heads, f"{location}: num_key_value_heads")
+    return ModelArch(
+        name=hf_id.rsplit("/", maxsplit=1)[-1],
+        hf_ids=(hf_id,),
+        layers=whole_number(config, "num_hidden_layers", location),
+        hidden_size=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=whole_number(config, "head_dim", location, hidden // heads),
+        intermediate_size=whole_number(config, "intermediate_size", location),
+        vocab_size=whole_number(config, "vocab_size", location),
+        tied_embeddings=flag(config, "tie_word_embeddings", location, default=_is_of(config, _TIED)),
+        lora_on_embeddings=any(each in _EMBEDDING_ADAPTERS for each in architectures),
+        qk_norm=any(each in _QK_NORM for each in architectures),
+        sliding_window=_sliding_window(config, location),
+        max_positions=(
+            None if config.get(_POSITIONS) is None else whole_number(config, _POSITIONS, location)
+        ),
+    )
+
+
+def _is_of(config: Mapping[str, Any], names: Iterable[str]) -> bool:
+    return not set(names).isdisjoint(config.get("architectures") or ())
+
+
+def require_dense(config: Mapping[str, Any], hf_id: str, location: str) -> None:
+    """Check that a ``config.json`` is of a dense model, and not of one within another.
+
+    Raises
+    ------
+    InputError
+        If it is of a mixture of experts, or nests a language model.
+    """
+    for key in _EXPERTS:
+        experts = config.get(key)
+        if isinstance(experts, int) and experts > 1:
+            rule = (
+                f"must be a dense model: {hf_id} is a mixture of {experts} experts, whose adapter slots hold "
+                "A and B of every local expert; `capplan profiles` lists the models that profiles ship of"
+            )
+            raise InputError(rule, location=f"{location}: {key}")
+    inner = config.get("text_config")
+    if isinstance(inner, Mapping) and "hidden_size" not in config:
+        where = f"{location}: text_config"
+        require_dense(inner, hf_id, where)
+        rule = (
+            "is read as a file of its own: write this mapping to one, with architectures of the language "
+            "model such as [MistralForCausalLM], and give that file as --model-config"
+        )
+        raise InputError(rule, location=where)
+
+
+def _sliding_window(config: Mapping[str, Any], location: str) -> int | None:
+    """Return the window of attention; None without one, or if the config turns it off.
+
+    Qwen2 and Qwen3 have windows only where the config turns them on.
+    """
+    default = not _is_of(config, _OPTIONAL_WINDOW)
+    is_on = flag(config, "use_sliding_window", location, default=default)
+    if config.get("sliding_window") is None or not is_on:
+        return None
+    return whole_number(config, "sliding_window", location)
+
+
+def architectures_of(config: Mapping[str, Any], location: str) -> list[str]:
+    """Return the names of a model's classes; none if the field is absent."""
+    names = config.get("architectures")
+    if names is None:
+        return []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InputError("must be a list of names", names, f"{location}: architectures")
+    return names
+
+
+def whole_number(config: Mapping[str, Any], key: str, location: str, default: int | None = None) -> int:
+    """Return a field that is a whole number above 0."""
+    value = config.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError("must be a whole number above 0", value, f"{location}: {key}")
+    most = _MOST.get(key, _MOST_OTHERS)
+    if value > most:
+        raise InputError(f"must be at most {most}", value, f"{location}: {key}")
+    return value
+
+
+def flag(config: Mapping[str, Any], key: str, location: str, *, default: bool = False) -> bool:
+    """Return a field that is true or false; null and absent ones have the default."""
+    value = config.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise InputError("must be true or false", value, f"{location}: {key}")
+    return value
+
+
+def gpu_sheet(key: str) -> GpuSheet:
+    """Return the data sheet of a GPU type.
+
+    Raises
+    ------
+    InputError
+        For an unknown type; the message lists the known ones.
+    """
+    for sheet in gpu_sheets():
+        if sheet.key == key.lower():
+            return sheet
+    rule = f"must be one of {', '.join(sheet.key for sheet in gpu_sheets())}; {other_gpu(key)}"
+    raise InputError(rule, key, "--gpu")
+
+
+def other_gpu(key: str) -> str:
+    """Return how to get a profile of a GPU that none ships of, and that no operators were measured on."""
+    keys = [sheet.key for sheet in gpu_sheets()]
+    if key.lower() in keys:
+        command = f"`capplan profile roofline --gpu {key.lower()} --model NAME -o profile.json`"
+        return f"{command} computes one from its data sheet"
+    near = [each for each in keys if key and each.startswith(key.lower())]
+    near = near or difflib.get_close_matches(key.lower(), keys, n=1)
+    hint = f"`capplan profile roofline` has data sheets of {', '.join(near)}; " if near else ""
+    measured = "`capplan profile server URL -o DIR` measures a running server, for `capplan calibrate DIR`"
+    return f"{hint}{measured}"
+
+
+def other_model(gpu: str | None = None) -> str:
+    """Return how to get a profile of a model that none ships of."""
+    given = f"--gpu {gpu or 'NAME'} --model-config FILE --base-model ID -o profile.json"
+    return f"`capplan profile compose {given}` makes one of a dense model from its config.json"

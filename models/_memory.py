@@ -1,0 +1,252 @@
+"""Memory and loading models: KV tokens beside weights and adapter slots, and adapter load times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capplan.errors import InfeasibleError
+from capplan.serving._memory import kv_bytes_per_token, lora_elements_per_rank, slot_bytes, weight_bytes
+from capplan.serving._rules import Releases
+from capplan.spec import Coefficient, EngineArgs, Fit, FittedModel, ModelArch, Profile
+from capplan.spec._engine_args import DEFAULT_MAX_NUM_BATCHED_TOKENS
+from capplan.spec._lora_modules import LORA_MODULES
+
+Floats = NDArray[np.float64]
+Slots = TypeVar("Slots", float, Floats)
+
+MEMORY_FORM = "slots-and-reserve"
+"""``gpu_memory * utilization - weights - reserved - a_max * (slot_factor * slot_bytes(s_max) + slot_overhead)
+- max(bytes_per_batched_token * max_num_batched_tokens, bytes_per_seq * max(0, max_num_seqs -
+seqs_in_reserve))``: vLLM's start-up run computes max_num_batched_tokens tokens and samples for max_num_seqs
+requests, and either the activations of that run or its logits set the peak. Without the optional
+``bytes_per_batched_token``, the activations are part of the reserve.
+"""
+
+_ACTIVATIONS = "bytes_per_batched_token"
+
+LOADING_FORM = "copies-and-bytes"
+"""``gpu_ms = serving_factor * (gpu_base + gpu_per_rank * rank + gpu_padding [rank < s_max])`` and
+``disk_ms = disk_base + disk_per_rank * rank``.
+
+An engine copies every matrix of a slot separately, so the number of copies weighs more than the bytes. A rank
+below the slot's is copied into a strided view, which is slower. The copies were timed on an idle engine;
+between the steps of a busy one they take `serving_factor` times as long.
+"""
+
+HOST_FORM = "per-request"
+
+_RESERVE_OF_0_8: Final = {"reserved_bytes": 2.2e9, "seqs_in_reserve": 270.0}
+"""Rounded from the shipped H100 profiles of vLLM 0.8.5 with 2,048 tokens per step, activations included."""
+
+_UP_TO_0_8: Final = Releases("0.0", "0.8")
+
+_LOGIT_COPIES_OF_0_8: Final = 3.5
+"""Float32 logits per request that sampling by sorting holds."""
+
+_LOGIT_COPIES: Final = 1.5
+"""Logits in 16 bits and in float32."""
+
+_RESERVED_BYTES: Final = 1.03e9
+"""Graphs and buffers beside activations: what vLLM 0.19.0 kept back on an RTX 4090 beside Llama-3.1-8B, less
+the activations. Source: request logs of casys-kaist/LLMServingSim, commit 5daddb2."""
+
+_COLLECTIVES_BYTES: Final = 0.3e9
+"""Assumed buffers of NCCL and of custom all-reduce with tensor parallelism."""
+
+ASSUMED = "assumed, not measured"
+
+
+@dataclass(frozen=True)
+class KvBudget:
+    """Memory of one GPU of a profile, for KV tokens under many settings."""
+
+    memory_bytes: float
+    """GPU memory that the engine may use."""
+    weight_bytes: int
+    reserved_bytes: float
+    slot_bytes_per_rank: int
+    slot_factor: float
+    slot_overhead_bytes: float
+    bytes_per_seq: float
+    seqs_in_reserve: float
+    bytes_per_batched_token: float
+    block_bytes: int
+    block_tokens: int
+
+    def tokens(self, a_max: int, s_max: int, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+        """Return the KV tokens beside `a_max` slots of rank `s_max`; see `kv_tokens`."""
+        blocks = self._blocks(a_max, s_max, max_num_seqs, max_num_batched_tokens)
+        return max(0, int(blocks)) * self.block_tokens
+
+    def tokens_beside(
+        self, a_max: Floats, s_max: int, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> Floats:
+        """Return `tokens` for several numbers of slots, of the shape of `a_max`."""
+        blocks = self._blocks(a_max, s_max, max_num_seqs, max_num_batched_tokens)
+        return np.maximum(0.0, blocks) * self.block_tokens
+
+    def _blocks(self, a_max: Slots, s_max: int, max_num_seqs: int, max_num_batched_tokens: int) -> Slots:
+        slot = self.slot_factor * (s_max * self.slot_bytes_per_rank)
+        logits = self.bytes_per_seq * max(0.0, max_num_seqs - self.seqs_in_reserve)
+        taken = (
+            self.weight_bytes
+            + self.reserved_bytes
+            + a_max * (slot + self.slot_overhead_bytes)
+            + max(logits, self.bytes_per_batched_token * max_num_batched_tokens)
+        )
+        return (self.memory_bytes - taken) // self.block_bytes
+
+
+def kv_budget(profile: Profile, gpu_memory_utilization: float) -> KvBudget:
+    """Return the memory of one GPU of a profile."""
+    memory, engine = profile.memory, profile.engine
+    return KvBudget(
+        memory_bytes=profile.gpu.memory_bytes * gpu_memory_utilization,
+        weight_bytes=weight_bytes(profile.model, profile.tp),
+        reserved_bytes=memory.value("reserved_bytes"),
+        slot_bytes_per_rank=slot_bytes(profile.model, engine, 1, profile.tp),
+        slot_factor=memory.value("slot_factor"),
+        slot_overhead_bytes=memory.value("slot_overhead_bytes"),
+        bytes_per_seq=memory.value("bytes_per_seq"),
+        seqs_in_reserve=memory.value("seqs_in_reserve"),
+        bytes_per_batched_token=memory.value(_ACTIVATIONS) if _ACTIVATIONS in memory.coefficients else 0.0,
+        block_bytes=kv_bytes_per_token(profile.model, profile.tp) * engine.block_size,
+        block_tokens=engine.block_size,
+    )
+
+
+def kv_tokens(
+    profile: Profile,
+    a_max: int,
+    s_max: int,
+    gpu_memory_utilization: float,
+    max_num_seqs: int,
+    max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS,
+) -> int:
+    """Return the KV tokens that fit on one GPU, a multiple of the block size.
+
+    Parameters
+    ----------
+    profile
+        Hardware, model and engine.
+    a_max
+        Adapter slots (vLLM ``--max-loras``).
+    s_max
+        Rank that every slot is sized for (``--max-lora-rank``).
+    gpu_memory_utilization
+        Share of the GPU's memory that the engine may take.
+    max_num_seqs
+        Most running requests.
+    max_num_batched_tokens
+        Most tokens of a step.
+    """
+    budget = kv_budget(profile, gpu_memory_utilization)
+    return budget.tokens(a_max, s_max, max_num_seqs, max_num_batched_tokens)
+
+
+def require_kv_tokens(profile: Profile, args: EngineArgs, a_max: int) -> int:
+    """Return the KV tokens beside `a_max` slots, at least one request of `max_model_len`.
+
+    Raises
+    ------
+    InfeasibleError
+        With reason ``memory`` when it does not fit: the engine would refuse to start.
+    """
+    s_max, seqs, utilization = args.max_lora_rank, args.max_num_seqs, args.gpu_memory_utilization
+    tokens = kv_tokens(profile, a_max, s_max, utilization, seqs, args.max_num_batched_tokens)
+    if tokens < args.max_model_len:
+        raise InfeasibleError(
+            f"memory: weights, {a_max} adapter slots of rank {s_max} and max_num_seqs {seqs} "
+            f"leave {tokens} KV tokens in {utilization:g} of a {profile.gpu.name}, fewer than one "
+            f"request of max_model_len {args.max_model_len}",
+            reason="memory",
+        )
+    return tokens
+
+
+class LoadShare(NamedTuple):
+    """Parts of a load that an adapter causes, as shares of one that targets all modules of the engine."""
+
+    matrices: float = 1.0
+    elements: float = 1.0
+
+
+WHOLE: Final = LoadShare()
+
+
+def load_share(profile: Profile, modules: Sequence[str] | None) -> LoadShare:
+    """Return the share of an adapter that targets these modules; None: all that the engine adapts."""
+    if modules is None:
+        return WHOLE
+    every = profile.engine.target_modules or LORA_MODULES
+    elements = [lora_elements_per_rank(profile.model, modules=each) for each in (modules, every)]
+    return LoadShare(len(modules) / len(every), elements[0] / elements[1])
+
+
+def gpu_load_ms(loading: FittedModel, rank: int, s_max: int, share: LoadShare = WHOLE) -> float:
+    """Return the milliseconds of one copy from host memory into a slot."""
+    padding = loading.value("gpu_padding_ms") if rank < s_max else 0.0
+    copies_ms = share.matrices * (loading.value("gpu_base_ms") + padding)
+    bytes_ms = share.elements * loading.value("gpu_ms_per_rank") * rank
+    return loading.value("serving_factor") * (copies_ms + bytes_ms)
+
+
+def disk_load_ms(loading: FittedModel, rank: int, share: LoadShare = WHOLE) -> float:
+    """Return the milliseconds of one read from disk into host memory."""
+    return loading.value("disk_base_ms") + share.elements * loading.value("disk_ms_per_rank") * rank
+
+
+def memory_model(arch: ModelArch, tp: int = 1, engine_version: str | None = None) -> FittedModel:
+    """Return the memory that vLLM keeps back beside weights, adapter slots and KV tokens.
+
+    Parameters
+    ----------
+    arch
+        The base model.
+    tp
+        GPUs that share one copy of it.
+    engine_version
+        Version of vLLM, such as 0.15.1; None: the newest.
+
+    Raises
+    ------
+    InputError
+        If the version does not begin with two numbers.
+    """
+    logits = 4.0 * arch.vocab_size
+    of_tp = _COLLECTIVES_BYTES if tp > 1 else 0.0
+    slots = {"slot_factor": 1.0, "slot_overhead_bytes": 0.0}
+    if engine_version is not None and not _UP_TO_0_8.precede(engine_version):
+        reserve = _RESERVE_OF_0_8 | {"bytes_per_seq": _LOGIT_COPIES_OF_0_8 * logits}
+        source = "kept-back memory of the shipped profiles of vLLM 0.8.5, rounded"
+    else:
+        # One layer's activations live at a time: gate and up, their product, and the residual stream twice.
+        activations = arch.dtype_bytes * (3 * arch.intermediate_size // tp + 2 * arch.hidden_size)
+        reserve = {
+            "reserved_bytes": _RESERVED_BYTES,
+            "bytes_per_seq": _LOGIT_COPIES * logits,
+            "seqs_in_reserve": 0.0,
+            _ACTIVATIONS: float(activations),
+        }
+        source = "activations and logits by their sizes; the rest as vLLM 0.19.0 kept back on an RTX 4090"
+    reserve = reserve | {"reserved_bytes": reserve["reserved_bytes"] + of_tp}
+    return assumed_model(MEMORY_FORM, slots | reserve, source)
+
+
+def assumed_model(
+    form: str,
+    values: Mapping[str, float],
+    source: str = ASSUMED,
+    error_formula: str = "none: nothing was measured",
+) -> FittedModel:
+    """Return a model of coefficients that were not fitted."""
+    return FittedModel(
+        form=form,
+        coefficients={name: Coefficient(value=value) for name, value in values.items()},
+        fit=Fit(source=source, samples=0, error_formula=error_formula, error=0.0),
+    )

@@ -1,0 +1,217 @@
+"""Milliseconds of a forward pass: operators of a decoder on a GPU, added up.
+
+A pass is a sequence of kernels on one stream, so their times add. The parts follow what each depends on:
+tokens of the step (matrix products, norms, all-reduces), requests and KV tokens (decode attention, output
+head), and pairs of query and key (prefill attention).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capplan.datasets._catalog import GpuSheet
+from capplan.errors import InputError
+from capplan.models.compose._attention import DecodeAttention, decode_attention, prefill_ms_per_mpair
+from capplan.models.compose._decoder import Decoder
+from capplan.models.compose._gemm import GemmTimes, gemm_times
+from capplan.models.compose._lora import small_product_ratio
+from capplan.models.compose._tables import OperatorTables
+
+Floats = NDArray[np.float64]
+
+KERNEL_MS: Final = 0.003
+"""A memory-bound kernel in a CUDA graph, start to start, beside its bytes."""
+
+ELEMENTWISE_BANDWIDTH: Final = 0.8
+"""Share of the memory's peak that memory-bound kernels reach."""
+
+
+_AFTER_ATTENTION: Final = 1
+"""Position of o in `Decoder.products`: attention does not quantize its output."""
+
+
+class StepTimes(Protocol):
+    """Times of the forward passes of a decoder on `tp` GPUs, from measurements of its parts."""
+
+    @property
+    def decoder(self) -> Decoder:
+        """The model."""
+
+    @property
+    def tp(self) -> int:
+        """GPUs per copy of the model."""
+
+    @property
+    def sheet(self) -> GpuSheet:
+        """Data sheet of the GPU."""
+
+    @property
+    def source(self) -> str:
+        """Source of the measurements, in words."""
+
+    @property
+    def parts(self) -> str:
+        """Kind of the measured parts: operators or layers."""
+
+    @property
+    def small_product_ratio(self) -> float:
+        """Time of products of LoRA's shapes over that on an H100."""
+
+    @property
+    def ms_per_prefill_mpair(self) -> float:
+        """Prefill attention of all layers, per million pairs of query and key."""
+
+    def tokens_ms(self, tokens: Floats) -> Floats:
+        """Return the milliseconds that depend on tokens of the step, of their shape."""
+
+    def requests_ms(self, requests: Floats, kv_tokens: Floats) -> Floats:
+        """Return the milliseconds that depend on requests and their KV tokens, of their common shape."""
+
+    def beyond(self, max_tokens: int) -> tuple[str, ...]:
+        """Return in words what lies beyond the measured range, and how far."""
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """Times by the operators of a GPU; see `forward_pass`."""
+
+    decoder: Decoder
+    tp: int
+    tables: OperatorTables
+    products: GemmTimes
+    head: GemmTimes
+    """Products of 16-bit weights: the output head is not quantized."""
+    attention: DecodeAttention
+    ms_per_prefill_mpair: float
+    """Prefill attention of all layers, per million pairs of query and key."""
+    parts: str = "operators"
+
+    @property
+    def sheet(self) -> GpuSheet:
+        """Data sheet of the GPU."""
+        return self.tables.system.sheet
+
+    @property
+    def source(self) -> str:
+        """Source of the measurements, in words."""
+        return self.tables.source
+
+    @property
+    def small_product_ratio(self) -> float:
+        """Time of products of LoRA's shapes over that on an H100."""
+        return small_product_ratio(self.tables)
+
+    def tokens_ms(self, tokens: Floats) -> Floats:
+        """Return the milliseconds that depend on tokens of the step, of their shape."""
+        tokens = np.asarray(tokens, dtype=float)
+        layer = sum(self.products.ms(tokens, n, k) for n, k in self.decoder.products(self.tp))
+        layer += self._elementwise_ms(tokens) + self._quantize_ms(tokens)
+        reduced = self._all_reduce_ms(tokens * self.decoder.arch.hidden_size)
+        layers = self.decoder.arch.layers
+        return np.asarray(layers * layer + (2 * layers + 1) * reduced)
+
+    def requests_ms(self, requests: Floats, kv_tokens: Floats) -> Floats:
+        """Return the milliseconds that depend on requests and their KV tokens, of their common shape."""
+        n, k = self.decoder.head(self.tp)
+        window = self.decoder.arch.sliding_window
+        full = self.decoder.arch.layers - self.decoder.window_layers
+        attention = full * self.attention.ms(requests, kv_tokens)
+        if window is not None:
+            attention = attention + self.decoder.window_layers * self.attention.ms(
+                requests, np.minimum(kv_tokens, requests * float(window))
+            )
+        return np.asarray(attention + self.head.ms(requests, n, k))
+
+    def beyond(self, max_tokens: int) -> tuple[str, ...]:
+        """Return in words which operators lie beyond their measured range, and how far."""
+        decoder = self.decoder
+        found = [
+            (name, self.products.beyond(max_tokens, n, k))
+            for name, (n, k) in zip(("qkv", "o", "gate_up", "down"), decoder.products(self.tp), strict=True)
+        ]
+        found.append(("lm_head", self.head.beyond(1, *decoder.head(self.tp))))
+        window = decoder.arch.sliding_window
+        if window is not None:
+            found.append(("prefill attention", f"prompts beyond the window of {window} tokens count whole"))
+        if self.attention.batch_scale != 1.0:
+            found.append(("attention", f"{decoder.heads(self.tp).kv} KV heads counted as more requests"))
+        if self.attention.context_scale != 1.0:
+            found.append(("attention", f"head size {decoder.arch.head_dim} counted by its bytes"))
+        return tuple(f"{name}: {words}" for name, words in found if words)
+
+    def _elementwise_ms(self, tokens: Floats) -> Floats:
+        parts = self.decoder.elementwise_bytes(self.tp)
+        bytes_per_ms = ELEMENTWISE_BANDWIDTH * self.sheet.bytes_per_s / 1e3
+        return np.asarray(len(parts) * KERNEL_MS + sum(parts) * tokens / bytes_per_ms)
+
+    def _quantize_ms(self, tokens: Floats) -> Floats | float:
+        """Return the milliseconds of quantizing inputs of a layer's products by kernels of their own.
+
+        vLLM fuses the others with the kernels before them: norms, and the activation of the MLP.
+        """
+        if self.decoder.dtype == "bfloat16":
+            return 0.0
+        _, k = self.decoder.products(self.tp)[_AFTER_ATTENTION]
+        rows = self.tables.quantize.sort_values("m")
+        sizes = np.sort(rows["k"].unique())
+        nearest = rows[rows["k"] == sizes[np.argmin(np.abs(np.log(sizes / k)))]]
+        return np.asarray(np.interp(tokens, nearest["m"], nearest["latency"]))
+
+    def _all_reduce_ms(self, elements: Floats) -> Floats:
+        if self.tp == 1:
+            return np.zeros_like(elements)
+        rows = self.tables.all_reduce[self.tables.all_reduce["num_gpus"] == self.tp].sort_values(
+            "message_size"
+        )
+        size, ms = (
+            rows["message_size"].to_numpy(dtype=float),
+            np.maximum.accumulate(rows["latency"].to_numpy()),
+        )
+        inside = np.clip(elements, size[0], size[-1])
+        log_ms = np.interp(np.log(np.maximum(inside, 1.0)), np.log(size), np.log(ms))
+        return np.asarray(np.exp(log_ms) * np.maximum(1.0, elements / size[-1]))
+
+
+def forward_pass(tables: OperatorTables, decoder: Decoder, tp: int = 1) -> ForwardPass:
+    """Return the times of a decoder on a GPU type.
+
+    Parameters
+    ----------
+    tables
+        Measured operators of the GPU.
+    decoder
+        The model.
+    tp
+        GPUs per copy of the model.
+
+    Raises
+    ------
+    InputError
+        If `tp` does not divide the heads or was not measured, or no product of the model's dtype was.
+    """
+    _check_tp(tables, decoder, tp)
+    sheet, heads = tables.system.sheet, decoder.heads(tp)
+    products = gemm_times(tables.gemm, sheet, decoder.dtype)
+    return ForwardPass(
+        decoder=decoder,
+        tp=tp,
+        tables=tables,
+        products=products,
+        head=products if decoder.dtype == "bfloat16" else gemm_times(tables.gemm, sheet, "bfloat16"),
+        attention=decode_attention(tables.decode, heads),
+        ms_per_prefill_mpair=decoder.arch.layers * prefill_ms_per_mpair(tables.prefill, heads),
+    )
+
+
+def _check_tp(tables: OperatorTables, decoder: Decoder, tp: int) -> None:
+    arch = decoder.arch
+    measured = sorted({1, *(int(each) for each in tables.all_reduce["num_gpus"].unique())})
+    if tp not in measured:
+        known = ", ".join(map(str, measured))
+        raise InputError(f"must be one of {known}, whose all-reduces were measured on this GPU", tp, "--tp")
+    if arch.heads % tp or arch.intermediate_size % tp or (arch.kv_heads % tp and tp % arch.kv_heads):
+        raise InputError(f"must divide the {arch.heads} heads and the MLP of {arch.name}", tp, "--tp")

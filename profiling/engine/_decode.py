@@ -1,0 +1,144 @@
+"""Decode steps of the engine against the bytes that each must move."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from capplan.engine import Engine, ModelConfig, SamplingParams
+from capplan.engine.lora._adapter import AdapterLayout
+from capplan.engine.models import model_config
+from capplan.engine.models._shard import ModelShard
+
+_BLOCK_TOKENS: Final = 16
+_MAX_NUM_BATCHED_TOKENS: Final = 8192
+_RULES: Final = "vllm-0.32-sync"
+_WARM_UP: Final = 4
+"""One in so many steps, the first ones, is not counted: graphs are captured, and caches filled."""
+
+
+@dataclass(frozen=True)
+class DecodeGrid:
+    """Batches of decode steps, every request with an adapter of one rank."""
+
+    batches: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
+    adapters: tuple[int, ...] = (0, 8, 64)
+    """Distinct adapters; 0: the base model."""
+    rank: int = 16
+    context: int = 512
+    """Prompt tokens of each request."""
+    steps: int = 64
+    """Tokens that each request generates."""
+    tensor_parallel_size: int = 1
+
+    @property
+    def mean_context(self) -> int:
+        """Tokens of KV of each request in the middle of its decode."""
+        return self.context + self.steps // 2
+
+    def points(self) -> list[tuple[int, int]]:
+        """Return (adapters, batch) of all points."""
+        return [(adapters, batch) for adapters in self.adapters for batch in self.batches]
+
+
+def least_bytes(config: ModelConfig, dtype: torch.dtype, grid: DecodeGrid, batch: int, adapters: int) -> int:
+    """Return the least bytes of a decode step on one rank.
+
+    Weights except the embedding, KV of the batch at its mean context, and the rows of its adapters, once
+    each.
+    """
+    shard = ModelShard(0, grid.tensor_parallel_size)
+    part = shard.config(config)
+    layer = part.hidden_size * (2 * part.query_size + 2 * part.kv_size + 3 * part.intermediate_size)
+    weights = config.layers * layer + shard.token_rows(config) * config.hidden_size
+    layout = AdapterLayout(config, shard)
+    rows = min(adapters, batch) * layout.elements(layout.ranks(grid.rank))
+    kv = 2 * config.layers * part.kv_size * batch * grid.mean_context
+    return dtype.itemsize * (weights + kv + rows)
+
+
+def decode_rows(
+    model: str,
+    device: str,
+    grid: DecodeGrid,
+    bytes_per_s: float,
+    known: Collection[tuple[int, int]],
+    budget_s: float,
+) -> Iterator[dict[str, Any]]:
+    """Measure the points of a grid that are not known, within `budget_s` seconds.
+
+    Parameters
+    ----------
+    bytes_per_s
+        Bandwidth of a copy on the device: bytes read and written.
+    known
+        (adapters, batch) of points to leave out.
+
+    Yields
+    ------
+    dict
+        Row of the decode table. ``step_over_least`` is the median forward pass over the time in which a copy
+        moves `least_bytes`.
+    """
+    left = [point for point in grid.points() if point not in known]
+    if not left:
+        return
+    until_s = time.monotonic() + budget_s
+    config, most = model_config(model), max(grid.adapters)
+    longest = grid.context + grid.steps
+    settings: dict[str, Any] = {
+        "device": device,
+        "max_num_seqs": max(grid.batches),
+        "max_num_batched_tokens": max(_MAX_NUM_BATCHED_TOKENS, max(grid.batches)),
+        "max_model_len": longest + _BLOCK_TOKENS,
+        "num_kv_blocks": max(grid.batches) * (-(-longest // _BLOCK_TOKENS) + 1),
+        "rules": _RULES,
+        "tensor_parallel_size": grid.tensor_parallel_size,
+        **({"max_loras": most, "max_lora_rank": grid.rank} if most else {}),
+    }
+    with Engine(model, {f"a{i}": grid.rank for i in range(most)}, **settings) as engine:
+        dtype = engine.options.torch_dtype(config)
+        for adapters, batch in left:
+            if time.monotonic() >= until_s:
+                return
+            forward_ms, step_ms = _median_step_ms(engine, grid, batch, adapters)
+            moved = least_bytes(config, dtype, grid, batch, adapters)
+            least_ms = 1e3 * moved / bytes_per_s
+            yield {
+                "tensor_parallel_size": grid.tensor_parallel_size,
+                "adapters": adapters,
+                "batch": batch,
+                "rank": grid.rank,
+                "context": grid.mean_context,
+                "least_bytes": moved,
+                "least_ms": least_ms,
+                "forward_ms": forward_ms,
+                "step_ms": step_ms,
+                "step_over_least": forward_ms / least_ms,
+            }
+
+
+def _median_step_ms(engine: Engine, grid: DecodeGrid, batch: int, adapters: int) -> tuple[float, float]:
+    """Run a batch to its end; return the medians of the forward passes and of the whole steps."""
+    rng = np.random.default_rng((batch, adapters))
+    params = SamplingParams(max_tokens=grid.steps, ignore_eos=True)
+    for i in range(batch):
+        prompt = rng.integers(0, engine.config.vocab_size, grid.context).astype(np.int32)
+        name = f"a{i % adapters}" if adapters else None
+        engine.submit(engine.new_request(prompt, name, params))
+    engine.records.clear()
+    while engine.core.requests:
+        if engine.step() is None:
+            engine.wait_for_adapter()
+    steps = [each for each in engine.records if each.decode_requests == batch and not each.prefill_requests]
+    steps = steps[len(steps) // _WARM_UP :]
+    return (
+        statistics.median(each.forward_ms for each in steps),
+        statistics.median(each.duration_ns for each in steps) * 1e-6,
+    )

@@ -1,0 +1,534 @@
+"""Resumable measurement of kernels into a folder.
+
+Kernel calls on a batch and their timing, on a CPU or a GPU.
+
+Bandwidth of copies on a device and from pinned host memory, to which kernels and loads are compared.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import re
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+import pandas as pd
+import torch
+
+from capplan.engine._affinity import device_name
+from capplan.engine._input_batch import Segment
+from capplan.engine.kernels._torch_lora import GroupedLoRA, PaddedLoRA
+from capplan.engine.lora._adapter import GROUPS, A, AdapterLayout, B
+from capplan.engine.lora._memory import Expand, RowTables, Shrink, SiteViews
+from capplan.engine.models import builtin_models
+from capplan.engine.models._config import ModelConfig
+from capplan.errors import InputError
+from capplan.models._kernel_fits import COLUMNS, read_kernel_table
+from capplan.profiling._machine import describe, last_cache_bytes
+from capplan.profiling._tables import PROVENANCE, OnProgress, require_same
+from capplan.profiling.kernels._cases import (
+    HALVES,
+    Case,
+    KernelPoint,
+    KernelTiming,
+    SamplingLimits,
+    cases,
+    rounds,
+    timing_row,
+)
+from capplan.spec import read_text, write_bytes_atomic, write_text_atomic
+
+if TYPE_CHECKING:
+    from capplan.engine.kernels._triton_lora import Kind
+
+
+_COPIES: Final = 21
+_BYTES: Final = {"cuda": 2**30, "cpu": 2**26}
+
+
+def copy_rows(device: str, copies: int = _COPIES) -> list[dict[str, Any]]:
+    """Measure copies; return the rows of the copy table.
+
+    A copy on the device counts twice its bytes, which are read and written. On a CPU the host's memory is
+    the device's.
+    """
+    place = torch.device(device)
+    size_bytes = _BYTES[place.type]
+    target = torch.zeros(size_bytes, dtype=torch.uint8, device=place)
+    host = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=place.type == "cuda")
+    sources = (("device", target.clone(), 2 * size_bytes), ("host", host, size_bytes))
+    return [
+        {
+            "source": name,
+            "bytes": size_bytes,
+            "bytes_per_s": moved / _median_s(place, partial(target.copy_, source, non_blocking=True), copies),
+        }
+        for name, source, moved in sources
+    ]
+
+
+def _median_s(device: torch.device, run: Callable[[], object], copies: int) -> float:
+    """Return the median time of a copy after a first one."""
+    times_s: list[float] = []
+    new_event: Any = partial(torch.cuda.Event, enable_timing=True)
+    for _ in range(copies + 1):
+        if device.type == "cuda":
+            begin, end = new_event(), new_event()
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            times_s.append(begin.elapsed_time(end) * 1e-3)
+        else:
+            start_s = time.perf_counter()
+            run()
+            times_s.append(time.perf_counter() - start_s)
+    return statistics.median(times_s[1:])
+
+
+_FLUSHES: Final = 2
+"""L2 cache sizes written between two calls; one leaves parts of the old contents under some replacement
+policies.
+"""
+_LEAST_FLUSH_BYTES: Final = 256 * 2**20
+SITE: Final = 0
+CPU_KERNELS: Final = ("padded", "grouped")
+CUDA_KERNELS: Final = ("bgmv", "mbgmv", "sgmv")
+PHASES: Final = MappingProxyType(
+    {
+        "decode": ("padded", "grouped", "bgmv", "mbgmv"),
+        "prefill": ("padded", "grouped", *CUDA_KERNELS),
+        "crossover": ("mbgmv", "sgmv"),
+    }
+)
+"""Kernels that are timed in each phase."""
+_OUT_SITE: Final = 1
+_O_PROJ: Final = 3  # the only module of its site; both of its sizes are `width` here
+
+
+KernelClock: TypeAlias = Callable[[Sequence[Callable[[], object]]], KernelTiming]
+"""Runs equal calls and returns the median time of all but the first, which warms up."""
+
+
+def cpu_timing(calls: Sequence[Callable[[], object]]) -> KernelTiming:
+    """Return the median time of single calls on a CPU; interrupted calls do not count.
+
+    A call is interrupted if the process left a core (``ru_nivcsw``). If all calls of a pass were, their time
+    on the core replaces it: with one thread, the undisturbed time except for cache effects.
+    """
+    calls[0]()
+    whole, on_core = [], []
+    for call in calls[1:]:
+        switches = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+        start_on_core, start = time.thread_time_ns(), time.perf_counter_ns()
+        call()
+        taken_ns, core_ns = time.perf_counter_ns() - start, time.thread_time_ns() - start_on_core
+        if resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw == switches:
+            whole.append(taken_ns)
+        else:
+            on_core.append(core_ns if torch.get_num_threads() == 1 else taken_ns)
+    return KernelTiming(float(np.median(whole or on_core)) / 1000.0, not whole)
+
+
+class CudaClock:
+    """Timer with CUDA events around each call; the L2 cache is overwritten between calls.
+
+    The host issues the call during the overwriting, so that launch latency is not measured.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        size = max(_FLUSHES * l2_bytes, _LEAST_FLUSH_BYTES)
+        self._dirt = torch.empty(size, dtype=torch.int8, device=device)
+
+    def __call__(self, calls: Sequence[Callable[[], object]]) -> KernelTiming:
+        """See `KernelClock`."""
+        calls[0]()
+        make_event: Any = partial(torch.cuda.Event, enable_timing=True)
+        marks = []
+        for call in calls[1:]:
+            self._dirt.zero_()
+            begin, end = make_event(), make_event()
+            begin.record()
+            call()
+            end.record()
+            marks.append((begin, end))
+        torch.cuda.synchronize(self._dirt.device)
+        median_ms = float(np.median([begin.elapsed_time(end) for begin, end in marks]))
+        return KernelTiming(1000.0 * median_ms, False)
+
+
+class WeightPool:
+    """Circular pool of weights, much larger than the caches.
+
+    Weights of a call come from memory, as those of a model's next layer do. A batch larger than the pool
+    reads some of it twice.
+    """
+
+    def __init__(self, numbers: int, dtype: torch.dtype, device: torch.device) -> None:
+        # Not zeros, which some memories compress; few different numbers, which are quick to generate.
+        self.numbers = torch.linspace(-1.0, 1.0, 1 << 12, device=device).to(dtype).repeat(-(-numbers >> 12))
+        self._next = 0
+
+    def take(self, rows: int, width: int) -> int:
+        """Return the offset of the next matrix.
+
+        Raises
+        ------
+        ValueError
+            If it is larger than the pool.
+        """
+        size = rows * width
+        if size > self.numbers.numel():
+            raise ValueError(f"a matrix of {size} numbers from a pool of {self.numbers.numel()}")
+        if self._next + size > self.numbers.numel():
+            self._next = 0
+        at = self._next
+        self._next += size
+        return at
+
+    def matrix(self, rows: int, width: int) -> torch.Tensor:
+        """Return the next matrix."""
+        at = self.take(rows, width)
+        return self.numbers[at : at + rows * width].view(rows, width)
+
+
+class KernelCalls(NamedTuple):
+    """Calls of one half each; the first of each is for warming up."""
+
+    shrink: list[Callable[[], object]]
+    expand: list[Callable[[], object]]
+
+
+MakeCalls: TypeAlias = Callable[[Case, int, WeightPool, int], KernelCalls]
+"""Returns calls of both halves: from the case, the width, the pool of weights, and the number of calls."""
+
+
+def segments_of(case: Case) -> list[Segment]:
+    """Return the tokens of each adapter; adapters count from 1."""
+    each = case.requests_each * case.tokens_each
+    return [Segment(at + 1, at * each, (at + 1) * each) for at in range(len(case.ranks))]
+
+
+def activations(case: Case, width: int, pool: WeightPool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the input and the output of the adapters; both stay in the caches, as in a step."""
+    like = pool.numbers
+    ramp = torch.linspace(-1.0, 1.0, case.tokens * width, device=like.device).to(like.dtype)
+    return ramp.view(case.tokens, width), like.new_zeros(case.tokens, width)
+
+
+def grouped_calls(case: Case, width: int, pool: WeightPool, number: int) -> KernelCalls:
+    """PyTorch, one product per adapter at its true rank."""
+    views = _views(case, width, pool, number)
+    return _torch_calls(GroupedLoRA(segments_of(case), views.__getitem__), case, width, pool, number)
+
+
+def padded_calls(case: Case, width: int, pool: WeightPool, number: int) -> KernelCalls:
+    """PyTorch, batched products padded to the largest rank.
+
+    Adapters are stored as in slots of that rank, so the kernel reads as much for a small adapter as for the
+    largest, as BGMV does.
+    """
+    views = _views(replace(case, ranks=(max(case.ranks),) * len(case.ranks)), width, pool, number)
+    adapters = PaddedLoRA(segments_of(case), views.__getitem__, pool.numbers.device)
+    return _torch_calls(adapters, case, width, pool, number)
+
+
+def _torch_calls(
+    adapters: GroupedLoRA | PaddedLoRA, case: Case, width: int, pool: WeightPool, number: int
+) -> KernelCalls:
+    x, out = activations(case, width, pool)
+    h = adapters.shrink(0, SITE, x)
+    # Each kind takes what its own shrink returned.
+    expand: Callable[..., None] = adapters.expand
+    return KernelCalls(
+        [partial(adapters.shrink, layer, SITE, x) for layer in range(number)],
+        [partial(expand, layer, SITE, h, out) for layer in range(number)],
+    )
+
+
+def _views(case: Case, width: int, pool: WeightPool, layers: int) -> dict[int, list[list[SiteViews]]]:
+    """Return each adapter's matrices by layer; those of one layer follow each other in memory, A before B."""
+    views: dict[int, list[list[SiteViews]]] = {number: [] for number in range(1, len(case.ranks) + 1)}
+    for _ in range(layers):
+        shrinks = [Shrink(0, rank, pool.matrix(rank, width)) for rank in case.ranks]
+        expands = [Expand(0, rank, 0, width, pool.matrix(rank, width)) for rank in case.ranks]
+        for number, (shrink, expand) in enumerate(zip(shrinks, expands, strict=True)):
+            views[number + 1].append([SiteViews(case.ranks[number], (shrink,), (expand,))])
+    return views
+
+
+class TritonCalls:
+    """Maker of the calls of one Triton kernel."""
+
+    def __init__(self, kind: Kind) -> None:
+        self._kind = kind
+
+    def __call__(self, case: Case, width: int, pool: WeightPool, number: int) -> KernelCalls:
+        """See `MakeCalls`."""
+        from capplan.engine.kernels._triton_lora import TritonLoRA  # CPU-only machines lack Triton
+
+        layout = AdapterLayout(_square_model(width, number))
+        tables = RowTables(layout, len(case.ranks), max(case.ranks), pool.numbers.device)
+        padded = self._kind == "bgmv"
+        for index, rank in enumerate(case.ranks):
+            tables.number_of[index + 1] = index
+            tables.max_rank_of[index] = rank
+            tables.ranks[index, :, _O_PROJ] = rank
+            for layer in range(number):
+                for side in (A, B):
+                    rows = tables.rows[index, layer, GROUPS.index((_O_PROJ, side))]
+                    # A padded kernel reads rows beyond the rank, too, and each adapter has its own.
+                    held = rows.numel() if padded else rank
+                    first = pool.take(held, width)
+                    rows[:held] = first + width * torch.arange(held, device=rows.device)
+        adapters = TritonLoRA(layout, tables, pool.numbers, segments_of(case), case.tokens, self._kind)
+        x, out = activations(case, width, pool)
+        return KernelCalls(
+            [partial(adapters.shrink, layer, _OUT_SITE, x) for layer in range(number)],
+            [partial(adapters.expand, layer, _OUT_SITE, out) for layer in range(number)],
+        )
+
+
+def _square_model(width: int, layers: int) -> ModelConfig:
+    # Rows of all modules have one length, and so one alignment.
+    sizes: dict[str, Any] = dict.fromkeys(("hidden_size", "head_dim", "intermediate_size"), width)
+    sizes |= dict.fromkeys(("heads", "kv_heads", "vocab_size", "max_positions"), 1)
+    return ModelConfig(name="square", layers=layers, **sizes)
+
+
+MAKERS: Final[Mapping[str, MakeCalls]] = MappingProxyType(
+    {"padded": padded_calls, "grouped": grouped_calls, **{kind: TritonCalls(kind) for kind in CUDA_KERNELS}}
+)
+
+
+TABLE: Final = "kernels.parquet"
+_FIXED: Final = ("device_name", "dtype", "threads", "seed")
+"""Settings that must stay the same when a measurement is resumed."""
+_KEY: Final = ["kernel", "width", "case"]
+"""Columns that identify a point; each has a row per half."""
+DTYPES: Final = ("float32", "bfloat16", "float16")
+_POOL_CACHES: Final = 8
+_LEAST_POOL_BYTES: Final = {"cpu": 512 * 2**20, "cuda": 4 * 2**30}
+_WRITE_EVERY_S: Final = 20.0
+
+
+class KernelTable:
+    """Table of kernel timings in a folder, and its provenance."""
+
+    def __init__(self, folder: str | Path, settings: Mapping[str, Any]) -> None:
+        self.path = Path(folder) / TABLE
+        self._provenance = self.path.with_name(PROVENANCE)
+        self._settings = dict(settings)
+        self._sessions: list[dict[str, Any]] = []
+        if self._provenance.exists():
+            try:
+                record = json.loads(read_text(self._provenance))
+                known, self._sessions = record["settings"], list(record["sessions"])
+            except (ValueError, KeyError, TypeError):
+                rule = "must be a record that this command wrote"
+                raise InputError(rule, location=str(self._provenance)) from None
+            require_same(known, self._settings, _FIXED, str(self._provenance))
+
+    def restore(self, points: Iterable[KernelPoint]) -> int:
+        """Restore the passes of earlier measurements; return the number of points that have any."""
+        if not self.path.exists():
+            return 0
+        frame = read_kernel_table(self.path).set_index([*_KEY, "half"])
+        rows = dict(zip(frame.index, frame.to_dict("records"), strict=True))
+        found = 0
+        for point in points:
+            if (*point.key, HALVES[0]) in rows:
+                halves = {half: rows[*point.key, half] for half in HALVES}
+                point.times_us = {half: list(row["visits_us"]) for half, row in halves.items()}
+                point.disturbed = int(halves[HALVES[0]]["disturbed"])
+                found += 1
+        return found
+
+    def write(self, points: Iterable[KernelPoint], session: Mapping[str, Any]) -> None:
+        """Write the passes of these points; rows of other points stay."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        points = [point for point in points if point.passes]
+        rows = [
+            timing_row(point.case, point.kernel, half, point.width, times, point.disturbed)
+            for point in points
+            for half, times in point.times_us.items()
+        ]
+        frame = pd.DataFrame(rows, columns=COLUMNS)
+        if self.path.exists():
+            before = read_kernel_table(self.path)
+            ours = pd.MultiIndex.from_tuples([point.key for point in points], names=_KEY)
+            others = before[~pd.MultiIndex.from_frame(before[_KEY]).isin(ours)]
+            frame = pd.concat([others, frame], ignore_index=True) if len(others) else frame
+        write_bytes_atomic(self.path, frame.to_parquet(index=False))
+        record = {"settings": self._settings, "sessions": [*self._sessions, dict(session)]}
+        write_text_atomic(self._provenance, json.dumps(record, indent=2) + "\n")
+
+
+@dataclass(frozen=True)
+class KernelProfilingOptions:
+    """Kernels, batches and sampling of a measurement."""
+
+    device: str = "cpu"
+    """``cpu`` or a CUDA device. On a CPU the kernels are PyTorch's, on a GPU Triton's."""
+    grids: tuple[str, ...] = ("wide",)
+    """Names of `capplan.profiling.kernels._cases.cases`."""
+    phases: tuple[str, ...] = tuple(PHASES)
+    widths: tuple[int, ...] | None = None
+    """Hidden sizes; None: those of the built-in models."""
+    kernels: tuple[str, ...] | None = None
+    """None: all of the device."""
+    dtype: str | None = None
+    """Type of weights and activations; None: float32 on a CPU, bfloat16 on a GPU."""
+    threads: int = 1
+    """Threads of PyTorch on a CPU. With more than one, PyTorch changes the number used within the grid."""
+    limits: SamplingLimits = field(default_factory=SamplingLimits)
+    seed: int = 0
+    """Seed of drawn ranks and of the order of points."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch("cpu|cuda(:[0-9]+)?", self.device):
+            raise InputError("must be cpu, cuda, or cuda:1 and so on", self.device, "device")
+        if self.on_gpu and not torch.cuda.is_available():
+            raise InputError("must be cpu: this PyTorch sees no CUDA device", self.device, "device")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise InputError(f"must be one of {', '.join(DTYPES)}", self.dtype, "dtype")
+        for width in self.widths or ():
+            if width < 2 or width % 2:
+                raise InputError("must be even numbers from 2 on", width, "widths")
+        for kernel in self.kernels or ():
+            if kernel not in MAKERS:
+                raise InputError(f"must be one of {', '.join(MAKERS)}", kernel, "kernels")
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a GPU."""
+        return self.device != "cpu"
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings with defaults filled in, for the record."""
+        return {
+            "device_name": device_name(self.device),
+            "dtype": self.dtype or ("bfloat16" if self.on_gpu else "float32"),
+            "threads": None if self.on_gpu else self.threads,
+            "seed": self.seed,
+            "grids": list(self.grids),
+            "phases": list(self.phases),
+            "widths": list(self.chosen_widths()),
+            "kernels": list(self.chosen_kernels()),
+            "tolerance": self.limits.tolerance,
+        }
+
+    def chosen_widths(self) -> tuple[int, ...]:
+        """Return the hidden sizes."""
+        return self.widths or tuple(sorted({config.hidden_size for config in builtin_models().values()}))
+
+    def chosen_kernels(self) -> tuple[str, ...]:
+        """Return the kernels."""
+        return self.kernels or (CUDA_KERNELS if self.on_gpu else CPU_KERNELS)
+
+
+@dataclass(frozen=True)
+class KernelProfilingResult:
+    """Progress of a measurement."""
+
+    points: int
+    converged: int
+    restored: int
+    """Points with passes of an earlier measurement."""
+    disturbed_share: float
+    """Share of passes of which every call was interrupted."""
+    table: Path
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all medians have converged."""
+        return self.converged == self.points
+
+
+def measure(
+    folder: str | Path, options: KernelProfilingOptions, on_progress: OnProgress = lambda *_: None
+) -> KernelProfilingResult:
+    """Measure into a folder until all medians have converged or the budget is spent.
+
+    An interrupt leaves a whole table.
+
+    Raises
+    ------
+    InputError
+        If the folder holds measurements of another device or with other settings.
+    """
+    settings = options.settings()
+    table = KernelTable(folder, settings)
+    points = list(_points(options))
+    if not points:
+        rule = f"must include kernels of the phases {', '.join(options.phases)} of the grids"
+        raise InputError(rule, ", ".join(options.chosen_kernels()), "kernels")
+    restored = table.restore(points)
+    session = describe(options.device, None if options.on_gpu else options.threads)
+    with _quiet(options.threads):
+        pool, clock = _pool_and_clock(torch.device(options.device), getattr(torch, settings["dtype"]))
+        converged = {point.key for point in points if point.is_converged(options.limits)}
+        written = time.monotonic()
+        try:
+            for point in rounds(points, options.limits, options.seed + sum(point.passes for point in points)):
+                calls = MAKERS[point.kernel](point.case, point.width, pool, options.limits.calls + 1)
+                point.add(clock(calls.shrink), clock(calls.expand))
+                if point.is_converged(options.limits):
+                    converged.add(point.key)
+                on_progress("kernels", len(converged), len(points))
+                if time.monotonic() - written > _WRITE_EVERY_S:
+                    table.write(points, session)
+                    written = time.monotonic()
+        finally:  # also when it is interrupted
+            table.write(points, session)
+    passes = sum(point.passes for point in points)
+    share = sum(point.disturbed for point in points) / max(1, passes)
+    return KernelProfilingResult(len(points), len(converged), restored, share, table.path)
+
+
+def _points(options: KernelProfilingOptions) -> Iterator[KernelPoint]:
+    seen: set[tuple[str, int, str]] = set()
+    grids = [cases(grid, options.seed) for grid in options.grids]
+    for grid, width, kernel in itertools.product(grids, options.chosen_widths(), options.chosen_kernels()):
+        for case in grid:
+            point = KernelPoint(kernel, width, case)
+            suits = case.phase in options.phases and kernel in PHASES[case.phase]
+            if suits and point.key not in seen:
+                seen.add(point.key)
+                yield point
+
+
+def _pool_and_clock(device: torch.device, dtype: torch.dtype) -> tuple[WeightPool, KernelClock]:
+    least = _LEAST_POOL_BYTES[device.type]
+    if device.type == "cuda":
+        return WeightPool(least // dtype.itemsize, dtype, device), CudaClock(device)
+    numbers = max(least, _POOL_CACHES * last_cache_bytes()) // dtype.itemsize
+    return WeightPool(numbers, dtype, device), cpu_timing
+
+
+@contextmanager
+def _quiet(threads: int) -> Iterator[None]:
+    """Fix the number of threads; disable gradients and garbage collection."""
+    before, collects = torch.get_num_threads(), gc.isenabled()
+    torch.set_num_threads(threads)
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        torch.set_num_threads(before)
+        if collects:
+            gc.enable()

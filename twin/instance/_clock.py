@@ -1,0 +1,348 @@
+"""The twin's clock: durations of steps, and asynchronous copies of adapters."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capplan._jit import by_reference, inner, jit
+from capplan.models._step_latency import StepFeatures, StepRanks, rank_ms, step_line, step_ms, with_line_ms
+from capplan.models._step_tables import KvLine
+from capplan.serving import Limits, State, adapter_loaded
+from capplan.serving._structures import int_fields, new_record
+from capplan.serving.pooled._state import with_pool
+from capplan.serving.routers._fleet import PRESENT, QUEUED, QUEUED_TOKENS
+from capplan.serving.state import (
+    ENDING,
+    NONE,
+    SLORA,
+)
+from capplan.twin.instance._host_link import (
+    NEVER_NS,
+    HostLink,
+    copy_ahead,
+    copy_on_demand,
+    new_link,
+    prefetched_ns,
+    promote,
+)
+from capplan.twin.instance._scenario import Costs
+from capplan.twin.instance._trace import TwinTrace, record_load
+
+_AT = int_fields(
+    "visible_ns",  # arrivals up to this time are known when the next step is decided
+    "first_copy",  # asynchronous copies: position of the oldest load on demand in `copies`
+    "n_copies",  # and their number
+    "prefetched",  # adapter of a prefetch in progress; 0: none
+    "idle",  # 1: nothing can run before the next event
+    "place",  # of this instance among those that share its link
+    "paused_ns",  # time for which decoding rows have paused
+    "paused_rows",  # and their number
+    "decoded_ns",  # rules for one pool: end of the last step with decodes
+)
+_ANSWERED = int_fields("answers", "answer_tokens")
+
+
+@by_reference
+class TwinClock(NamedTuple):
+    """State of the twin in addition to the state of the engine."""
+
+    at: np.record
+    """Fields as in `_AT`."""
+    ready_ns: NDArray[np.int64]
+    """End of the last copy of each adapter, shape (adapters + 1,)."""
+    begun_ns: NDArray[np.int64]
+    """Start of that copy, or of its wait for the link."""
+    copies: NDArray[np.int64]
+    """Ring of the adapters that are loaded on demand asynchronously, of the same length."""
+    link: HostLink
+    """Link from host memory, which instances of a cluster may share."""
+    # -- instances of a cluster only; otherwise empty --
+    following: NDArray[np.int64]
+    """The request after each request at this instance, shape (requests,); empty: the next number."""
+    rank_stats: NDArray[np.int64]
+    """What routers ask that is not in the state, by rank; see `capplan.twin.instance._clock`."""
+    answered: np.record
+    """Finished requests of the whole cluster, and their output tokens."""
+
+
+def new_clock(adapters: int) -> TwinClock:
+    """Return a clock at 0, with a link of its own."""
+    return TwinClock(
+        at=new_record(_AT),
+        ready_ns=np.full(adapters + 1, -1, np.int64),
+        begun_ns=np.zeros(adapters + 1, np.int64),
+        copies=np.zeros(adapters + 1, np.int64),
+        link=new_link(),
+        following=np.zeros(0, np.int64),
+        rank_stats=np.zeros((3, 0), np.int64),
+        answered=new_answered(),
+    )
+
+
+def new_answered() -> np.record:
+    """Return the count of finished requests, at 0."""
+    return new_record(_ANSWERED)
+
+
+@inner
+def compute_ns(c: np.record, costs: Costs, tokens: int, line: KvLine, ranks_ms: float) -> int:
+    """Return the nanoseconds of the step without waits for adapters; `c` are the state's counters."""
+    milliseconds = with_line_ms(costs.form, costs.coefficients, _features(c, costs, tokens), line)
+    return round((milliseconds + ranks_ms) * 1e6)
+
+
+@inner
+def tables_line(c: np.record, costs: Costs, tokens: int) -> KvLine:
+    """Return the part of the step's time by tables over KV tokens."""
+    return step_line(costs.form, costs.coefficients, _features(c, costs, tokens))
+
+
+@inner
+def prompts_ns(state: State, costs: Costs, tokens: int, ranks_ms: float) -> int:
+    """Return the nanoseconds of a batch of whole prompts, in which decoding requests have no part."""
+    c, partial = state.counters, state.lists.partial
+    requests = adapters = 0
+    for i in range(c.n_partial):
+        if state.rows.tokens[partial[i]] == 0:
+            continue
+        requests += 1
+        adapter = state.rows.adapter[partial[i]]
+        first = adapter != 0
+        for j in range(i):
+            is_other = state.rows.adapter[partial[j]] != adapter or state.rows.tokens[partial[j]] == 0
+            first = first and is_other
+        adapters += first
+    features = _batch(c, costs, tokens, requests, 0, adapters)
+    return round((step_ms(costs.form, costs.coefficients, features) + ranks_ms) * 1e6)
+
+
+@inner
+def _features(c: np.record, costs: Costs, tokens: int) -> StepFeatures:
+    requests = c.n_running - c.n_ending - c.n_absent
+    return _batch(c, costs, tokens, requests, c.kv_tokens, c.n_active - c.n_claimed)
+
+
+@inner
+def _batch(
+    c: np.record, costs: Costs, tokens: int, requests: int, kv_tokens: int, adapters: int
+) -> StepFeatures:
+    return StepFeatures(
+        tokens=float(tokens),
+        requests=float(requests),
+        kv_tokens=float(kv_tokens),
+        adapters=float(adapters),
+        a_max=float(costs.a_max),
+        s_max=float(costs.s_max),
+        waiting=float(c.n_waiting),
+        slots_per_adapter=costs.slots_per_adapter,
+        adapters_served=float(costs.adapters_served),
+    )
+
+
+@inner
+def ranks_ms(state: State, costs: Costs) -> float:
+    """Return the milliseconds of the step that depend on its `StepRanks`."""
+    if not costs.uses_ranks or (state.counters.n_partial == 0 and not costs.uses_decode_ranks):
+        return 0.0
+    return rank_ms(costs.form, costs.coefficients, float(costs.s_max), _ranks(state, costs))
+
+
+@inner
+def _ranks(state: State, costs: Costs) -> StepRanks:
+    """Count the ranks of the requests in the step, or those of its partial rows alone if that suffices."""
+    c = state.counters
+    decodes = prefills = lora_decodes = lora_prefills = lora_prefill_tokens = 0
+    max_rank = decode_ranks = prefill_ranks = prefill_rank_tokens = prefill_pairs = 0
+    row = c.run_head
+    for i in range(c.n_running if costs.uses_decode_ranks else c.n_partial):
+        if not costs.uses_decode_ranks:
+            row = state.lists.partial[i]
+        rank = costs.rank[state.rows.adapter[row]]
+        tokens = 0
+        if state.rows.since[row] >= 0:
+            tokens = 1 if c.step_decodes > 0 else 0
+        elif state.rows.since[row] == NONE:
+            tokens = state.rows.tokens[row]
+        if tokens == 1 and state.rows.output[row] > 0:
+            decodes += 1
+            lora_decodes += rank > 0
+            decode_ranks += rank
+        elif tokens > 0:
+            prefills += 1
+            lora_prefills += rank > 0
+            lora_prefill_tokens += tokens * (rank > 0)
+            prefill_ranks += rank
+            prefill_rank_tokens += tokens * rank
+            prefill_pairs += tokens * (2 * state.rows.computed[row] + tokens + 1) // 2
+        if tokens > 0:
+            max_rank = max(max_rank, rank)
+        row = state.rows.following[row]
+    return StepRanks(
+        decodes=float(decodes),
+        prefills=float(prefills),
+        lora_decodes=float(lora_decodes),
+        lora_prefills=float(lora_prefills),
+        lora_prefill_tokens=float(lora_prefill_tokens),
+        max_rank=float(max_rank),
+        decode_rank_sum=float(decode_ranks),
+        prefill_rank_sum=float(prefill_ranks),
+        prefill_rank_tokens=float(prefill_rank_tokens),
+        prefill_mpairs=prefill_pairs / 1e6,
+    )
+
+
+@inner
+def loads_ns(
+    state: State, limits: Limits, costs: Costs, clock: TwinClock, trace: TwinTrace, begin_ns: int
+) -> int:
+    """Start the loads of a step and return the time that it waits for adapters."""
+    c = state.counters
+    if c.n_loads == 0 and limits.policy != SLORA:
+        return 0
+    beside = limits.load_beside != 0
+    through_copier = beside or limits.policy == SLORA
+    in_step_ns = 0
+    for i in range(c.n_loads):
+        adapter = state.adapters.loads[i]
+        load_ns = costs.load_ns[adapter]
+        if state.adapters.load_from_disk[i]:
+            load_ns += costs.disk_ns[adapter]
+            trace.counts.disk_loads += 1
+        record_load(trace, adapter, load_ns)
+        if _is_ahead(state, adapter):
+            copy_ahead(clock.link, clock.at.place, begin_ns, load_ns)
+            clock.at.prefetched = adapter
+        elif through_copier:
+            _begin_copy(clock, adapter, begin_ns, load_ns, beside)
+        else:
+            in_step_ns += load_ns
+    trace.counts.adapter_loads += c.n_loads
+    if in_step_ns > 0:
+        in_step_ns = with_reloads_ns(in_step_ns, c.n_active, limits.max_loras)
+        in_step_ns = copy_on_demand(clock.link, begin_ns, in_step_ns) - begin_ns
+    if limits.policy == SLORA:  # a batch of prompts waits for all of its adapters
+        for i in range(c.n_admitted):
+            ready_ns = clock.ready_ns[state.rows.adapter[state.lists.admitted[i]]]
+            in_step_ns = max(in_step_ns, ready_ns - begin_ns)
+    return in_step_ns
+
+
+@with_pool(False)
+def _is_ahead(state: State, adapter: int) -> bool:
+    """Return whether an adapter is loaded ahead of its first request."""
+    return bool(state.pooled.adapters.prefetched[adapter])
+
+
+@jit
+def with_reloads_ns(load_ns: int, active: int, max_loras: int) -> int:
+    """Return the time of a step's loads, with the reloads that they cause while every slot is in use.
+
+    vLLM's worker makes the adapters of a step resident one by one, in the order of a set, and evicts the
+    least recently touched one. With every slot in use, a new adapter usually takes the slot of one that the
+    same step still needs, which takes the next one's, and so on up to the free slot. The free slot comes
+    later in the order with probability 1/2, on average after a third of the adapters.
+    """
+    if active < max_loras:
+        return load_ns
+    return load_ns + load_ns * active // 6
+
+
+@inner
+def _begin_copy(clock: TwinClock, adapter: int, begin_ns: int, load_ns: int, announced: bool) -> None:
+    """Queue a load on demand; `announced`: add it to `copies`."""
+    at = clock.at
+    clock.ready_ns[adapter] = copy_on_demand(clock.link, begin_ns, load_ns)
+    clock.begun_ns[adapter] = begin_ns
+    if announced:
+        clock.copies[(at.first_copy + at.n_copies) % clock.copies.size] = adapter
+        at.n_copies += 1
+
+
+@inner
+def _next_on_demand_ns(clock: TwinClock) -> int:
+    if clock.at.n_copies == 0:
+        return NEVER_NS
+    return int(clock.ready_ns[clock.copies[clock.at.first_copy]])
+
+
+@inner
+def _next_ahead_ns(clock: TwinClock) -> int:
+    return NEVER_NS if clock.at.prefetched == 0 else prefetched_ns(clock.link, clock.at.place)
+
+
+@inner
+def next_copy_ns(clock: TwinClock) -> int:
+    """Return the end of the next asynchronous copy; NEVER_NS without any."""
+    return min(_next_on_demand_ns(clock), _next_ahead_ns(clock))
+
+
+@inner
+def take_copies(state: State, clock: TwinClock) -> None:
+    """Notify the scheduler of completed copies."""
+    at = clock.at
+    while True:
+        on_demand_ns, ahead_ns = _next_on_demand_ns(clock), _next_ahead_ns(clock)
+        if min(on_demand_ns, ahead_ns) > at.visible_ns:
+            break
+        if on_demand_ns <= ahead_ns:
+            adapter = clock.copies[at.first_copy]
+            at.first_copy = (at.first_copy + 1) % clock.copies.size
+            at.n_copies -= 1
+        else:
+            adapter = at.prefetched
+            clock.ready_ns[adapter] = ahead_ns
+            at.prefetched = 0
+        adapter_loaded(state, adapter)
+
+
+@inner
+def wait_for_load_ns(clock: TwinClock, adapter: int, now_ns: int) -> int:
+    """Return the time until an adapter that a request needs is loaded; a prefetch of it is then on demand."""
+    ready_ns = clock.ready_ns[adapter]
+    if adapter != 0 and adapter == clock.at.prefetched:
+        ready_ns = promote(clock.link, clock.at.place, now_ns)
+    return int(max(0, ready_ns - now_ns))
+
+
+@inner
+def keeps_stats(clock: TwinClock) -> bool:
+    """Return whether a router reads the counts by rank."""
+    return bool(clock.rank_stats.shape[1] > 0)
+
+
+@inner
+def count_queued(clock: TwinClock, rank: int, requests: int, tokens: int) -> None:
+    """Count requests that join the queue; a negative number leaves it."""
+    clock.rank_stats[QUEUED, rank] += requests
+    clock.rank_stats[QUEUED_TOKENS, rank] += tokens
+
+
+@inner
+def count_present(clock: TwinClock, rank: int, requests: int) -> None:
+    """Count requests that arrive at the instance; a negative number leaves it."""
+    clock.rank_stats[PRESENT, rank] += requests
+
+
+@inner
+def count_step(state: State, costs: Costs, clock: TwinClock) -> None:
+    """Count the admissions and preemptions of a decided step."""
+    for i in range(state.counters.n_admitted):
+        row = state.lists.admitted[i]
+        count_queued(clock, costs.rank[state.rows.adapter[row]], -1, -state.rows.prompt[row])
+    for i in range(state.counters.n_preempted):
+        row = state.lists.preempted[i]
+        if state.rows.since[row] != ENDING:  # else it has ended: its last token is in flight
+            count_queued(clock, costs.rank[state.rows.adapter[row]], 1, state.rows.prompt[row])
+
+
+@inner
+def count_finished(state: State, costs: Costs, clock: TwinClock) -> None:
+    """Count the requests that ended in a committed step."""
+    for i in range(state.counters.n_finished):
+        row = state.lists.finished[i]
+        count_present(clock, costs.rank[state.rows.adapter[row]], -1)
+        clock.answered.answers += 1
+        clock.answered.answer_tokens += state.rows.target[row]

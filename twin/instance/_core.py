@@ -1,0 +1,496 @@
+"""The compiled twin: the serving rules under the clock of the step-latency model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capplan._jit import inner, jit
+from capplan.models._step_tables import no_line
+from capplan.serving import Limits, State, commit, schedule, submit
+from capplan.serving.pooled._refresh import refresh
+from capplan.serving.pooled._state import PooledState, has_pool
+from capplan.serving.state import (
+    NONE,
+    SLORA,
+    VLLM,
+)
+from capplan.serving.vllm._fast_forward import decode_step, steps_ahead
+from capplan.twin.instance._clock import (
+    TwinClock,
+    compute_ns,
+    count_finished,
+    count_present,
+    count_queued,
+    count_step,
+    keeps_stats,
+    loads_ns,
+    new_clock,
+    next_copy_ns,
+    prompts_ns,
+    ranks_ms,
+    tables_line,
+    take_copies,
+    wait_for_load_ns,
+)
+from capplan.twin.instance._host_link import NEVER_NS, Pauses
+from capplan.twin.instance._scenario import Costs, Scenario, new_engine
+from capplan.twin.instance._trace import (
+    NEVER,
+    POOL_COUNTS,
+    SMALL_BATCH,
+    STATUS_RUNNING,
+    TwinTrace,
+    gap_bin,
+    new_trace,
+    record_admission,
+    record_admission_with_wait,
+    record_first_token,
+    record_loads,
+    record_rejection,
+    record_step,
+    record_wait_for_load,
+)
+from capplan.workload import Requests
+
+
+def run(
+    scenario: Scenario, fast_forward: bool = True, interrupt: Callable[[], None] | None = None
+) -> TwinTrace:
+    """Simulate `scenario` to its horizon; without `fast_forward` the scheduler decides every step.
+
+    An `interrupt` is called every simulated minute or sooner (see `Pauses`), and may end it by an exception.
+    """
+    limits, requests, costs = scenario.limits, scenario.requests, scenario.costs
+    shared, most, count = scenario.shared_prefix_tokens, scenario.max_in_flight, requests.arrival_ns.size
+    state = new_engine(scenario, max(1, min(count, most)))
+    waits = scenario.pool is not None
+    trace = new_trace(count, scenario.adapters, scenario.buckets, scenario.horizon_ns, waits)
+    clock = new_clock(scenario.adapters)
+    refreshes_ns, until_ns = scenario.refreshes_ns, 0
+    pauses = Pauses(interrupt)
+    while until_ns < scenario.horizon_ns:
+        refresh_ns = (until_ns // refreshes_ns.step + 1) * refreshes_ns.step if refreshes_ns else NEVER_NS
+        until_ns = min(pauses.next_ns, refresh_ns, scenario.horizon_ns)
+        advance(state, limits, requests, shared, costs, clock, trace, most, until_ns, fast_forward)
+        if until_ns in refreshes_ns:
+            refresh_queues(scenario, state, clock, trace, until_ns)
+        if until_ns == pauses.next_ns:
+            pauses.call()
+    mark_running(state, trace)
+    record_pool(state, clock, trace)
+    return trace
+
+
+def refresh_queues(scenario: Scenario, state: State, clock: TwinClock, trace: TwinTrace, at_ns: int) -> None:
+    """Replace the queues by those of the last window's requests, and begin the next window."""
+    if scenario.scheduler is None:
+        return
+    limits, requests, costs = scenario.limits, scenario.requests, scenario.costs
+    shared, most = scenario.shared_prefix_tokens, scenario.max_in_flight
+    take_arrivals_before(state, limits, requests, shared, costs, clock, trace, most, at_ns)
+    refresh(state, limits, scenario.scheduler, at_ns)
+
+
+def record_pool(state: State, clock: TwinClock, trace: TwinTrace) -> None:
+    """Record the counts of the pool and its link at the end of a simulation."""
+    if isinstance(state.pooled, PooledState):
+        for name in POOL_COUNTS:
+            trace.pool[name] = state.pooled.counts[name]
+    waiting = clock.link.prefetches.asked_ns != NEVER_NS
+    trace.pool.link_ns = clock.link.at.busy_ns + int(clock.link.prefetches.copy_ns[waiting].sum())
+
+
+@jit
+def advance(
+    state: State,
+    limits: Limits,
+    requests: Requests,
+    shared_prefix_tokens: int,
+    costs: Costs,
+    clock: TwinClock,
+    trace: TwinTrace,
+    max_in_flight: int,
+    until_ns: int,
+    fast_forward: bool,
+) -> None:
+    """Run steps until the clock reaches `until_ns` or no event is left before it."""
+    counts = trace.counts
+    if clock.at.idle and not _resume(requests, clock, trace, until_ns):
+        return
+    while counts.now_ns < until_ns:
+        visible_ns = clock.at.visible_ns
+        _take_arrivals(
+            state, limits, requests, shared_prefix_tokens, costs, clock, trace, max_in_flight, visible_ns
+        )
+        take_copies(state, clock)
+        state.counters.now_ns = counts.now_ns
+        if fast_forward and _fast_forward(state, limits, requests, costs, clock, trace, until_ns):
+            continue
+        tokens = schedule(state, limits)
+        if tokens == 0:
+            if state.counters.n_loads > 0:  # asynchronous loads start without a batch as well
+                loads_ns(state, limits, costs, clock, trace, counts.now_ns)
+                record_loads(trace, counts.now_ns, state.counters.n_loads)
+            if has_pool(state):
+                _note_admissions_only(state, costs, clock, trace)
+            if not _wait(state, limits, requests, costs, clock, trace, until_ns):
+                break
+            continue
+        _charge(state, limits, requests, costs, clock, trace, tokens)
+        commit(state, limits)
+        record_tokens(state, trace)
+        if keeps_stats(clock):
+            count_finished(state, costs, clock)
+
+
+@jit
+def mark_running(state: State, trace: TwinTrace) -> None:
+    """Mark the requests that run at the end of the simulation."""
+    row = state.counters.run_head
+    while row != NONE:
+        if trace.finish_ns[state.rows.request[row]] == NEVER:
+            trace.status[state.rows.request[row]] = STATUS_RUNNING
+        row = state.rows.following[row]
+
+
+@jit
+def take_arrivals_before(
+    state: State,
+    limits: Limits,
+    requests: Requests,
+    shared: int,
+    costs: Costs,
+    clock: TwinClock,
+    trace: TwinTrace,
+    max_in_flight: int,
+    at_ns: int,
+) -> None:
+    """Submit the requests that arrived before a refresh, also those during the step that goes on then."""
+    _take_arrivals(state, limits, requests, shared, costs, clock, trace, max_in_flight, at_ns - 1)
+
+
+@inner
+def _take_arrivals(
+    state: State,
+    limits: Limits,
+    requests: Requests,
+    shared: int,
+    costs: Costs,
+    clock: TwinClock,
+    trace: TwinTrace,
+    max_in_flight: int,
+    until_ns: int,
+) -> None:
+    """Submit the requests that have arrived; those beyond `max_in_flight` are rejected."""
+    counts = trace.counts
+    c = state.counters
+    i = counts.next_request
+    while i < requests.arrival_ns.size and requests.arrival_ns[i] <= until_ns:
+        row = NONE
+        if c.n_running + c.n_waiting < max_in_flight:
+            adapter = requests.adapter[i]
+            prompt, output = requests.prompt_tokens[i], requests.output_tokens[i]
+            predicted = requests.predicted_tokens[i] if requests.predicted_tokens.size > 0 else 0
+            arrival_ns = requests.arrival_ns[i]
+            row = submit(state, limits, i, adapter, prompt, output, 0, shared, predicted, arrival_ns)
+        if row == NONE:
+            record_rejection(trace, i)
+            if keeps_stats(clock):
+                rank = costs.rank[requests.adapter[i]]
+                count_present(clock, rank, -1)
+                count_queued(clock, rank, -1, -requests.prompt_tokens[i])
+        i = clock.following[i] if clock.following.size > 0 else i + 1
+    counts.next_request = i
+
+
+@inner
+def _wait(
+    state: State,
+    limits: Limits,
+    requests: Requests,
+    costs: Costs,
+    clock: TwinClock,
+    trace: TwinTrace,
+    until_ns: int,
+) -> bool:
+    """Advance the clock when nothing can run; return False without an event before `until_ns`."""
+    counts = trace.counts
+    at = clock.at
+    if state.counters.n_ending > 0 or at.visible_ns < counts.now_ns:
+        # Async scheduling: a step is still running, and its end may allow another one.
+        note_stalls(state, clock, trace)
+        counts.preemptions += state.counters.n_preempted
+        if keeps_stats(clock):
+            count_step(state, costs, clock)
+        commit(state, limits)
+        at.visible_ns = counts.now_ns
+        return True
+    return _resume(requests, clock, trace, until_ns)
+
+
+@inner
+def _resume(requests: Requests, clock: TwinClock, trace: TwinTrace, until_ns: int) -> bool:
+    """Advance an idle clock to the next event; return False without one before `until_ns`."""
+    upcoming = next_event_ns(requests, clock, trace)
+    clock.at.idle = upcoming >= until_ns
+    if upcoming >= until_ns:
+        return False
+    trace.counts.now_ns = clock.at.visible_ns = upcoming
+    return True
+
+
+@inner
+def _note_admissions_only(state: State, costs: Costs, clock: TwinClock, trace: TwinTrace) -> None:
+    """Note what a schedule without tokens did: requests that now wait for their adapters, and preemptions."""
+    note_stalls(state, clock, trace)
+    trace.counts.preemptions += state.counters.n_preempted
+    if keeps_stats(clock):
+        count_step(state, costs, clock)
+    record_admissions(state, clock, trace, trace.counts.now_ns)
+
+
+@inner
+def next_event_ns(requests: Requests, clock: TwinClock, trace: TwinTrace) -> int:
+    """Return the time of the next arrival of a request or adapter; NEVER_NS without any."""
+    event_ns = next_copy_ns(clock)
+    upcoming = trace.counts.next_request
+    if upcoming < requests.arrival_ns.size:
+        event_ns = min(event_ns, requests.arrival_ns[upcoming])
+    return event_ns
+
+
+@inner
+def _fast_forward(
+    state: State,
+    limits: Limits,
+    requests: Requests,
+    costs: Costs,
+    clock: TwinClock,
+    trace: TwinTrace,
+    until_ns: int,
+) -> bool:
+    """Run the decode-only steps up to the next event; return whether there was one."""
+    counts = trace.counts
+    c = state.counters
+    steps = left = steps_ahead(state, limits)
+    if steps <= 0:
+        return False
+    event_ns = next_event_ns(requests, clock, trace)
+    constant_ms, line = 0.0, no_line(-1.0)
+    while left > 0 and counts.now_ns < until_ns and clock.at.visible_ns < event_ns:
+        needed = state.phase[(-c.tick) % limits.block_size]
+        if needed > c.free_blocks:
+            break
+        c.now_ns = counts.now_ns
+        decode_step(state, limits, needed)
+        if left == steps:
+            constant_ms = ranks_ms(state, costs)  # the decoding rows stay the same
+        if c.kv_tokens >= line.end:
+            line = tables_line(c, costs, c.n_decoding)
+        duration_ns = compute_ns(c, costs, c.n_decoding, line, constant_ms)
+        _elapse(state, limits, requests, clock, trace, duration_ns, 0, c.n_decoding)
+        c.tick += 1
+        c.kv_tokens += c.n_decoding
+        left -= 1
+    return left < steps
+
+
+@inner
+def _charge(
+    state: State,
+    limits: Limits,
+    requests: Requests,
+    costs: Costs,
+    clock: TwinClock,
+    trace: TwinTrace,
+    tokens: int,
+) -> None:
+    """Compute the duration of the decided step, and advance the clock by it."""
+    c = state.counters
+    counts = trace.counts
+    note_stalls(state, clock, trace)
+    if keeps_stats(clock):
+        count_step(state, costs, clock)
+    load_ns = 0
+    if c.n_loads > 0 or limits.policy == SLORA:
+        load_ns = loads_ns(state, limits, costs, clock, trace, counts.now_ns)
+        counts.load_ns += load_ns
+    if limits.policy != VLLM and c.step_decodes == 0:
+        step_ns = prompts_ns(state, costs, tokens, ranks_ms(state, costs))
+    else:
+        step_ns = compute_ns(c, costs, tokens, tables_line(c, costs, tokens), ranks_ms(state, costs))
+    duration_ns = load_ns + step_ns
+    _elapse(state, limits, requests, clock, trace, duration_ns, load_ns, tokens)
+
+
+@inner
+def _elapse(
+    state: State,
+    limits: Limits,
+    requests: Requests,
+    clock: TwinClock,
+    trace: TwinTrace,
+    duration_ns: int,
+    load_ns: int,
+    tokens: int,
+) -> None:
+    """Advance the clock by a step with `load_ns` of loads, and record the step."""
+    c = state.counters
+    counts = trace.counts
+    begin_ns = counts.now_ns
+    if has_pool(state):
+        record_admissions(state, clock, trace, begin_ns)
+    if trace.admitted_ns.size > 0:
+        record_details(state, limits, requests, clock, trace, begin_ns, duration_ns, load_ns, tokens)
+    counts.now_ns += duration_ns
+    clock.at.visible_ns = begin_ns if limits.async_scheduling else counts.now_ns
+    sum_up(c, counts, trace.sums, duration_ns, tokens)
+    if has_pool(state):
+        record_pool_gaps(state, clock.at, trace, duration_ns)
+    else:
+        record_gaps(c, clock.at, trace.gaps, duration_ns)
+
+
+@inner
+def note_stalls(state: State, clock: TwinClock, trace: TwinTrace) -> None:
+    """Record the time of the last token of rows that this step stalls or preempts."""
+    for i in range(state.counters.n_stalled):
+        request = state.rows.request[state.lists.stalled[i]]
+        last_ns = trace.counts.now_ns
+        if has_pool(state):  # decoding rows may have paused
+            last_ns = max(trace.stalled_ns[request], clock.at.decoded_ns)
+        trace.stalled_ns[request] = last_ns
+
+
+@inner
+def sum_up(c: np.record, counts: np.record, sums: np.record, duration_ns: int, tokens: int) -> None:
+    """Add a step to the counts and sums of the trace; `c` are the state's counters."""
+    running = c.n_running - c.n_ending
+    counts.steps += 1
+    counts.request_steps += running
+    if running <= SMALL_BATCH:
+        counts.small_request_steps += running
+    counts.preemptions += c.n_preempted
+    counts.max_running = max(counts.max_running, running)
+    counts.max_waiting = max(counts.max_waiting, c.n_waiting)
+    counts.max_kv_tokens = max(counts.max_kv_tokens, c.kv_tokens)
+    counts.max_step_tokens = max(counts.max_step_tokens, tokens)
+    sums.busy_ns += duration_ns
+    sums.running_ns += float(running) * duration_ns
+    sums.waiting_ns += float(c.n_waiting) * duration_ns
+    sums.kv_token_ns += float(c.kv_tokens) * duration_ns
+    sums.adapter_ns += float(c.n_active - c.n_claimed) * duration_ns
+
+
+@inner
+def record_gaps(c: np.record, at: np.record, gaps: NDArray[np.int64], duration_ns: int) -> None:
+    """Count the token gaps that the step ends; they include pauses during prefills of other requests."""
+    decodes = c.step_decodes
+    if decodes == 0:
+        if c.n_decoding > 0:
+            at.paused_rows = c.n_decoding
+            at.paused_ns += duration_ns
+        return
+    if at.paused_rows > 0:
+        gaps[gap_bin(duration_ns + at.paused_ns)] += at.paused_rows
+        decodes -= at.paused_rows
+        at.paused_rows = at.paused_ns = 0
+    if decodes > 0:
+        gaps[gap_bin(duration_ns)] += decodes
+
+
+@inner
+def record_pool_gaps(state: State, at: np.record, trace: TwinTrace, duration_ns: int) -> None:
+    """Count the token gaps that the step ends, under the rules for one pool.
+
+    Decoding rows pause in any number of steps of prompts, which other rows join meanwhile. Of a row that
+    joined, the last token is in ``stalled_ns``; others had it at the end of the last step with decodes.
+    """
+    c = state.counters
+    if c.step_decodes == 0:
+        at.paused_rows = max(at.paused_rows, c.n_decoding)
+        return
+    end_ns = trace.counts.now_ns
+    if at.paused_rows == 0:
+        trace.gaps[gap_bin(duration_ns)] += c.step_decodes
+    else:
+        row = c.run_head
+        while row != NONE:
+            if state.rows.since[row] >= 0:
+                last_ns = max(trace.stalled_ns[state.rows.request[row]], at.decoded_ns)
+                trace.gaps[gap_bin(end_ns - last_ns)] += 1
+            row = state.rows.following[row]
+    at.paused_rows = 0
+    at.decoded_ns = end_ns
+
+
+@inner
+def record_details(
+    state: State,
+    limits: Limits,
+    requests: Requests,
+    clock: TwinClock,
+    trace: TwinTrace,
+    begin_ns: int,
+    duration_ns: int,
+    load_ns: int,
+    tokens: int,
+) -> None:
+    """Record the admissions of a step, and add it to the time series."""
+    c = state.counters
+    for i in range(0 if has_pool(state) else c.n_admitted):
+        row = state.lists.admitted[i]
+        request, adapter = state.rows.request[row], state.rows.adapter[row]
+        if limits.load_beside and trace.admitted_ns[request] == NEVER:
+            since_ns = max(requests.arrival_ns[request], clock.begun_ns[adapter])
+            if clock.ready_ns[adapter] > since_ns:
+                record_wait_for_load(trace, request, clock.ready_ns[adapter] - since_ns)
+        record_admission(trace, request, adapter, begin_ns, load_ns)
+        if limits.policy == SLORA and adapter != 0:
+            trace.pool.misses += clock.ready_ns[adapter] > begin_ns
+            trace.pool.hits += clock.ready_ns[adapter] <= begin_ns
+    record_step(
+        trace,
+        begin_ns,
+        duration_ns,
+        c.n_running - c.n_ending,
+        c.n_waiting,
+        c.kv_tokens,
+        c.n_active - c.n_claimed,
+        c.n_resident,
+        c.n_loads,
+        load_ns,
+        tokens,
+    )
+
+
+@inner
+def record_admissions(state: State, clock: TwinClock, trace: TwinTrace, begin_ns: int) -> None:
+    """Record the admitted requests, which wait for their adapters among the running ones."""
+    for i in range(state.counters.n_admitted):
+        row = state.lists.admitted[i]
+        adapter = state.rows.adapter[row]
+        wait_ns = wait_for_load_ns(clock, adapter, begin_ns)
+        record_admission_with_wait(trace, state.rows.request[row], adapter, begin_ns, wait_ns)
+
+
+@inner
+def record_tokens(state: State, trace: TwinTrace) -> None:
+    """Record first tokens, tokens after a stall, and last tokens of a step."""
+    c = state.counters
+    now = trace.counts.now_ns
+    for i in range(c.n_first):
+        request = state.rows.request[state.lists.first[i]]
+        record_first_token(trace, request, now, trace.counts.load_ns)
+        if has_pool(state):
+            trace.stalled_ns[request] = now
+    for i in range(c.n_resumed):
+        request = state.rows.request[state.lists.resumed[i]]
+        trace.gaps[gap_bin(now - trace.stalled_ns[request])] += 1
+        if has_pool(state):
+            trace.stalled_ns[request] = now
+    for i in range(c.n_finished):
+        trace.finish_ns[state.rows.request[state.lists.finished[i]]] = now

@@ -1,0 +1,322 @@
+"""Metrics of groups of requests, SLO attainment, and time series."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from capplan.serving._structures import Records
+from capplan.spec import STARVED_BELOW, Slo
+from capplan.spec._predicted import LatencyStats, grouped_latency_stats
+from capplan.twin.instance import _trace as t
+from capplan.twin.instance._metrics import SimulationResult, bound_value
+from capplan.twin.instance._per_request import FINISHED, REJECTED, RUNNING, STATUSES, WAITING, RequestTable
+from capplan.twin.instance._scenario import NS_PER_MS, NS_PER_S, Scenario
+
+_ENDS: Final = (FINISHED, RUNNING, WAITING, REJECTED)
+"""Statuses of the requests of one engine, which does not crash."""
+
+
+@dataclass(frozen=True)
+class GroupMetrics:
+    """Metrics of a group of requests. Latencies and waits: requests finished within the horizon."""
+
+    name: str
+    submitted: int
+    finished: int
+    running: int
+    waiting: int
+    rejected: int
+    offered_tok_s: float
+    """Input and output tokens of submitted requests over the horizon."""
+    throughput_tok_s: float
+    """Input and output tokens of finished requests over the horizon."""
+    served_fraction: float
+    """Tokens of finished over submitted requests, without those in execution at the end."""
+    starved: bool
+    ttft_s: LatencyStats
+    tpot_ms: LatencyStats
+    tpt_ms: LatencyStats
+    e2e_s: LatencyStats
+    slowdown: LatencyStats
+    """E2E over the E2E of the same request alone on an idle engine, its adapter resident."""
+    queue_s: LatencyStats
+    load_wait_s: LatencyStats
+    """Adapter loads before the first token."""
+    itl_ms_mean: float
+    admissions: int
+    """Preempted requests count again; first admissions under a scheduler and an adapter cache."""
+    hit_rate: float
+    """Share of admissions whose adapter was resident; NaN without any."""
+    adapter_loads: int
+    load_s: float
+    """Duration of those loads."""
+    slo_share: float
+    """Share of requests that met every latency bound of the SLO, of those that met all or violated one."""
+
+
+def group_metrics(
+    table: RequestTable,
+    group: NDArray[np.int64],
+    names: Sequence[str],
+    adapters: Records,
+    kept_slo: NDArray[np.int8],
+    duration_s: float,
+    client_itl_factor: float,
+) -> tuple[GroupMetrics, ...]:
+    """Return the metrics of each group.
+
+    Parameters
+    ----------
+    table
+        The requests.
+    group
+        Number of each request's group, shape (requests,).
+    names
+        Names of the groups.
+    adapters
+        `TwinTrace.adapters`, summed over the adapters of each group: shape (groups,).
+    kept_slo
+        KEPT, BROKEN or OPEN for each request and the SLO.
+    duration_s
+        Horizon.
+    client_itl_factor
+        Mean gap between tokens at a client relative to the engine.
+    """
+    count = len(names)
+
+    def per_group(weights: NDArray[Any] | None = None) -> NDArray[np.float64]:
+        summed: NDArray[np.float64] = np.bincount(group, weights, minlength=count).astype(np.float64)
+        return summed
+
+    tokens = table.prompt_tokens + table.output_tokens
+    finished = table.status == FINISHED
+    done = per_group(tokens * finished)
+    answerable = per_group(tokens * (table.status != RUNNING))
+    served = np.divide(done, answerable, out=np.ones(count), where=answerable > 0)
+    gaps, decoding_ms = map(per_group, _token_gaps(table))
+    latencies = ("ttft_s", "tpot_ms", "tpt_ms", "e2e_s", "slowdown", "queue_s", "load_wait_s")
+    columns: dict[str, NDArray[Any]] = {
+        "submitted": per_group().astype(int),
+        **{STATUSES[code]: per_group(table.status == code).astype(int) for code in _ENDS},
+        "offered_tok_s": per_group(tokens) / duration_s,
+        "throughput_tok_s": done / duration_s,
+        "served_fraction": served,
+        "starved": served < STARVED_BELOW,
+        "itl_ms_mean": client_itl_factor * _ratio(decoding_ms, gaps),
+        "admissions": adapters.admissions,
+        "hit_rate": _ratio(adapters.hits, adapters.admissions),
+        "adapter_loads": adapters.loads,
+        "load_s": adapters.load_ns / NS_PER_S,
+        "slo_share": _ratio(per_group(kept_slo > 0), per_group(kept_slo != 0)),
+    }
+    values = {name: column.tolist() for name, column in columns.items()} | {
+        name: grouped_latency_stats(getattr(table, name)[finished], group[finished], count)
+        for name in latencies
+    }
+    return tuple(
+        GroupMetrics(name=name, **{key: column[i] for key, column in values.items()})
+        for i, name in enumerate(names)
+    )
+
+
+def _token_gaps(table: RequestTable) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return the gaps between tokens of each finished request, and their sum in milliseconds."""
+    several = (table.status == FINISHED) & (table.output_tokens > 1)
+    decoding_ms = np.where(several, 1e3 * (table.finish_s - table.first_token_s), 0.0)
+    return (table.output_tokens - 1) * several, decoding_ms
+
+
+def _ratio(part: NDArray[Any], whole: NDArray[Any]) -> NDArray[np.float64]:
+    """Return part / whole, NaN if whole is 0."""
+    ratio = np.full(part.shape, np.nan)
+    np.divide(part, whole, out=ratio, where=whole > 0)
+    return ratio
+
+
+KEPT, OPEN, BROKEN = 1, 0, -1
+
+
+@dataclass(frozen=True)
+class Attainment:
+    """Number of requests that meet a bound.
+
+    A rejected request violates every bound. An unfinished one violates a bound on TTFT, E2E or TPT once it
+    has taken longer, and is open before. Bounds on TPOT and ITL ignore requests of one output token.
+    """
+
+    bound: str
+    """Key of the SLO, ``"tpt_over_base"``, or ``"all"`` for every latency bound together."""
+    limit: float
+    """In the unit of the key; NaN for all together."""
+    value: float
+    """Statistic of the key, such as the 99th percentile; NaN for bounds on shares."""
+    kept: int
+    broken: int
+    open: int
+
+    @property
+    def share(self) -> float:
+        """Share of requests that met the bound, of those that met or violated it; NaN without any."""
+        decided = self.kept + self.broken
+        return self.kept / decided if decided else float("nan")
+
+
+def attainment(
+    slo: Slo,
+    result: SimulationResult,
+    table: RequestTable,
+    overhead_s: float,
+    client_itl_factor: float,
+    base_tpt_ms: float | None,
+) -> tuple[tuple[Attainment, ...], NDArray[np.int8]]:
+    """Return the attainment of each latency bound, all together last, and KEPT, OPEN or BROKEN per request.
+
+    Parameters
+    ----------
+    slo
+        The bounds.
+    overhead_s
+        Time of a request outside the engine.
+    client_itl_factor
+        Mean gap between tokens at a client relative to the engine; the ITL of a request is its mean gap.
+    base_tpt_ms
+        Mean TPT of the same requests without adapters, which ``tpt_over_base`` refers to.
+    """
+    limits: dict[str, float] = slo.latency_bounds()
+    if slo.tpt_over_base is not None and base_tpt_ms is not None:
+        limits["tpt_over_base"] = slo.tpt_over_base * base_tpt_ms
+    measured = _measured(table, result.duration_s + overhead_s, client_itl_factor)
+    rejected = table.status == REJECTED
+    together = np.full(len(table), KEPT if limits else OPEN, np.int8)
+    found = []
+    for bound, limit in limits.items():
+        kind = bound.split("_")[0]
+        value, at_least = measured[kind]
+        verdict = np.full(len(table), OPEN, np.int8)
+        verdict[value <= limit] = KEPT
+        verdict[(value > limit) | (at_least > limit) | rejected] = BROKEN
+        counted = (table.output_tokens > 1) | rejected if kind in ("tpot", "itl") else slice(None)
+        together[counted] = np.minimum(together[counted], verdict[counted])
+        statistic = float("nan") if bound == "tpt_over_base" else bound_value(result, bound)
+        found.append(_counted(bound, limit, statistic, verdict[counted]))
+    if len(limits) > 1:
+        found.append(_counted("all", float("nan"), float("nan"), together))
+    return tuple(found), together
+
+
+def _measured(
+    table: RequestTable, end_s: float, client_itl_factor: float
+) -> Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]]:
+    """Return each metric of each request, NaN if unknown, and its lower bound."""
+    so_far_s = np.where(table.status == FINISHED, np.nan, end_s - table.arrival_s)
+    nothing = np.full(len(table), np.nan)
+    return {
+        "ttft": (table.ttft_s, np.where(np.isnan(table.ttft_s), so_far_s, np.nan)),
+        "e2e": (table.e2e_s, so_far_s),
+        "tpt": (table.tpt_ms, 1e3 * so_far_s / table.output_tokens),
+        "tpot": (table.tpot_ms, nothing),
+        "itl": (client_itl_factor * table.tpot_ms, nothing),
+    }
+
+
+def _counted(bound: str, limit: float, value: float, verdict: NDArray[np.int8]) -> Attainment:
+    kept, broken = int((verdict == KEPT).sum()), int((verdict == BROKEN).sum())
+    return Attainment(bound, limit, value, kept, broken, verdict.size - kept - broken)
+
+
+BUCKETS = 600
+_SHORTEST_NS = NS_PER_S // 2
+_LARGEST_SUM = 2**62
+
+
+@dataclass(frozen=True, eq=False)
+class TimeSeries:
+    """Arrays with one entry per bucket of time; a step belongs to the bucket of its end.
+
+    Means are over the time of steps; 0 without any, except resident adapters, which stay.
+    """
+
+    bucket_s: float
+    """Length of a bucket."""
+    time_s: NDArray[np.float64]
+    """Middle of each bucket."""
+    running: NDArray[np.float64]
+    waiting: NDArray[np.float64]
+    kv_share: NDArray[np.float64]
+    """KV tokens held over KV capacity."""
+    active_adapters: NDArray[np.float64]
+    """Distinct adapters of running requests."""
+    resident_adapters: NDArray[np.float64]
+    """Adapters in GPU slots."""
+    busy_share: NDArray[np.float64]
+    """Time of steps over time; above 1 if a step began in an earlier bucket."""
+    step_ms: NDArray[np.float64]
+    """Mean duration of a step; NaN without any."""
+    loads_per_s: NDArray[np.float64]
+    """Adapter loads started."""
+    load_share: NDArray[np.float64]
+    """Time that steps waited for loads over time."""
+    computed_tok_s: NDArray[np.float64]
+    """Computed tokens of prefill and decode, including recomputation after preemptions."""
+    completed_tok_s: NDArray[np.float64]
+    """Input and output tokens of the completed requests."""
+    arrivals_rps: NDArray[np.float64]
+
+
+def bucket_count(scenario: Scenario) -> int:
+    """Return the number of buckets: about 600, none much shorter than a step."""
+    buckets = max(1, min(BUCKETS, scenario.horizon_ns // _SHORTEST_NS))
+    # Sums over a bucket must fit into 64 bits.
+    kv_tokens = scenario.num_blocks * scenario.limits.block_size
+    most = max(kv_tokens, scenario.requests.arrival_ns.size, scenario.adapters, 1)
+    return max(buckets, -(-scenario.horizon_ns * most // _LARGEST_SUM))
+
+
+def time_series(scenario: Scenario, trace: t.TwinTrace, table: RequestTable) -> TimeSeries:
+    """Return the time series of a detailed run."""
+    bucket_ns = int(trace.counts.bucket_ns)
+    count = trace.series.size
+    bucket_s = bucket_ns / NS_PER_S
+    series = trace.series
+    busy_ns, steps = series.busy_ns.astype(np.float64), series.steps
+    kv_tokens = scenario.num_blocks * scenario.limits.block_size
+
+    def mean(integral: NDArray[np.int64]) -> NDArray[np.float64]:
+        means: NDArray[np.float64] = np.zeros(count)
+        np.divide(integral, busy_ns, out=means, where=busy_ns > 0)
+        return means
+
+    def per_second(seconds: NDArray[np.float64], weights: NDArray[np.int64] | None) -> NDArray[np.float64]:
+        bucket = np.minimum((seconds / bucket_s).astype(np.int64), count - 1)
+        return np.bincount(bucket, weights, minlength=count) / bucket_s
+
+    finished = table.status == FINISHED
+    tokens = table.prompt_tokens + table.output_tokens
+    return TimeSeries(
+        bucket_s=bucket_s,
+        time_s=bucket_s * (np.arange(count, dtype=np.float64) + 0.5),
+        running=mean(series.running_ns),
+        waiting=mean(series.waiting_ns),
+        kv_share=mean(series.kv_token_ns) / kv_tokens,
+        active_adapters=mean(series.active_ns),
+        resident_adapters=_carried(mean(series.resident_ns), busy_ns > 0),
+        busy_share=busy_ns / bucket_ns,
+        step_ms=np.divide(busy_ns / NS_PER_MS, steps, out=np.full(count, np.nan), where=steps > 0),
+        loads_per_s=series.loads / bucket_s,
+        load_share=series.load_ns / bucket_ns,
+        computed_tok_s=series.tokens / bucket_s,
+        completed_tok_s=per_second(table.finish_s[finished], tokens[finished]),
+        arrivals_rps=per_second(table.arrival_s, None),
+    )
+
+
+def _carried(values: NDArray[np.float64], known: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Return the values with the last known one where unknown, and 0 before the first."""
+    last = np.maximum.accumulate(np.where(known, np.arange(values.size), -1))
+    carried: NDArray[np.float64] = np.where(last >= 0, values[np.maximum(last, 0)], 0.0)
+    return carried
