@@ -30,7 +30,7 @@ import numpy as np
 
 from benchmarks.common import command_line, records_table
 from capplan.profiling.validation._loop import ClosedLoop, LoopSettings, VoidError
-from capplan.spec._traffic import zipf
+from capplan.spec import zipf
 
 LOADS: Final = (0.4, 0.7, 0.9, 1.5)
 OVERLOAD: Final = 1.5

@@ -33,16 +33,14 @@ from benchmarks.engine_speed import (
     write_adapters,
 )
 from capplan import EngineArgs, Lengths, Profile, SimulationResult, Workload, load_profile, simulate
-from capplan.datasets._catalog import read_arch
-from capplan.models.calibration._components import Hardware, assumed_profile
-from capplan.profiling._tables import MeasurementFolder, tables_of
-from capplan.profiling.load._bench import BenchOptions, bench
-from capplan.profiling.load._requests import LoadSettings, Target
+from capplan.datasets import read_arch
+from capplan.models.calibration import Hardware, assumed_profile
+from capplan.profiling import MeasurementFolder, tables_of
+from capplan.profiling.load import BenchOptions, LoadSettings, Target, bench
+from capplan.profiling.server import EngineSetting, ServerProfilingOptions, profile_server
 from capplan.profiling.server._process import engine_words
-from capplan.profiling.server._profiler import EngineSetting, ServerProfilingOptions, profile_server
+from capplan.profiling.validation import MetricComparison, Tolerances
 from capplan.profiling.validation._compare import (
-    MetricComparison,
-    Tolerances,
     compared,
     constant_step,
     faults_of,
@@ -52,8 +50,9 @@ from capplan.profiling.validation._compare import (
 )
 from capplan.profiling.validation._loop import saturated_rps
 from capplan.spec import write_text_atomic
-from capplan.twin.calibration._calibrate import CalibrationOptions, CalibrationTables, calibrate
-from capplan.twin.instance._paired import PAIRED_SEEDS, contradictions, paired_order
+from capplan.twin.calibration import CalibrationOptions, CalibrationTables, calibrate
+from capplan.twin.instance import PAIRED_SEEDS, paired_order
+from capplan.twin.instance._paired import contradictions
 
 SHOWN: Final = {
     "throughput, tok/s": "throughput_tok_s",

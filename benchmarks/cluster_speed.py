@@ -14,8 +14,9 @@ from typing import Final
 
 from benchmarks.common import command_line, cpu_timed, emit, in_fresh_process, peak_mib, records_table
 from benchmarks.papers.toppings_cluster import ClusterSetting, profile_with, simulation
+from capplan.serving.routers import ROUTERS
 from capplan.spec import Kernel
-from capplan.twin.cluster import ROUTERS, ClusterResult, simulate_cluster
+from capplan.twin.cluster import ClusterResult, simulate_cluster
 
 HOUR_S: Final = 3600.0
 

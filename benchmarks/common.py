@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from capplan import Adapter, Workload, load_workload
 from capplan.errors import CapplanError
 from capplan.spec import write_text_atomic
-from capplan.workload._presets import preset
+from capplan.workload import preset
 
 H100_LLAMA = "h100-64g/llama-3.1-8b/vllm-0.8.5"
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"

@@ -18,18 +18,12 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from benchmarks.common import emit, mape, records_table
-from capplan.models._step_latency import (
-    GRAPH_TOKENS,
-    StepFeatures,
-    coefficient_array,
-    latency_code,
-    step_ms,
-)
+from capplan.models import StepFeatures, coefficient_array, latency_code, step_ms
+from capplan.models._step_latency import GRAPH_TOKENS
 from capplan.models.compose import SYSTEMS, known_decoder, operator_times
 from capplan.models.compose._forward import StepTimes
 from capplan.models.compose._profile import CAPTURED, step_tables
-from capplan.spec import Fit, FittedModel
-from capplan.spec._profile import TABLE_FORM
+from capplan.spec import TABLE_FORM, Fit, FittedModel
 
 Floats = NDArray[np.float64]
 

@@ -15,10 +15,9 @@ import numpy as np
 
 from benchmarks.common import H100_LLAMA, LLAMA, command_line, markdown, peak_mib
 from capplan import Adapter, Lengths, Plan, Workload, plan
-from capplan.planner.verification._served import fleet_of_plan
-from capplan.spec import Slo, Trace
-from capplan.spec._traffic import zipf
-from capplan.twin.instance._metrics import bound_value
+from capplan.planner.verification import fleet_of_plan
+from capplan.spec import Slo, Trace, zipf
+from capplan.twin.instance import bound_value
 
 _SLO = Slo(ttft_p99_s=5.0, tpot_p99_ms=120.0)
 _RANKS = (8, 16, 32, 64)

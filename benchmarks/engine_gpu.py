@@ -18,11 +18,10 @@ import numpy as np
 import torch
 
 from benchmarks.common import command_line, records_table
-from capplan.engine import ModelConfig
-from capplan.engine._input_batch import Segment
-from capplan.engine.lora import AdapterLayout
-from capplan.engine.lora._adapter import MODULES, SITES, B
-from capplan.engine.lora._memory import RowTables, StaticSlots
+from capplan.engine import ModelConfig, Segment
+from capplan.engine.lora import MODULES, AdapterLayout, B, RowTables
+from capplan.engine.lora._adapter import SITES
+from capplan.engine.lora._memory import StaticSlots
 from capplan.engine.models import model_config
 
 Timer = Callable[[Callable[[], object]], float]
@@ -70,7 +69,7 @@ class Kernels:
 
         Layers have rows of their own, so weights come from memory, not from a cache.
         """
-        from capplan.engine.kernels._triton_lora import TritonLoRA
+        from capplan.engine.kernels import TritonLoRA
 
         layout = AdapterLayout(self.config)
         memory = StaticSlots(layout, self.adapters, self.rank, self.dtype, self.device)

@@ -37,8 +37,7 @@ from capplan.errors import InfeasibleError
 from capplan.planner.problem._bound import busy_gpus
 from capplan.planner.problem._knobs import KnobSearch
 from capplan.planner.problem._problem import make_problem
-from capplan.spec import Slo
-from capplan.spec._traffic import zipf
+from capplan.spec import Slo, zipf
 
 GPUS: Final = 16
 _LIGHT: Final = 0.1

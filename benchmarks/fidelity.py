@@ -33,7 +33,7 @@ from benchmarks.common import command_line, markdown, records_table
 from benchmarks.shipped_profiles import published_profile
 from capplan import Profile, load_profile, simulate
 from capplan.datasets.published._runs import GROUPS, PUBLISHED, PublishedModel, PublishedRun, published_runs
-from capplan.models.calibration._least_squares import SMAPE_FORMULA, smape
+from capplan.models.calibration import SMAPE_FORMULA, smape
 from capplan.spec import STARVED_BELOW, write_text_atomic
 from capplan.twin._sweep import in_parallel
 

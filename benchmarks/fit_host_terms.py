@@ -27,10 +27,9 @@ from benchmarks.measured import dense_stages, request_logs, silicon_vllm, vllm_0
 from benchmarks.measured.case import Deployment, LeftOut, MeasuredCase, data_folder
 from benchmarks.measured.host_terms import Rows, fitted
 from capplan import InputError, Profile
-from capplan.models.compose import compose_profile, known_decoder
-from capplan.models.compose._layers import layer_times
-from capplan.models.compose._profile import FILE, FittedTerms, HostTerms, LeftOutError, profile_of_times
-from capplan.serving._rules import rules_of_version
+from capplan.models.compose import compose_profile, known_decoder, layer_times, profile_of_times
+from capplan.models.compose._profile import FILE, FittedTerms, HostTerms, LeftOutError
+from capplan.serving import rules_of_version
 from capplan.spec import write_text_atomic
 
 Floats = NDArray[np.float64]

@@ -32,7 +32,7 @@ from capplan.errors import CapplanError, InfeasibleError
 from capplan.planner.problem._evaluate import find_bottlenecks
 from capplan.planner.problem._rebuild import rebuild
 from capplan.spec import Slo
-from capplan.workload._presets import presets
+from capplan.workload import presets
 
 EXAMPLES = ("chat-96", "support-12")
 PRESETS = (

@@ -25,7 +25,8 @@ from benchmarks.common import command_line, emit, records_table
 from benchmarks.fidelity import fitted_profile
 from capplan import Profile, simulate
 from capplan.datasets.published._runs import GROUPS, PUBLISHED, PublishedRun, published_runs
-from capplan.models._uncertainty import drawn_profiles, scatter
+from capplan.models import drawn_profiles
+from capplan.models._uncertainty import scatter
 from capplan.planner.document._assemble import LEVEL, prediction_interval
 from capplan.twin._sweep import in_parallel
 

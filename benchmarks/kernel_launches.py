@@ -13,17 +13,18 @@ from typing import Final
 
 import torch
 
-from capplan.datasets._catalog import hf_config
-from capplan.engine import ModelConfig
-from capplan.engine._input_batch import Prefill, Segment
+from capplan.datasets import hf_config
+from capplan.engine import ModelConfig, Segment
+from capplan.engine._input_batch import Prefill
 from capplan.engine._pool import KvCache, PagePool, kv_page_elements
+from capplan.engine.kernels import Kind, TritonLoRA
 from capplan.engine.kernels._triton_attention import decode_launches, prompt_launch, prompt_tiles
-from capplan.engine.kernels._triton_lora import Kind, Launch, TritonLoRA
-from capplan.engine.lora import AdapterLayout
-from capplan.engine.lora._adapter import MODULES, SITES, B
-from capplan.engine.lora._memory import RowTables, StaticSlots
+from capplan.engine.kernels._triton_lora import Launch
+from capplan.engine.lora import MODULES, AdapterLayout, B, RowTables
+from capplan.engine.lora._adapter import SITES
+from capplan.engine.lora._memory import StaticSlots
+from capplan.engine.models import ModelShard
 from capplan.engine.models._config import config_from_hf
-from capplan.engine.models._shard import ModelShard
 
 BLOCK_SIZE: Final = 16
 SITE_NAMES: Final = tuple(

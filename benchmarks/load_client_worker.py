@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from capplan import Adapter, Lengths, Workload
+from capplan.profiling.load import LoadSettings, RequestFile, Target
 from capplan.profiling.load._bench import OpenLoop
-from capplan.profiling.load._record import RequestFile
-from capplan.profiling.load._requests import LoadSettings, PromptWriter, RequestBodies, Target, schedule_of
+from capplan.profiling.load._requests import PromptWriter, RequestBodies, schedule_of
 
 
 def measured(url: str, rate_rps: float, output_tokens: int, duration_s: float) -> dict[str, float]:

@@ -27,10 +27,7 @@ from scipy.stats import kstest
 from benchmarks.common import command_line, equal_adapters, records_table
 from benchmarks.stand_in_servers import running
 from capplan import Lengths, Workload
-from capplan.profiling.load._bench import LoadProgress, bench
-from capplan.profiling.load._record import RequestFile
-from capplan.profiling.load._requests import LoadSettings, Target
-from capplan.profiling.load._result import BenchResult
+from capplan.profiling.load import BenchResult, LoadProgress, LoadSettings, RequestFile, Target, bench
 
 RATE_BAR_RPS: Final = 1500.0
 LAG_BAR_MS: Final = 5.0

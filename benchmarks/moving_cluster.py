@@ -29,18 +29,23 @@ from safetensors.torch import save_file
 
 from capplan import Plan
 from capplan.engine.models import ModelConfig, model_config
+from capplan.fleet import (
+    InstanceSpec,
+    LocalLauncher,
+    RebalancingConfig,
+    RegistrySettings,
+    RouterConfig,
+    ServingOptions,
+    instances_of,
+)
 from capplan.fleet._app import RouterServer
-from capplan.fleet._instances import InstanceSpec, ServingOptions, instances_of
-from capplan.fleet._launcher import LocalLauncher
 from capplan.fleet._proxy import RouterState
-from capplan.fleet._rebalancing import PostParams, RebalanceLoop, RebalancingConfig
-from capplan.fleet._registered_adapters import RegistrySettings
-from capplan.fleet._supervisor import InstanceFleet, RestartPolicy, RouterConfig
-from capplan.registry import AdapterRegistry, digest_of, read_adapter
-from capplan.registry._adapter import ADAPTER_FILES
+from capplan.fleet._rebalancing import PostParams, RebalanceLoop
+from capplan.fleet._supervisor import InstanceFleet, RestartPolicy
+from capplan.registry import ADAPTER_FILES, AdapterRegistry, digest_of, read_adapter
 from capplan.server import PoolSettings, ServerSettings, bind, url_of
-from capplan.serving.rebalancing import AdapterDemand, Rebalancer, RebalanceSettings
-from capplan.spec import PlanAdapter, Totals, Verification
+from capplan.serving.rebalancing import AdapterDemand, Rebalancer
+from capplan.spec import PlanAdapter, RebalanceSettings, Totals, Verification
 
 MODEL: Final = "tiny-llama"
 ADMIN_KEY: Final = "admin"

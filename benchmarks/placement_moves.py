@@ -29,7 +29,7 @@ from benchmarks.common import (
 )
 from capplan import Lengths, Workload, plan
 from capplan.errors import CapplanError
-from capplan.spec._traffic import zipf
+from capplan.spec import zipf
 
 CHANGES: Final = ("10 % more", "doubled", "one hot", "added", "removed")
 MAX_GPUS = 64

@@ -31,7 +31,7 @@ from capplan.errors import InfeasibleError, InputError
 from capplan.spec import Group, Renewal, allowed_lora_rank, write_text_atomic
 from capplan.twin import SimulationResult
 from capplan.twin.cluster import ClusterResult, Instance, simulate_cluster, simulate_without_adapters
-from capplan.twin.instance._metrics import bound_value
+from capplan.twin.instance import bound_value
 
 FIRST_SEED: Final = 900_000_000
 SEEDS: Final = 20

@@ -34,10 +34,8 @@ from numpy.typing import NDArray
 
 from benchmarks.common import command_line, numbered_adapters, read_or_make, records_table
 from capplan import Lengths, Plan, Profile, Workload, load_profile, simulate
-from capplan.models._memory import require_kv_tokens
-from capplan.profiling.load._bench import BenchOptions, bench
-from capplan.profiling.load._record import RequestFile
-from capplan.profiling.load._requests import LoadSettings, Target
+from capplan.models import require_kv_tokens
+from capplan.profiling.load import BenchOptions, LoadSettings, RequestFile, Target, bench
 from capplan.profiling.server._process import (
     ServerCommand,
     engine_words,
@@ -48,9 +46,7 @@ from capplan.profiling.server._process import (
 from capplan.profiling.validation._loop import ClosedLoop, LoopSettings, saturated_rps
 from capplan.serving import kv_bytes_per_token
 from capplan.serving._memory import adapter_tokens
-from capplan.spec import EngineArgs, Queues, write_text_atomic
-from capplan.spec._engine_args import DEFAULT_GPU_MEMORY_UTILIZATION
-from capplan.spec._traffic import zipf
+from capplan.spec import DEFAULT_GPU_MEMORY_UTILIZATION, EngineArgs, Queues, write_text_atomic, zipf
 from capplan.twin import simulate_detailed
 
 _CHAMELEON: Final = MappingProxyType({"policy": "chameleon", "refresh_s": 20.0})

@@ -29,7 +29,8 @@ import tokenizers
 
 from benchmarks.common import command_line, markdown
 from benchmarks.stand_in_servers import running
-from capplan.profiling.load._requests import PromptForm, alphabet
+from capplan.profiling.load import PromptForm
+from capplan.profiling.load._requests import alphabet
 from capplan.profiling.server._process import ServerCommand, running_server
 
 BAR_PERCENT: Final = 3.0

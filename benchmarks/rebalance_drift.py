@@ -33,19 +33,11 @@ from benchmarks.papers.loraserve.load import at_rate
 from benchmarks.papers.loraserve.systems import LIMITS, OFF_PLAN, RANK_RAISE, Scene
 from capplan import Workload, load_profile
 from capplan.serving import adapter_bytes
-from capplan.serving.rebalancing import (
-    AdapterDemand,
-    Forecast,
-    RebalanceSettings,
-    Replan,
-    ReplanRequest,
-    place,
-)
+from capplan.serving.rebalancing import AdapterDemand, Replan, ReplanRequest, place
 from capplan.serving.routers import LeastWorkLeft
-from capplan.spec import Adapter, Trace
-from capplan.spec._routing import STATE_PERIOD_S
+from capplan.spec import STATE_PERIOD_S, Adapter, Forecast, RebalanceSettings, Trace
 from capplan.twin.cluster import ClusterResult, Instance, Rebalancing, simulate_cluster
-from capplan.twin.instance._per_request import REJECTED
+from capplan.twin.instance import REJECTED
 
 SERVERS: Final = 4
 HOUR_S: Final = 3600.0

@@ -17,8 +17,9 @@ import numpy as np
 
 from benchmarks.common import play_cases
 from capplan.serving.routers import ROUTERS
+from capplan.twin.cluster import MODELLED, served_router
 from capplan.twin.cluster._python_loop import run_with
-from capplan.twin.cluster._routers import MODELLED, build_rule, served_router
+from capplan.twin.cluster._routers import build_rule
 from capplan.twin.cluster._run import run_cluster
 from tests.oracle.routers import reference_router
 

@@ -16,7 +16,8 @@ from statistics import median
 import numpy as np
 
 from benchmarks.common import command_line, markdown
-from capplan.serving.rebalancing import REBALANCE_SOLVERS, AdapterDemand, Rebalancer, RebalanceSettings
+from capplan.serving.rebalancing import AdapterDemand, Rebalancer
+from capplan.spec import REBALANCE_SOLVERS, RebalanceSettings
 
 RANKS = (8, 16, 32, 64, 128)
 POINTS = {8: 4800.0, 16: 4600.0, 32: 4200.0, 64: 3400.0, 128: 2200.0}

@@ -21,11 +21,20 @@ import pandas as pd
 
 from benchmarks.common import command_line, records_table
 from capplan import Profile, load_profile
-from capplan.datasets._catalog import gpu_sheet, model_arch
-from capplan.models._memory import gpu_load_ms, kv_tokens
-from capplan.models._roofline import Assumptions, Efficiencies, EngineChoice, roofline_profile
-from capplan.models._step_latency import StepFeatures, coefficient_array, latency_code, step_ms
-from capplan.models.calibration._least_squares import smape
+from capplan.datasets import gpu_sheet, model_arch
+from capplan.models import (
+    Assumptions,
+    Efficiencies,
+    EngineChoice,
+    StepFeatures,
+    coefficient_array,
+    gpu_load_ms,
+    kv_tokens,
+    latency_code,
+    roofline_profile,
+    step_ms,
+)
+from capplan.models.calibration import smape
 
 INPUT_TOKENS, OUTPUT_TOKENS = 250, 230
 BARE = EngineChoice(lora=False)

@@ -35,15 +35,14 @@ import psutil
 from numpy.typing import NDArray
 
 from benchmarks.common import command_line, records_table
-from capplan.fleet._routing import InstanceRouter, RoutingSettings
-from capplan.serving.routers import ROUTERS, Performance, WorkModel
-from capplan.serving.routers._choose import RoutingRule, route
-from capplan.serving.routers._fleet import ArrivingRequest
-from capplan.spec._routing import PLAN_ROUTER, STATE_PERIOD_S
+from capplan.fleet import RoutingSettings
+from capplan.fleet._routing import InstanceRouter
+from capplan.serving.routers import ROUTERS, ArrivingRequest, Performance, RoutingRule, WorkModel, route
+from capplan.spec import PLAN_ROUTER, STATE_PERIOD_S
 from capplan.twin.cluster._routers import plain_rule
 
 if TYPE_CHECKING:
-    from capplan.fleet._instances import InstanceSpec
+    from capplan.fleet import InstanceSpec
 
 INSTANCES: Final = 256
 ADAPTERS: Final = 10_000
@@ -176,9 +175,7 @@ async def _serve_backends(pipe: Connection, count: int) -> None:
 
 def serve_router(pipe: Connection, urls: Sequence[str], name: str) -> None:
     """Serve a router over running instances."""
-    from capplan.fleet._app import run_router
-    from capplan.fleet._instances import InstanceSpec
-    from capplan.fleet._supervisor import RouterConfig
+    from capplan.fleet import InstanceSpec, RouterConfig, run_router
     from capplan.server import ServerSettings
 
     server = ServerSettings("base", port=0)

@@ -35,8 +35,7 @@ from benchmarks.common import command_line, records_table
 from benchmarks.moving_cluster import MovingCluster, RandomSchedule, make_adapters, placed_at_first, plan_of
 from benchmarks.served_drift import MAX_MODEL_LEN, RANKS, ClusterSetting, Drift, serve_drift
 from capplan import EngineArgs, load_profile
-from capplan.spec._engine_args import DEFAULT_GPU_MEMORY_UTILIZATION
-from capplan.spec._routing import STATE_PERIOD_S
+from capplan.spec import DEFAULT_GPU_MEMORY_UTILIZATION, STATE_PERIOD_S
 from capplan.twin.cluster import Instance, served_router, simulate_cluster
 
 SCHEDULED_ADAPTERS: Final = 12

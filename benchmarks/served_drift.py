@@ -20,14 +20,10 @@ from numpy.typing import NDArray
 
 from benchmarks.moving_cluster import ADMIN_KEY, make_adapters
 from capplan import Adapter, Lengths, Workload, load_profile
-from capplan.profiling.load._bench import BenchOptions, bench
-from capplan.profiling.load._requests import LoadSettings, Target
+from capplan.profiling.load import BenchOptions, LoadSettings, Target, bench
 from capplan.profiling.server._process import ServerCommand, flag_words, run_capplan, running_server
 from capplan.registry import AdapterRegistry
-from capplan.spec import write_text_atomic
-from capplan.spec._routing import PLAN_ROUTER
-from capplan.spec._trace import Trace
-from capplan.spec._traffic import zipf
+from capplan.spec import PLAN_ROUTER, Trace, write_text_atomic, zipf
 
 RANKS: Final = (8, 16, 32)
 PROMPT: Final = Lengths(mean=60.0, std=30.0)

@@ -13,21 +13,13 @@ from pathlib import Path
 from benchmarks.common import command_line, equal_adapters, records_table
 from benchmarks.stand_in_servers import running
 from capplan import Lengths, Profile, Workload, simulate
-from capplan.models.calibration._components import Hardware, assumed_profile
-from capplan.models.calibration._least_squares import smape
+from capplan.models.calibration import Hardware, assumed_profile, smape
+from capplan.profiling import MeasurementFolder
 from capplan.profiling import _tables as files
-from capplan.profiling._tables import MeasurementFolder
-from capplan.profiling.load._bench import BenchOptions, bench
-from capplan.profiling.load._requests import LoadSettings, Target
-from capplan.profiling.load._result import BenchResult
-from capplan.profiling.server._profiler import EngineSetting, ServerProfilingOptions, profile_server
+from capplan.profiling.load import BenchOptions, BenchResult, LoadSettings, Target, bench
+from capplan.profiling.server import EngineSetting, ServerProfilingOptions, profile_server
 from capplan.spec import ModelArch
-from capplan.twin.calibration._calibrate import (
-    CalibrationOptions,
-    CalibrationResult,
-    CalibrationTables,
-    calibrate,
-)
+from capplan.twin.calibration import CalibrationOptions, CalibrationResult, CalibrationTables, calibrate
 
 SERVER = {"base_ms": 15.0, "ms_per_token": 0.3, "load_ms": 12.0, "slots": 4}
 ADAPTERS = 6

@@ -17,11 +17,10 @@ from capplan import Profile, load_profile
 from capplan.datasets.published._runs import GROUPS, PROMPT_TOKENS, PUBLISHED, PublishedModel
 from capplan.datasets.published._tables import TABLES, write_tables
 from capplan.models._memory import assumed_model
-from capplan.models.calibration._components import Hardware, assumed_profile, fit_memory
+from capplan.models.calibration import Hardware, assumed_profile, fit_memory, read_steps
 from capplan.models.calibration._step_model import step_ranges
-from capplan.models.calibration._tables import read_steps
 from capplan.spec import write_text_atomic
-from capplan.twin.calibration._calibrate import CalibrationOptions, CalibrationTables, calibrate
+from capplan.twin.calibration import CalibrationOptions, CalibrationTables, calibrate
 
 FORM = "additive-without-ranks-and-requests"
 FREE = ("length_correlation", "request_ms", "scrape_us_per_series", "scrape_us_per_series_adapter")

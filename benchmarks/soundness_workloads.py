@@ -14,15 +14,15 @@ import numpy as np
 
 from benchmarks.common import H100_LLAMA, LLAMA
 from capplan import load_profile, load_workload, plan
-from capplan.datasets._catalog import gpu_sheet
+from capplan.datasets import gpu_sheet
 from capplan.errors import CapplanError
-from capplan.models._roofline import EngineChoice, roofline_profile
+from capplan.models import EngineChoice, roofline_profile
 from capplan.planner import SOLVERS
 from capplan.planner.problem._bound import lower_bound
 from capplan.planner.problem._problem import make_problem
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers._base import Requirement
-from capplan.serving._rules import RULES
+from capplan.serving import RULES
 from capplan.spec import Profile, write_text_atomic
 
 Document = dict[str, Any]

@@ -17,7 +17,8 @@ import numpy as np
 
 from benchmarks.common import H100_LLAMA, LLAMA, command_line, cpu_timed, emit, equal_adapters, records_table
 from capplan import Lengths, Profile, SimulationResult, Workload, load_profile, load_workload, plan, simulate
-from capplan.models._step_latency import ADDITIVE, GRAPH_TOKENS, TABLE
+from capplan.models import ADDITIVE, TABLE
+from capplan.models._step_latency import GRAPH_TOKENS
 from capplan.spec import Coefficient, FittedModel, StepTable
 
 CHATS: Final = (Lengths(mean=223, std=245), Lengths(mean=194, std=206))

@@ -29,10 +29,12 @@ from capplan.datasets.published._runs import (
     published_runs,
 )
 from capplan.models import Surrogate
-from capplan.models.calibration._least_squares import smape
-from capplan.models.surrogates._features import FEATURES, feature_vector, offered_tok_s, unsupported_workload
-from capplan.models.surrogates._files import KINDS, profile_digest, read_surrogate
-from capplan.models.training._data import TrainingTable, read_manifest, read_tables
+from capplan.models.calibration import smape
+from capplan.models.surrogates import FEATURES, KINDS, feature_vector, profile_digest, unsupported_workload
+from capplan.models.surrogates._features import offered_tok_s
+from capplan.models.surrogates._files import read_surrogate
+from capplan.models.training import read_manifest, read_tables
+from capplan.models.training._data import TrainingTable
 from capplan.models.training._evaluation import (
     coverage,
     macro_f1,
@@ -41,8 +43,7 @@ from capplan.models.training._evaluation import (
     throughput_errors,
 )
 from capplan.profiling.load._requests import scaled
-from capplan.spec import allowed_lora_rank
-from capplan.spec._engine_args import DEFAULT_MAX_MODEL_LEN
+from capplan.spec import DEFAULT_MAX_MODEL_LEN, allowed_lora_rank
 from capplan.twin.dataset import Sample, draw
 
 PAPER = MappingProxyType(

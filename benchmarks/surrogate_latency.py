@@ -24,9 +24,9 @@ from sklearn.tree import DecisionTreeRegressor
 
 from benchmarks.common import H100_LLAMA, markdown
 from capplan import load_profile, load_surrogate
-from capplan.models.surrogates._features import FEATURES, feature_of
+from capplan.models.surrogates import FEATURES, LOG_OVER_EXPECTED, Tree, feature_of
 from capplan.models.surrogates._outputs import Forest, flatten_forest, forest_value, forest_values
-from capplan.models.surrogates._tree import LOG_OVER_EXPECTED, Tree, tree_of
+from capplan.models.surrogates._tree import tree_of
 from capplan.models.surrogates._tree_export import TreeFunction, compile_tree
 from capplan.twin.dataset import Sample, draw
 

@@ -30,12 +30,10 @@ from benchmarks.common import (
     records_table,
 )
 from capplan import Lengths, SimulationResult, Workload, load_profile, simulate
-from capplan.spec._engine_args import DEFAULT_MAX_MODEL_LEN
-from capplan.twin import Scenario
-from capplan.twin._sweep import cores
-from capplan.twin.instance._core import run
+from capplan.spec import DEFAULT_MAX_MODEL_LEN
+from capplan.twin import Scenario, cores
+from capplan.twin.instance import TwinTrace, run
 from capplan.twin.instance._scenario import with_length_correlation
-from capplan.twin.instance._trace import TwinTrace
 from capplan.workload import Requests, draw_requests
 from tests.oracle import run_reference
 

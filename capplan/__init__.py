@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from capplan.registry import AdapterRegistry, RegisteredAdapter
     from capplan.reports import report
     from capplan.spec import Adapter, EngineArgs, EngineConfig, Lengths, Plan, Profile, Slo, Workload
-    from capplan.twin import SimulationResult, simulate, simulate_detailed
-    from capplan.twin._sweep import sweep
+    from capplan.twin import SimulationResult, simulate, simulate_detailed, sweep
     from capplan.workload import load_workload
 
     __version__: str

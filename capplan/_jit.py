@@ -64,6 +64,8 @@ _INNER_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType(
 _PACKAGE = Path(__file__).resolve().parent
 _COMPILED_PACKAGES = ("serving", "models", "twin", "workload")
 _IMPORT = re.compile(r"^\s*from (capplan[\w.]*) import (\([^)]*\)|[^\n]*)", re.MULTILINE)
+_STUB = re.compile(r"^from \.([\w.]+) import (\([^)]*\)|[^\n]*)", re.MULTILINE)
+_WORD = re.compile(r"\w+")
 
 _DIGEST_BYTES: Final = 32
 _PRIVATE_FOLDER: Final = 0o700
@@ -84,13 +86,7 @@ def source_digest() -> str:
     """
     digest = hashlib.sha256(numba.__version__.encode())
     digest.update(Path(__file__).read_bytes())
-    folders = [(_PACKAGE / package).resolve() for package in _COMPILED_PACKAGES]
-    sources = {}
-    for folder in folders:
-        for file in folder.rglob("*.py"):
-            parts = file.relative_to(folder).with_suffix("").parts
-            name = ".".join(("capplan", folder.name, *parts)).removesuffix(".__init__")
-            sources[name] = file.read_bytes()
+    sources, faces = _sources()
     pending = sorted(name for name, source in sources.items() if b"capplan._jit" in source)
     seen: set[str] = set()
     while pending:
@@ -98,13 +94,32 @@ def source_digest() -> str:
         if name in seen or name not in sources:
             continue
         seen.add(name)
-        for module, names in _IMPORT.findall(sources[name].decode()):
+        for module, words in _IMPORT.findall(sources[name].decode()):
+            rooms = faces.get(module, {})
+            pending += [rooms.get(word, f"{module}.{word}") for word in _WORD.findall(words)]
             pending.append(module)
-            pending += [f"{module}.{word}" for word in re.findall(r"\w+", names)]
     for name in sorted(seen):
         digest.update(name.encode())
         digest.update(sources[name])
     return digest.hexdigest()[:16]
+
+
+def _sources() -> tuple[dict[str, bytes], dict[str, dict[str, str]]]:
+    """Return the sources of modules by name, and the modules that the names of each face are from."""
+    sources, faces = {}, {}
+    for folder in ((_PACKAGE / package).resolve() for package in _COMPILED_PACKAGES):
+        for file in folder.rglob("*.py*"):
+            parts = file.relative_to(folder).with_suffix("").parts
+            name = ".".join(("capplan", folder.name, *parts)).removesuffix(".__init__")
+            if file.suffix == ".pyi":
+                rooms = _STUB.findall(file.read_text(encoding="utf-8"))
+                pairs = (
+                    (word, f"{name}.{room}") for room, words in rooms for word in re.findall(r"\w+", words)
+                )
+                faces[name] = dict(pairs)
+            elif file.suffix == ".py":
+                sources[name] = file.read_bytes()
+    return sources, faces
 
 
 @functools.cache

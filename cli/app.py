@@ -23,8 +23,7 @@ from typer.main import get_command
 from capplan.__main__ import INTERRUPTED, quit_at_once
 from capplan.errors import NO_VALUE, CapplanError, InputError
 from capplan.processes import end_with_parent
-from capplan.spec._limits import InputLimits, limited
-from capplan.spec._validation import input_error
+from capplan.spec import InputLimits, input_error, limited
 
 _PIPE_CLOSED: Final = 141  # 128 + SIGPIPE
 _SYSTEM_ERRORS: Final = (

@@ -27,13 +27,12 @@ from capplan.cli.options import (
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import load_progress
 from capplan.errors import InputError
-from capplan.reports._console import print_json, print_table
-from capplan.reports.tables._load import adapter_table, doubts, facts_table, latency_table, warnings
-from capplan.spec._files import parse_json
+from capplan.reports import print_json, print_table
+from capplan.reports.tables import adapter_table, doubts, facts_table, latency_table, warnings
+from capplan.spec import parse_json
 
 if TYPE_CHECKING:
-    from capplan.profiling.load._record import RequestFile
-    from capplan.profiling.load._result import BenchResult
+    from capplan.profiling.load import BenchResult, RequestFile
     from capplan.spec import Profile, Slo, Workload
 
 
@@ -94,7 +93,7 @@ def bench(args: BenchArgs) -> None:
     if args.read is not None:
         if args.workload is not None or args.url is not None:
             raise InputError("must be the only input: nothing is sent", args.read, "--read")
-        from capplan.profiling.load._vllm_bench import read_result
+        from capplan.profiling.load import read_result
 
         require_writable_files(args.output)
         result = read_result(args.read)
@@ -118,9 +117,8 @@ def _measured(args: BenchArgs) -> BenchResult:
         raise InputError("is required, unless a result is read (--read)", location=missing)
     require_extra("bench", ("httptools",))
     from capplan.processes import raise_file_limit
-    from capplan.profiling.load._bench import BenchOptions
-    from capplan.profiling.load._bench import bench as measure
-    from capplan.profiling.load._requests import LoadSettings, PromptForm, Target
+    from capplan.profiling.load import BenchOptions, LoadSettings, PromptForm, Target
+    from capplan.profiling.load import bench as measure
     from capplan.workload import load_workload
 
     require_writable_files(args.output, args.requests_out, args.html, args.vllm_json)
@@ -141,7 +139,7 @@ def _measured(args: BenchArgs) -> BenchResult:
 @contextmanager
 def _request_file(path: str | None, *, needed: bool) -> Iterator[RequestFile | None]:
     """Open the file of requests; a temporary one if only the other outputs need it."""
-    from capplan.profiling.load._record import RequestFile
+    from capplan.profiling.load import RequestFile
 
     if path is None and not needed:
         yield None
@@ -162,11 +160,11 @@ def _write(args: BenchArgs, result: BenchResult, file: RequestFile | None, slo: 
         return
     rows = file.finished()
     if args.vllm_json is not None:
-        from capplan.profiling.load._vllm_bench import write_vllm_bench
+        from capplan.profiling.load import write_vllm_bench
 
         write_vllm_bench(args.vllm_json, result, rows)
     if args.html is not None:
-        from capplan.reports.pages._measurement import bench_page
+        from capplan.reports.pages import bench_page
 
         bounds = slo.latency_bounds()
         write_text_atomic(args.html, bench_page(str(args.workload), result, rows, bounds))

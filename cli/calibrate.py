@@ -24,8 +24,8 @@ from capplan.cli.options import (
 from capplan.cli.output import require_writable_files, write_json
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
-from capplan.reports._console import Table, print_json, print_table
-from capplan.reports.tables._calibration import (
+from capplan.reports import Table, print_json, print_table
+from capplan.reports.tables import (
     COEFFICIENT_HEAD,
     changed_models,
     coefficients_table,
@@ -37,10 +37,9 @@ from capplan.reports.tables._calibration import (
 )
 
 if TYPE_CHECKING:
-    from capplan.models.calibration._step_model import StepCalibration
+    from capplan.models.calibration import StepCalibration
     from capplan.spec import Profile
-    from capplan.twin.calibration._calibrate import CalibrationResult
-    from capplan.twin.calibration._fit import RunCalibration
+    from capplan.twin.calibration import CalibrationResult, RunCalibration
 
 _GIB = 2**30
 
@@ -95,7 +94,7 @@ def calibrate(args: CalibrateArgs) -> None:
     papers. A folder stands for its tables and their base; options name others instead.
     """
     from capplan.spec import Kernel, write_text_atomic
-    from capplan.twin.calibration._calibrate import CalibrationOptions, CalibrationTables
+    from capplan.twin.calibration import CalibrationOptions, CalibrationTables
 
     recorded = command_line("capplan calibrate", args)
     args = _with_tables_of_folder(args)
@@ -114,12 +113,12 @@ def calibrate(args: CalibrateArgs) -> None:
     )
     if args.runs is not None:
         announce_compilation(quiet=args.quiet)
-    from capplan.twin.calibration._calibrate import calibrate as fit
+    from capplan.twin.calibration import calibrate as fit
 
     with progress_bars(quiet=args.quiet) as on_progress:
         made = fit(base, tables, options, on_progress)
     if args.html is not None:
-        from capplan.reports.pages._calibration import calibration_page
+        from capplan.reports.pages import calibration_page
 
         write_text_atomic(args.html, calibration_page(made))
     write_json(args.output, made.profile.model_dump(mode="json"))
@@ -133,7 +132,7 @@ def calibrate(args: CalibrateArgs) -> None:
 def _with_tables_of_folder(args: CalibrateArgs) -> CalibrateArgs:
     if args.folder is None:
         return args
-    from capplan.profiling._tables import tables_of
+    from capplan.profiling import tables_of
 
     found = tables_of(args.folder)
     names = ("base", "steps", "runs", "memory", "loading")
@@ -159,9 +158,9 @@ def _base(args: CalibrateArgs) -> Profile:
     for flag, value in hardware_flags.items():
         if value is None:
             raise InputError("is required without --base", location=flag)
-    from capplan.datasets._catalog import read_arch
-    from capplan.models.calibration._components import Hardware, assumed_profile
-    from capplan.serving._rules import rules_of_engine
+    from capplan.datasets import read_arch
+    from capplan.models.calibration import Hardware, assumed_profile
+    from capplan.serving import rules_of_engine
 
     rules, version = rules_of_engine(args.engine_version, args.rules, otherwise="vllm-0.8")
     memory_gib = args.gpu_memory_gib or 0.0

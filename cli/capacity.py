@@ -21,12 +21,12 @@ from capplan.cli.options import (
 )
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InfeasibleError, InputError
-from capplan.reports._console import Table, counted, number, print_json, print_table
-from capplan.reports.tables._notes import extrapolation_line, trace_lines
-from capplan.spec._limits import require_duration
+from capplan.reports import Table, counted, number, print_json, print_table
+from capplan.reports.tables import extrapolation_line, trace_lines
+from capplan.spec import require_duration
 
 if TYPE_CHECKING:
-    from capplan.planner.verification._served import LoadCapacity, RelativeBound, SimulatedFleet
+    from capplan.planner.verification import LoadCapacity, RelativeBound, SimulatedFleet
     from capplan.spec import Profile, Slo, Workload
 
 _BOUND: Final = re.compile(r"([a-z0-9_]+)=([0-9.eE+-]+)(?:\*([a-z-]+))?")
@@ -82,9 +82,9 @@ def capacity(args: CapacityArgs) -> None:
     Loads are compared on common random numbers, seed by seed. Exit status 3: no load, or no number of
     instances, is within the SLO.
     """
-    from capplan.planner.verification._served import capacity as highest
-    from capplan.planner.verification._served import distinct_seeds, fewest_instances, with_bounds
-    from capplan.spec._limits import input_limits
+    from capplan.planner.verification import capacity as highest
+    from capplan.planner.verification import distinct_seeds, fewest_instances, with_bounds
+    from capplan.spec import input_limits
     from capplan.workload import load_workload
 
     require_duration(args.duration_s)
@@ -140,7 +140,7 @@ def _check(args: CapacityArgs) -> None:
 
 def _bounds(texts: list[str] | tuple[str, ...]) -> tuple[dict[str, float], list[RelativeBound]]:
     """Return absolute bounds, and those that are multiples of reference runs."""
-    from capplan.planner.verification._served import REFERENCE_RUNS, ReferenceRun, RelativeBound
+    from capplan.planner.verification import REFERENCE_RUNS, ReferenceRun, RelativeBound
     from capplan.spec import Slo
 
     known = [name for name in Slo.model_fields if name.endswith(("_s", "_ms"))]
@@ -179,7 +179,7 @@ def _slo(own: Slo, bounds: dict[str, float], given: object) -> Slo:
 
 def _fleet(args: CapacityArgs, workload: Workload, count: int) -> SimulatedFleet:
     """Return the instances of the plan, or equal ones with all adapters."""
-    from capplan.planner.verification._served import SimulatedFleet, fleet_of_plan
+    from capplan.planner.verification import SimulatedFleet, fleet_of_plan
 
     if args.plan is not None:
         plan = read_any_plan(args.plan)

@@ -21,8 +21,8 @@ from capplan.cli.options import (
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.planner import SOLVERS
-from capplan.reports._console import print_json, print_table
-from capplan.reports.tables._comparison import rows_table, summary
+from capplan.reports import print_json, print_table
+from capplan.reports.tables import rows_table, summary
 
 if TYPE_CHECKING:
     from capplan.planner import SolverComparison
@@ -74,7 +74,7 @@ def compare(args: CompareArgs) -> None:
             progress=on_progress,
         )
     if args.html is not None:
-        from capplan.reports.pages._comparison import comparison_page
+        from capplan.reports.pages import comparison_page
 
         write_text_atomic(args.html, comparison_page(result, args.workload, workload.slo.latency_bounds()))
     if args.as_json:

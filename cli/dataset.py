@@ -9,10 +9,10 @@ import typer
 
 from capplan.cli.options import AsJson, KnownProfile, RayAddress, Workers, command
 from capplan.cli.progress import announce_compilation, progress_bars
-from capplan.reports._console import Table, print_json, print_table
+from capplan.reports import Table, print_json, print_table
 
 if TYPE_CHECKING:
-    from capplan.models.training._data import DatasetResult, Manifest
+    from capplan.models.training import DatasetResult, Manifest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import typer
 
 from capplan.cli.options import AsJson, command
 from capplan.errors import InputError
-from capplan.reports._console import DASH, Table, number, percent, print_json, print_table
+from capplan.reports import DASH, Table, number, percent, print_json, print_table
 from capplan.spec import ProvenanceKind
 
 if TYPE_CHECKING:
@@ -91,8 +91,7 @@ def sentences(profile: Profile) -> list[str]:
 
 def _matching(gpu: str | None, model: str | None) -> dict[str, Profile]:
     """Return the shipped profiles of GPUs with these whole words and models with these, in any case."""
-    from capplan.datasets import list_profiles, load_profile
-    from capplan.datasets._catalog import other_gpu, other_model
+    from capplan.datasets import list_profiles, load_profile, other_gpu, other_model
 
     found = {each: load_profile(each) for each in list_profiles()}
     if gpu is not None:

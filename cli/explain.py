@@ -12,21 +12,25 @@ from capplan.cli.options import AsJson, PlanFile, command
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
-from capplan.reports._console import DASH, Table, number, percent, print_json, print_table
-from capplan.reports.tables._explanation import (
+from capplan.reports import DASH, Table, number, percent, print_json, print_table
+from capplan.reports.tables import (
     MORE,
+    binding,
     curve_table,
     gpus_reason,
+    plan_notes,
     provenance,
+    queues_table,
     room_table,
+    scheduling_words,
     size,
+    sizes_table,
+    throughput,
+    verdict,
     verified,
     what_if_table,
 )
-from capplan.reports.tables._notes import plan_notes
-from capplan.reports.tables._plan import binding, throughput, verdict
-from capplan.reports.tables._scheduling import queues_table, scheduling_words, sizes_table
-from capplan.spec._slo import describe_latency
+from capplan.spec import describe_latency
 
 if TYPE_CHECKING:
     from capplan.planner.explain import Explanation
@@ -238,7 +242,7 @@ def report(args: ReportArgs) -> None:
     With the workload, also curves over the number of slots, utilization and headroom, and the effect of one
     GPU fewer or more.
     """
-    from capplan.reports.pages._plan import plan_page
+    from capplan.reports.pages import plan_page
     from capplan.spec import Plan, write_text_atomic
 
     require_writable_files(args.output)

@@ -10,7 +10,7 @@ from capplan.cli.options import PlanFile, Unverified, command, read_plan
 from capplan.cli.output import require_writable_folder, write_folder
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
-from capplan.reports._console import counted
+from capplan.reports import counted
 from capplan.spec import Group, Plan
 
 

@@ -20,13 +20,27 @@ import typer
 from typer.models import ArgumentInfo, OptionInfo, ParameterInfo
 
 from capplan.errors import InputError
-from capplan.spec import Cache, EngineArgs, Queues, RebalanceSettings, Scheduler
-from capplan.spec._files import parse_yaml
-from capplan.spec._limits import InputLimits, input_limits, require_duration
-from capplan.spec._peft_folder import path_kind
-from capplan.spec._routing import FORECASTS, ROUTER_NAMES, STATE_PERIOD_S
-from capplan.spec._scheduling import cache_of, scheduler_of
-from capplan.spec._validation import NOT_PRINTABLE, format_key, is_printable, validate_document
+from capplan.spec import (
+    FORECASTS,
+    NOT_PRINTABLE,
+    ROUTER_NAMES,
+    STATE_PERIOD_S,
+    Cache,
+    EngineArgs,
+    InputLimits,
+    Queues,
+    RebalanceSettings,
+    Scheduler,
+    cache_of,
+    format_key,
+    input_limits,
+    is_printable,
+    parse_yaml,
+    path_kind,
+    require_duration,
+    scheduler_of,
+    validate_document,
+)
 
 if TYPE_CHECKING:
     from capplan.spec import Plan, Profile, Workload

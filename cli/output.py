@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from capplan.errors import InputError
-from capplan.reports._console import finite
-from capplan.spec._files import error_reason, resolved_output, write_folder_atomic, write_text_atomic
+from capplan.reports import finite
+from capplan.spec import error_reason, resolved_output, write_folder_atomic, write_text_atomic
 
 
 def require_writable_files(*paths: str | None) -> None:

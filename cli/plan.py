@@ -28,16 +28,18 @@ from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
 from capplan.planner import SOLVERS
-from capplan.reports._console import counted, print_table
-from capplan.reports.tables._notes import (
+from capplan.reports import counted, print_table
+from capplan.reports.tables import (
     Strict,
+    bottleneck_lines,
     extrapolation_lines,
     folder_lines,
+    groups_table,
     plan_notes,
     require_no_extrapolation,
+    verdict,
 )
-from capplan.reports.tables._plan import bottleneck_lines, groups_table, verdict
-from capplan.spec._scheduling import completed
+from capplan.spec import completed
 
 if TYPE_CHECKING:
     from capplan.spec import Plan, Workload

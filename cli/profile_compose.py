@@ -12,7 +12,7 @@ from capplan.cli.documents import sentences
 from capplan.cli.options import AsJson, EngineRules, EngineVersion, Quiet, command, command_line
 from capplan.cli.output import require_writable_files, write_json
 from capplan.errors import InputError
-from capplan.reports._console import print_json
+from capplan.reports import print_json
 
 if TYPE_CHECKING:
     from capplan.models.compose import Decoder
@@ -53,7 +53,7 @@ def compose(args: ComposeArgs) -> None:
     measured engines, and so does every plan based on it.
     """
     from capplan.models.compose import layer_times, operator_times, profile_of_times
-    from capplan.serving._rules import rules_of_engine
+    from capplan.serving import rules_of_engine
 
     decoder = _decoder(args)
     rules, version = rules_of_engine(args.engine_version, args.rules)
@@ -77,7 +77,7 @@ def compose(args: ComposeArgs) -> None:
 def _decoder(args: ComposeArgs) -> Decoder:
     """Return the known model, or that of a config.json."""
     from capplan.models.compose import decoder_of, known_decoder
-    from capplan.spec._files import read_json_object
+    from capplan.spec import read_json_object
 
     if (args.model is None) == (args.model_config is None):
         raise InputError("is required, or else --model-config", args.model, "--model")

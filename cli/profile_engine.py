@@ -23,11 +23,11 @@ from capplan.cli.output import write_json
 from capplan.cli.profile_kernels import fits_document, show_fits
 from capplan.cli.progress import progress_bars
 from capplan.errors import InputError
-from capplan.reports._console import Table, number, print_json, print_table
+from capplan.reports import Table, number, print_json, print_table
 
 if TYPE_CHECKING:
-    from capplan.models._kernel_fits import KernelReport
-    from capplan.profiling.engine._profiler import EngineProfilingResult
+    from capplan.models import KernelReport
+    from capplan.profiling.engine import EngineProfilingResult
 
 _GIB = 2**30
 
@@ -82,8 +82,7 @@ def engine(args: ProfileEngineArgs) -> None:
     or the time is up. `capplan calibrate DIR -o profile.json` makes a profile of the tables.
     """
     require_extra("engine", ENGINE)
-    from capplan.profiling.engine._options import EngineProfilingOptions
-    from capplan.profiling.engine._profiler import profile_engine
+    from capplan.profiling.engine import EngineProfilingOptions, profile_engine
     from capplan.spec import allowed_lora_rank
 
     ranks = numbers(args.ranks, "--ranks", least=1)
@@ -114,8 +113,8 @@ def engine(args: ProfileEngineArgs) -> None:
 
 def _iterations(output: str) -> list[KernelReport]:
     """Fit Toppings' models to whole iterations if some were measured, and write the fits beside them."""
-    from capplan.models._kernel_fits import explain_kernels, read_kernel_table
-    from capplan.profiling._tables import ITERATIONS
+    from capplan.models import explain_kernels, read_kernel_table
+    from capplan.profiling import ITERATIONS
 
     file = Path(output) / ITERATIONS
     if not file.is_file():

@@ -13,13 +13,12 @@ from capplan.cli.options import AsJson, Quiet, command, fill, names, numbers, re
 from capplan.cli.output import require_writable_files, write_json
 from capplan.cli.progress import progress_bars
 from capplan.errors import InputError
-from capplan.reports._console import counted, print_json, print_table
-from capplan.reports.tables._kernels import fits_table, kernel_name
+from capplan.reports import counted, print_json, print_table
+from capplan.reports.tables import fits_table, kernel_name
 
 if TYPE_CHECKING:
-    from capplan.models._kernel_crossover import Crossover
-    from capplan.models._kernel_fits import KernelReport
-    from capplan.profiling.kernels._measure import KernelProfilingOptions, KernelProfilingResult
+    from capplan.models import Crossover, KernelReport
+    from capplan.profiling.kernels import KernelProfilingOptions, KernelProfilingResult
 
 _DISTURBED = 0.2
 """Share of disturbed visits from which a note is printed."""
@@ -69,8 +68,7 @@ def kernels(args: ProfileKernelsArgs) -> None:
     run, until every median has converged or the time is up.
     """
     require_extra("engine", ["torch"] + (["triton"] if args.device.startswith("cuda") else []))
-    from capplan.profiling.kernels._cases import SamplingLimits
-    from capplan.profiling.kernels._measure import KernelProfilingOptions, measure
+    from capplan.profiling.kernels import KernelProfilingOptions, SamplingLimits, measure
 
     options = fill(
         KernelProfilingOptions,
@@ -98,8 +96,8 @@ def kernels(args: ProfileKernelsArgs) -> None:
 def _fitted(
     outcome: KernelProfilingResult, output: str, options: KernelProfilingOptions
 ) -> list[KernelReport]:
-    from capplan.models._kernel_fits import explain_kernels, read_kernel_table
-    from capplan.reports.pages._calibration import kernels_page
+    from capplan.models import explain_kernels, read_kernel_table
+    from capplan.reports.pages import kernels_page
     from capplan.spec import write_text_atomic
 
     table = read_kernel_table(outcome.table)
@@ -110,8 +108,7 @@ def _fitted(
 
 
 def _crossover(outcome: KernelProfilingResult) -> Crossover | None:
-    from capplan.models._kernel_crossover import crossover
-    from capplan.models._kernel_fits import read_kernel_table
+    from capplan.models import crossover, read_kernel_table
 
     return crossover(read_kernel_table(outcome.table))
 

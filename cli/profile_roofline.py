@@ -10,7 +10,7 @@ import typer
 from capplan.cli.options import AsJson, EngineRules, EngineVersion, Quiet, command, command_line, member
 from capplan.cli.output import require_writable_files, write_json
 from capplan.errors import InputError
-from capplan.reports._console import Table, print_json, print_table
+from capplan.reports import Table, print_json, print_table
 
 if TYPE_CHECKING:
     from capplan.spec import ModelArch, Profile
@@ -54,8 +54,8 @@ def roofline(args: RooflineArgs) -> None:
 
     The profile is marked as analytic, and so is every plan based on it.
     """
-    from capplan.datasets._catalog import gpu_sheet
-    from capplan.models._roofline import Assumptions, Efficiencies, EngineChoice, roofline_profile
+    from capplan.datasets import gpu_sheet
+    from capplan.models import Assumptions, Efficiencies, EngineChoice, roofline_profile
     from capplan.spec import Kernel
 
     sheet, arch = gpu_sheet(args.gpu), _arch(args.model, args.model_config, args.base_model)
@@ -88,7 +88,7 @@ def roofline(args: RooflineArgs) -> None:
 
 
 def _arch(model: str | None, config: str | None, base_model: str | None) -> ModelArch:
-    from capplan.datasets._catalog import model_arch, read_arch
+    from capplan.datasets import model_arch, read_arch
 
     if (model is None) == (config is None):
         raise InputError("is required, or else --model-config", model, "--model")

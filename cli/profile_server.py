@@ -19,11 +19,11 @@ from capplan.cli.options import (
 )
 from capplan.cli.progress import progress_bars
 from capplan.errors import InputError
-from capplan.reports._console import Table, counted, number, print_json, print_table
+from capplan.reports import Table, counted, number, print_json, print_table
 
 if TYPE_CHECKING:
-    from capplan.profiling._tables import MeasurementFolder
-    from capplan.profiling.server._profiler import ServerProfilingResult
+    from capplan.profiling import MeasurementFolder
+    from capplan.profiling.server import ServerProfilingResult
 
 _HIGHEST_RANK = 512
 _LATE_MS = 5.0
@@ -73,9 +73,9 @@ def server(args: ProfileServerArgs) -> None:
     adapter switches give runs and loads; the server's metrics, if any, give its KV memory.
     """
     require_extra("bench", ("httptools",))
-    from capplan.profiling._tables import MeasurementFolder
-    from capplan.profiling.load._requests import Target
-    from capplan.profiling.server._profiler import EngineSetting, ServerProfilingOptions, profile_server
+    from capplan.profiling import MeasurementFolder
+    from capplan.profiling.load import Target
+    from capplan.profiling.server import EngineSetting, ServerProfilingOptions, profile_server
     from capplan.spec import allowed_lora_rank
 
     ranks, lengths = _adapters(args.adapters, args.workload, args.rank)
@@ -109,7 +109,7 @@ def server(args: ProfileServerArgs) -> None:
 def _adapters(
     adapters: str | None, workload: str | None, rank: int
 ) -> tuple[dict[str, int], tuple[int, int]]:
-    from capplan.profiling.server._profiler import ServerProfilingOptions
+    from capplan.profiling.server import ServerProfilingOptions
 
     default = ServerProfilingOptions()
     lengths = (default.prompt_tokens, default.output_tokens)
@@ -132,7 +132,7 @@ def _adapters(
 
 
 def _show(done: ServerProfilingResult, folder: MeasurementFolder, output: str) -> None:
-    from capplan.profiling._tables import FIRST_TOKENS, MEMORY, TABLES
+    from capplan.profiling import FIRST_TOKENS, MEMORY, TABLES
 
     facts = {
         "engine setting": done.setting,

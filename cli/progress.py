@@ -22,10 +22,10 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from capplan.reports._console import console
+from capplan.reports import console
 
 if TYPE_CHECKING:
-    from capplan.profiling.load._bench import LoadProgress
+    from capplan.profiling.load import LoadProgress
 
 _COMPILATION_LINES_S = 5.0
 _LEAST_SHARE = 0.1  # before it, the time left cannot be estimated

@@ -9,9 +9,8 @@ import typer
 
 from capplan.cli.options import AsJson, command
 from capplan.errors import InputError
-from capplan.reports._console import DASH, Table, counted, number, print_json, print_table
-from capplan.spec._lora_modules import ALL_LINEAR, LORA_MODULES
-from capplan.spec._peft_folder import local_folder, path_kind
+from capplan.reports import DASH, Table, counted, number, print_json, print_table
+from capplan.spec import ALL_LINEAR, LORA_MODULES, local_folder, path_kind
 
 if TYPE_CHECKING:
     from capplan.registry import RegisteredAdapter

@@ -47,12 +47,11 @@ from capplan.cli.serve_plan import (
     unverified_overrides,
 )
 from capplan.errors import InputError
-from capplan.reports._console import counted
-from capplan.spec import Plan
-from capplan.spec._routing import STATE_PERIOD_S
+from capplan.reports import counted
+from capplan.spec import STATE_PERIOD_S, Plan
 
 if TYPE_CHECKING:
-    from capplan.fleet._instances import InstanceSpec
+    from capplan.fleet import InstanceSpec
     from capplan.server import PoolSettings, ServerLimits
 
 _OPEN_RANK: Final = 16  # vLLM's default
@@ -357,7 +356,7 @@ def _pool(args: ServeArgs) -> PoolSettings | None:
 
 
 def _engine_settings(args: ServeArgs, adapters: int) -> dict[str, Any]:
-    from capplan.server._limits import OPEN_ADAPTERS
+    from capplan.server import OPEN_ADAPTERS
 
     settings = {name: getattr(args, name) for name in _ENGINE_FLAGS} | _documents(args)
     if not _is_given(args.ctx, "rules"):
@@ -380,8 +379,7 @@ def _documents(args: ServeArgs) -> dict[str, Any]:
 def _serve_plan(args: ServeArgs) -> int:
     """Serve the instances of a plan until stopped; return the exit status."""
     require_extra("engine", ("aiohttp",))
-    from capplan.fleet._app import run_router
-    from capplan.fleet._supervisor import RouterConfig
+    from capplan.fleet import RouterConfig, run_router
     from capplan.registry import AdapterRegistry, with_locations
     from capplan.server import ServerLimits, ServerSettings
 
@@ -456,7 +454,7 @@ def _instances(
 
     Instances to re-balance have equal settings.
     """
-    from capplan.fleet._instances import ServingOptions, instances_of, spread_over_gpus
+    from capplan.fleet import ServingOptions, instances_of, spread_over_gpus
 
     engine = {name: getattr(args, name) for name in _ENGINE_FLAGS if name in given} | _documents(args)
     if args.rebalance is not None or plan.rebalance is not None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from capplan.cli.options import RebalanceOptions, require_extra, require_state_period
 from capplan.errors import InputError
 from capplan.spec import (
+    PLAN_ROUTER,
     Cache,
     EngineArgs,
     Group,
@@ -21,15 +22,11 @@ from capplan.spec import (
     Queues,
     RebalanceSettings,
     Scheduler,
+    stores_everywhere,
 )
-from capplan.spec._routing import PLAN_ROUTER, stores_everywhere
 
 if TYPE_CHECKING:
-    from capplan.fleet._instances import InstanceSpec
-    from capplan.fleet._launcher import Launcher
-    from capplan.fleet._rebalancing import RebalancingConfig
-    from capplan.fleet._registered_adapters import RegistrySettings
-    from capplan.fleet._routing import RoutingSettings
+    from capplan.fleet import InstanceSpec, Launcher, RebalancingConfig, RegistrySettings, RoutingSettings
     from capplan.registry import AdapterRegistry
 
 
@@ -74,7 +71,7 @@ def equal_settings(plan: Plan, groups: Sequence[str]) -> dict[str, Any]:
     InputError
         If the instances are not equal.
     """
-    from capplan.planner.verification._served_rebalancing import equal_engine_args
+    from capplan.planner.verification import equal_engine_args
 
     chosen = [group for group in plan.groups if not groups or group.id in groups]
     return equal_engine_args(chosen).model_dump(exclude_none=True) if chosen else {}
@@ -97,10 +94,10 @@ def rebalancing(
     InfeasibleError
         If an instance sustains no load of a rank.
     """
-    from capplan.fleet._rebalancing import RebalancingConfig
-    from capplan.planner.verification._served_rebalancing import served_rebalancer
+    from capplan.fleet import RebalancingConfig
+    from capplan.planner.verification import served_rebalancer
     from capplan.registry import AdapterRegistry
-    from capplan.twin.cluster._routers import workload_of
+    from capplan.twin.cluster import workload_of
     from capplan.workload import load_workload
 
     with AdapterRegistry(options.registry, read_only=True) as registry:
@@ -240,18 +237,18 @@ def instance_launcher(
     On this machine they listen at `host` if they announce one, and at the loopback address otherwise.
     """
     if ray_address is None:
-        from capplan.fleet._launcher import LocalLauncher
+        from capplan.fleet import LocalLauncher
 
         return LocalLauncher(instances) if announce_host is None else LocalLauncher(instances, host)
     require_extra("ray", ("ray",))
-    from capplan.fleet._launcher import RayLauncher
+    from capplan.fleet import RayLauncher
 
     return RayLauncher(ray_address)
 
 
 def require_listening(ray_address: str | None, host: str, announce_host: str | None) -> None:
     """Raise an `InputError` if instances would announce a host at which they do not listen."""
-    from capplan.server._settings import is_loopback
+    from capplan.server import is_loopback
 
     if announce_host is None:
         return
@@ -345,13 +342,13 @@ def plan_routing(
     InputError
         If it cannot be fitted to the profiles of the groups, or the period is out of range.
     """
-    from capplan.fleet._routing import RoutingSettings
+    from capplan.fleet import RoutingSettings
 
     require_state_period(state_period_s)
     name = router or plan.router or PLAN_ROUTER
     if name == PLAN_ROUTER:
         return RoutingSettings()
-    from capplan.twin.cluster._routers import MODELLED, served_rule
+    from capplan.twin.cluster import MODELLED, served_rule
 
     names = {group.profile for group in groups} if name in MODELLED else set()
     try:
@@ -367,7 +364,7 @@ def plan_registry(registry: str, plan: Plan, groups: Sequence[Group], model_name
 
     Adapters of the plan's other groups are served elsewhere.
     """
-    from capplan.fleet._registered_adapters import RegistrySettings
+    from capplan.fleet import RegistrySettings
 
     every, own = ({each.name for group in some for each in group.adapters} for some in (plan.groups, groups))
     excluded = frozenset({*(every - own), plan.base_model, model_name})

@@ -42,18 +42,23 @@ from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.cli.simulate_plan import require_plan
 from capplan.errors import InfeasibleError, InputError
-from capplan.reports._console import Table, number, percent, print_json, print_table
-from capplan.reports.tables._notes import Strict, extrapolation_line, require_no_extrapolation, trace_lines
-from capplan.reports.tables._simulation import Details, Outcomes, bound_text, metrics_table
-from capplan.spec._limits import require_seed_count
-from capplan.spec._scheduling import completed
+from capplan.reports import Table, number, percent, print_json, print_table
+from capplan.reports.tables import (
+    Details,
+    Outcomes,
+    Strict,
+    bound_text,
+    extrapolation_line,
+    metrics_table,
+    require_no_extrapolation,
+    trace_lines,
+)
+from capplan.spec import completed, require_seed_count
 
 if TYPE_CHECKING:
     from capplan.spec import Cache, Profile, Scheduler, Workload
-    from capplan.twin import DetailedResult, SimulationResult
-    from capplan.twin._sweep import Job
-    from capplan.twin.instance._paired import PairedOrder
-    from capplan.twin.instance._simulate import SimulateSettings
+    from capplan.twin import DetailedResult, Job, SimulationResult
+    from capplan.twin.instance import PairedOrder, SimulateSettings
 
 
 _METRICS: Final = (  # metric of the result, its name with unit, decimals, whether the largest is best
@@ -112,7 +117,7 @@ def paired_metrics(
     further
         Results of `further_jobs` of the same numbers.
     """
-    from capplan.twin.instance._paired import paired_order
+    from capplan.twin.instance import paired_order
 
     each = len(further) // len(first)
     runs = {
@@ -129,7 +134,7 @@ def paired_metrics(
 
 def paired_table(metrics: Sequence[PairedMetric], names: Mapping[int, str]) -> Table:
     """Return means with standard errors, one column per number of slots with its name, and the order."""
-    from capplan.twin.instance._paired import mean_with_error
+    from capplan.twin.instance import mean_with_error
 
     def cell(values: Sequence[float], decimals: int) -> str:
         found = mean_with_error(values)
@@ -248,7 +253,7 @@ def simulate(args: SimulateArgs) -> None:
         raise InputError("is required, because the workload names pools", location="--profile")
     settings = _settings(args, workload)
     announce_compilation()
-    from capplan.twin._sweep import Job
+    from capplan.twin import Job
 
     jobs = [Job(workload, profile, cast("SimulateSettings", {"a_max": count, **settings})) for count in slots]
     outcomes, details = _simulated(jobs, args)
@@ -259,12 +264,12 @@ def simulate(args: SimulateArgs) -> None:
     notes = () if workload.trace is None else workload.trace.notes
     lines = (*beyond, *trace_lines(speed, notes))
     if args.requests_out is not None:
-        from capplan.twin.instance._per_request import several_tables, write_parquet
+        from capplan.twin.instance import several_tables, write_parquet
 
         tables = {count: detail.requests for count, detail in details.items()}
         write_parquet(args.requests_out, several_tables(tables, by="a_max"))
     if args.html is not None:
-        from capplan.reports.pages._simulation import NamedResults, simulation_page
+        from capplan.reports.pages import NamedResults, simulation_page
 
         results = NamedResults(outcomes, details, pair)
         page = simulation_page(args.workload, workload, profile, settings, results, lines)
@@ -323,8 +328,7 @@ def found_extrapolations(
     workload: Workload, profile: Profile, settings: Mapping[str, Any], outcomes: Outcomes
 ) -> list[dict[str, Any]]:
     """Return the extrapolations of all simulations as JSON data; groups are the numbers of slots."""
-    from capplan.twin.instance._extrapolation import extrapolations, merged, values_of
-    from capplan.twin.instance._simulate import engine_args
+    from capplan.twin.instance import engine_args, extrapolations, merged, values_of
 
     known = {name: value for name, value in settings.items() if name in (*_ENGINE, "s_max")}
     found = []
@@ -404,8 +408,7 @@ def _simulated(jobs: list[Job], args: SimulateArgs) -> tuple[Outcomes, Details]:
     InfeasibleError
         When no number of slots fits.
     """
-    from capplan.twin import DetailedResult
-    from capplan.twin._sweep import sweep, sweep_detailed
+    from capplan.twin import DetailedResult, sweep, sweep_detailed
 
     run = sweep_detailed if args.detail or args.html or args.requests_out else sweep
     with progress_bars() as on_progress:
@@ -427,7 +430,7 @@ def _simulated(jobs: list[Job], args: SimulateArgs) -> tuple[Outcomes, Details]:
 
 def _paired(jobs: list[Job], outcomes: Outcomes, args: SimulateArgs) -> tuple[PairedMetric, ...]:
     """Return the metrics over all seeds; empty for one seed."""
-    from capplan.twin._sweep import sweep
+    from capplan.twin import sweep
 
     first = {count: each for count, each in outcomes.items() if not isinstance(each, InfeasibleError)}
     if args.seeds == 1:

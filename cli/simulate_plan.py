@@ -17,21 +17,23 @@ from capplan.cli.options import (
 )
 from capplan.cli.progress import announce_compilation
 from capplan.errors import InputError
-from capplan.reports._console import print_json, print_table
-from capplan.reports.tables._cluster import (
+from capplan.reports import print_json, print_table
+from capplan.reports.tables import (
     METRICS,
     cluster_table,
+    extrapolation_line,
     instances_table,
     moves_lines,
     ranks_table,
+    require_no_extrapolation,
     storage_line,
+    trace_lines,
 )
-from capplan.reports.tables._notes import extrapolation_line, require_no_extrapolation, trace_lines
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from capplan.planner.verification._served import RankMetrics, SimulatedFleet, StoredAdapters
+    from capplan.planner.verification import RankMetrics, SimulatedFleet, StoredAdapters
     from capplan.twin.cluster import ClusterResult
 
 
@@ -60,7 +62,7 @@ def simulate_plan(
     workload_file: str, plan_file: str, given: PlanSimulation, *, strict: bool, as_json: bool
 ) -> None:
     """Simulate the instances of a plan, and print the metrics of all, of each instance, and by rank."""
-    from capplan.planner.verification._served import by_rank, fleet_of_plan, stored_adapters
+    from capplan.planner.verification import by_rank, fleet_of_plan, stored_adapters
     from capplan.workload import load_workload
 
     workload = load_workload(workload_file)
@@ -75,7 +77,7 @@ def simulate_plan(
         fleet = replace(fleet, state_period_s=given.state_period_s)
     result = fleet.simulate(given.seed, simulated_s(workload, given.duration_s))
     if given.requests_out is not None:
-        from capplan.twin.instance._per_request import write_parquet
+        from capplan.twin.instance import write_parquet
 
         write_parquet(given.requests_out, requests_table(fleet, result))
     ranks, held = by_rank(fleet, result), stored_adapters(fleet)
@@ -151,7 +153,7 @@ def requests_table(fleet: SimulatedFleet, result: ClusterResult) -> pa.Table:
     """Return a row per request: adapter, instance and status by name, null for what had not happened."""
     import pyarrow as pa
 
-    from capplan.twin.instance._per_request import STATUSES
+    from capplan.twin.instance import STATUSES
 
     adapters = ("", *(adapter.name for adapter in fleet.workload.adapters))
     names = {"adapter": adapters, "instance": fleet.names, "status": STATUSES}

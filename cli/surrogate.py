@@ -10,13 +10,12 @@ import typer
 from capplan.cli.options import AsJson, KnownProfile, command
 from capplan.cli.output import require_writable_files
 from capplan.errors import InputError
-from capplan.reports._console import Table, counted, percent, print_json, print_table
+from capplan.reports import Table, counted, percent, print_json, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from capplan.models.surrogates._tree import Tree
-    from capplan.models.surrogates._tree_export import DecisionRule
+    from capplan.models.surrogates import DecisionRule, Tree
 
 _TARGETS: Final = ("throughput", "starvation", "both")
 
@@ -37,7 +36,7 @@ class RulesArgs:
 @command
 def rules(args: RulesArgs) -> None:
     """Print the decision rules of a profile's small trees, those that cover most first."""
-    from capplan.models.surrogates._tree_export import export_svg
+    from capplan.models.surrogates import export_svg
     from capplan.spec import write_text_atomic
 
     if args.target not in _TARGETS:
@@ -63,7 +62,7 @@ def rules(args: RulesArgs) -> None:
 
 
 def _trees(profile: str) -> dict[str, Tree]:
-    from capplan.models.surrogates._files import load_surrogate
+    from capplan.models.surrogates import load_surrogate
 
     small = load_surrogate(profile, kind="tree")
     trees = {"throughput": small.throughput_tree, "starvation": small.starvation_tree}
@@ -71,15 +70,14 @@ def _trees(profile: str) -> dict[str, Tree]:
 
 
 def _print_python(trees: Mapping[str, Tree]) -> None:
-    from capplan.models.surrogates._tree_export import export_python
+    from capplan.models.surrogates import export_python
 
     sources = [export_python(tree, name) for name, tree in trees.items()]
     typer.echo("\n\n".join(sources), nl=False)
 
 
 def _print_rules(name: str, tree: Tree) -> None:
-    from capplan.models.surrogates._tree import LOG_OVER_EXPECTED
-    from capplan.models.surrogates._tree_export import EXPECTED, decision_rules
+    from capplan.models.surrogates import EXPECTED, LOG_OVER_EXPECTED, decision_rules
 
     typer.echo(f"{name}: {counted(tree.rules, 'rule')}, at most {counted(tree.depth, 'question')} deep")
     if tree.answer == LOG_OVER_EXPECTED:
@@ -89,7 +87,7 @@ def _print_rules(name: str, tree: Tree) -> None:
 
 
 def _document(tree: Tree) -> dict[str, Any]:
-    from capplan.models.surrogates._tree_export import decision_rules
+    from capplan.models.surrogates import decision_rules
 
     return {"rules": [_rule(rule) for rule in decision_rules(tree)], "tree": tree.to_document()}
 

@@ -15,11 +15,10 @@ from capplan.cli.options import AsJson, HtmlFile, KnownProfile, RayAddress, comm
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
-from capplan.reports._console import Table, number, percent, print_json, print_table
+from capplan.reports import Table, number, percent, print_json, print_table
 
 if TYPE_CHECKING:
-    from capplan.models.training._data import Manifest
-    from capplan.models.training._train import Trained, TrainingOptions
+    from capplan.models.training import Manifest, Trained, TrainingOptions
     from capplan.spec import Profile
 
 
@@ -76,10 +75,8 @@ def train(args: TrainArgs) -> None:
     The same command continues a run that was interrupted.
     """
     from capplan.datasets import load_profile
-    from capplan.models.surrogates._features import HORIZON_S
-    from capplan.models.surrogates._files import profile_digest, surrogate_bytes
-    from capplan.models.training._data import read_tables
-    from capplan.models.training._train import train_surrogates
+    from capplan.models.surrogates import HORIZON_S, profile_digest, surrogate_bytes
+    from capplan.models.training import read_tables, train_surrogates
     from capplan.spec import write_bytes_atomic, write_text_atomic
 
     profile = load_profile(args.profile)
@@ -113,7 +110,7 @@ def train(args: TrainArgs) -> None:
         _make_folder(path.parent)
         write_bytes_atomic(path, contents[kind])
     if args.html is not None:
-        from capplan.reports.pages._training import training_page
+        from capplan.reports.pages import training_page
 
         write_text_atomic(args.html, training_page(profile, list(data.values()), trained, sizes))
     if args.as_json:
@@ -133,10 +130,9 @@ def train(args: TrainArgs) -> None:
 
 
 def _options(args: TrainArgs, journal: Path) -> TrainingOptions:
-    from capplan.models.surrogates._files import KINDS
-    from capplan.models.training._candidates import FAMILIES, PAPER_FAMILIES
-    from capplan.models.training._train import TrainingOptions
-    from capplan.twin._sweep import cores
+    from capplan.models.surrogates import KINDS
+    from capplan.models.training import FAMILIES, PAPER_FAMILIES, TrainingOptions
+    from capplan.twin import cores
 
     if args.paper_space:
         raise InputError(f"the paper's grids are searched by {_TABLE3}", location="--paper-space")
@@ -177,7 +173,7 @@ def _require_places(files: Mapping[str, Path], report: str | None) -> None:
 
 
 def _make_folder(folder: Path) -> None:
-    from capplan.spec._files import error_reason
+    from capplan.spec import error_reason
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -241,8 +237,7 @@ def data_folder(profile: Profile, options: DataOptions) -> Path:
         return options.folder
     import capplan
     from capplan._jit import cache_dir
-    from capplan.models.surrogates._features import FEATURES
-    from capplan.models.surrogates._files import profile_digest
+    from capplan.models.surrogates import FEATURES, profile_digest
 
     key = "\0".join((profile_digest(profile), capplan.__version__, *FEATURES))
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
@@ -259,7 +254,7 @@ def datasets(profile: Profile, options: DataOptions) -> dict[Path, Manifest]:
     InputError
         For a folder that cannot be used, or that holds data of other settings.
     """
-    from capplan.models.training._data import MANIFEST, read_manifest
+    from capplan.models.training import MANIFEST, read_manifest
 
     folder = data_folder(profile, options)
     if (folder / MANIFEST).exists():

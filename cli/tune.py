@@ -12,10 +12,10 @@ from capplan.cli.options import AsJson, ProfileName, Quiet, Seed, WorkloadFile, 
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
-from capplan.reports._console import Table, number, print_json, print_table
+from capplan.reports import Table, number, print_json, print_table
 
 if TYPE_CHECKING:
-    from capplan.planner._tuning import Settings, TuningResult
+    from capplan.planner import Settings, TuningResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +49,9 @@ def tune(args: TuneArgs) -> None:
     Searched: weight of the prompt in request sizes, number of queues, refresh period, and weights of the
     cache score. The P99 TTFT of one GPU that serves the whole workload is minimized.
     """
-    from capplan.planner._tuning import TuneOptions, fragment
-    from capplan.planner._tuning import tune as search
-    from capplan.spec import write_text_atomic
-    from capplan.spec._limits import require_duration
+    from capplan.planner import TuneOptions, fragment
+    from capplan.planner import tune as search
+    from capplan.spec import require_duration, write_text_atomic
     from capplan.workload import load_workload
 
     require_duration(args.duration_s)

@@ -25,13 +25,12 @@ from capplan.cli.options import (
 from capplan.cli.output import require_writable_files, write_json
 from capplan.cli.progress import announce_compilation, load_progress
 from capplan.errors import InputError
-from capplan.reports._console import print_json, print_table
-from capplan.reports.tables._validation import group_table, group_verdict, heading, speed_note
-from capplan.spec._engine_args import EngineArgs
+from capplan.reports import print_json, print_table
+from capplan.reports.tables import group_table, group_verdict, heading, speed_note
+from capplan.spec import EngineArgs
 
 if TYPE_CHECKING:
-    from capplan.profiling.validation._compare import GroupValidation
-    from capplan.profiling.validation._validate import Validation
+    from capplan.profiling.validation import GroupValidation, Validation
     from capplan.spec import Plan, Profile, Workload
 
 
@@ -99,10 +98,9 @@ def validate(args: ValidateArgs) -> None:
     require_extra("bench", ("httptools",))
     if not args.url:
         require_extra("engine", ENGINE)
-    from capplan.planner.problem._rebuild import planned_workload
-    from capplan.profiling.validation._compare import Tolerances
-    from capplan.profiling.validation._validate import ValidationOptions
-    from capplan.profiling.validation._validate import validate as run
+    from capplan.planner.problem import planned_workload
+    from capplan.profiling.validation import Tolerances, ValidationOptions
+    from capplan.profiling.validation import validate as run
     from capplan.spec import write_text_atomic
     from capplan.workload import load_workload
 
@@ -130,7 +128,7 @@ def validate(args: ValidateArgs) -> None:
     if args.output is not None:
         write_json(args.output, facts)
     if args.html is not None:
-        from capplan.reports.pages._measurement import validation_page
+        from capplan.reports.pages import validation_page
 
         write_text_atomic(args.html, validation_page(args.plan, found))
     if args.as_json:
@@ -147,7 +145,7 @@ def validate(args: ValidateArgs) -> None:
 
 def validation_document(found: Validation) -> dict[str, Any]:
     """Return a validation as JSON data."""
-    from capplan.models.calibration._least_squares import SMAPE_FORMULA
+    from capplan.models.calibration import SMAPE_FORMULA
 
     return {
         "agrees": found.agrees,

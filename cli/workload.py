@@ -14,10 +14,10 @@ import typer
 from capplan.cli.options import AsJson, Quiet, Seed, WorkloadFile, command
 from capplan.cli.output import require_writable_files
 from capplan.errors import InputError
-from capplan.reports._console import Table, percent, print_json, print_table
+from capplan.reports import Table, percent, print_json, print_table
 
 if TYPE_CHECKING:
-    from capplan.workload._presets import Preset
+    from capplan.workload import Preset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +44,8 @@ def predictor(args: PredictorArgs) -> None:
     It reads the prompt length, the adapter and the hour of day of a request. Use it with `scheduler:
     {predictor: {kind: learned, file: FILE}}`; adapters are found by their names.
     """
-    from capplan.models.training._length_predictor import PredictorOptions, train_predictor
-    from capplan.spec import write_bytes_atomic
-    from capplan.spec._engine_args import DEFAULT_MAX_MODEL_LEN
-    from capplan.spec._limits import require_duration
+    from capplan.models.training import PredictorOptions, train_predictor
+    from capplan.spec import DEFAULT_MAX_MODEL_LEN, require_duration, write_bytes_atomic
     from capplan.workload import draw_requests, load_workload
 
     require_duration(args.duration_s)
@@ -101,8 +99,8 @@ class PresetArgs:
 def preset(args: PresetArgs) -> None:
     """List the presets, or write the workload file of one."""
     from capplan.spec import write_text_atomic
-    from capplan.workload._presets import preset as find_preset
-    from capplan.workload._presets import presets
+    from capplan.workload import preset as find_preset
+    from capplan.workload import presets
 
     if args.list_all or args.name is None:
         if args.name is not None:
@@ -127,7 +125,7 @@ def preset(args: PresetArgs) -> None:
 def _hardware(chosen: Preset, name: str | None) -> tuple[str | None, str | None]:
     """Return the profile as the file is to name it, and a base model that it is for."""
     from capplan.datasets import load_profile
-    from capplan.spec._workload import is_profile_path
+    from capplan.spec import is_profile_path
 
     if name is None:
         return None, None

@@ -1,5 +1,5 @@
 """Shipped profiles, each with where its numbers come from, and their loader."""
 
-from capplan.datasets._profile_files import list_profiles, load_profile, surrogate_path
+import lazy_loader
 
-__all__ = ["list_profiles", "load_profile", "surrogate_path"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

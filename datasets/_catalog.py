@@ -16,9 +16,7 @@ from typing import Annotated, Any, Final
 from pydantic import Field
 
 from capplan.errors import InputError
-from capplan.spec import ModelArch
-from capplan.spec._files import read_json_object
-from capplan.spec._validation import SpecModel
+from capplan.spec import ModelArch, SpecModel, read_json_object
 
 _FOLDER: Final = Path(__file__).parent
 _EMBEDDING_ADAPTERS: Final = (

@@ -10,10 +10,7 @@ from typing import Final
 
 from capplan.datasets._catalog import known_arch, other_gpu, other_model
 from capplan.errors import InputError
-from capplan.spec import Profile, read_text
-from capplan.spec._files import parse_json
-from capplan.spec._validation import format_key, validate_document
-from capplan.spec._workload import is_profile_path
+from capplan.spec import Profile, format_key, is_profile_path, parse_json, read_text, validate_document
 
 _SHIPPED: Final = Path(__file__).parent / "profiles"
 _SAFE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")

@@ -1,5 +1,5 @@
 """Performance models: step latency, memory, loading; their calibration; surrogates of the twin."""
 
-from capplan.models.surrogates import Surrogate, SurrogateAnswer, load_surrogate
+import lazy_loader
 
-__all__ = ["Surrogate", "SurrogateAnswer", "load_surrogate"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from capplan.errors import InputError
 from capplan.models.calibration._least_squares import LinearProblem, fit_linear, r_squared, smape
-from capplan.spec._files import open_stream
+from capplan.spec import open_stream
 
 COLUMNS: Final = (
     "kernel",

@@ -10,11 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InfeasibleError
-from capplan.serving._memory import kv_bytes_per_token, lora_elements_per_rank, slot_bytes, weight_bytes
-from capplan.serving._rules import Releases
-from capplan.spec import Coefficient, EngineArgs, Fit, FittedModel, ModelArch, Profile
-from capplan.spec._engine_args import DEFAULT_MAX_NUM_BATCHED_TOKENS
-from capplan.spec._lora_modules import LORA_MODULES
+from capplan.serving import Releases, kv_bytes_per_token, lora_elements_per_rank, slot_bytes, weight_bytes
+from capplan.spec import (
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    LORA_MODULES,
+    Coefficient,
+    EngineArgs,
+    Fit,
+    FittedModel,
+    ModelArch,
+    Profile,
+)
 
 Floats = NDArray[np.float64]
 Slots = TypeVar("Slots", float, Floats)

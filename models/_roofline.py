@@ -15,13 +15,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from capplan.datasets._catalog import GpuSheet
+from capplan.datasets import GpuSheet
 from capplan.errors import InputError
 from capplan.models._memory import HOST_FORM, LOADING_FORM, assumed_model, memory_model
 from capplan.models._step_latency import ADDITIVE, GRAPH_TOKENS
-from capplan.serving._memory import adapter_bytes, kv_bytes_per_token, lora_elements_per_rank, weight_bytes
-from capplan.serving._rules import SLORA_ENGINE, VLLM_ENGINE, rules_of_engine
+from capplan.serving import (
+    SLORA_ENGINE,
+    VLLM_ENGINE,
+    adapter_bytes,
+    kv_bytes_per_token,
+    lora_elements_per_rank,
+    rules_of_engine,
+    weight_bytes,
+)
 from capplan.spec import (
+    ATTENTION_MODULES,
     FittedModel,
     Gpu,
     Kernel,
@@ -31,7 +39,6 @@ from capplan.spec import (
     Provenance,
     ProvenanceKind,
 )
-from capplan.spec._lora_modules import ATTENTION_MODULES
 
 _MATRICES: Final = 14
 """A and B of q, k, v, o, gate, up and down: copied one by one."""

@@ -20,9 +20,7 @@ from numpy.typing import NDArray
 from capplan._jit import inner, jit
 from capplan.errors import InputError
 from capplan.models._step_tables import KvLine, kv_line, milliseconds_at, no_line, pack_tables
-from capplan.spec import FittedModel, Kernel
-from capplan.spec._profile import TABLE_FORM
-from capplan.spec._validation import unknown_key
+from capplan.spec import TABLE_FORM, FittedModel, Kernel, unknown_key
 
 
 class StepFeatures(NamedTuple):

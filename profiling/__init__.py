@@ -1,1 +1,5 @@
 """Measures kernels, engine steps and adapter loads, and servers from outside."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from capplan.models._kernel_crossover import crossover
-from capplan.models._kernel_fits import (
+from capplan.models import (
     ADDITIVE_KERNEL,
     TOPPINGS_BGMV,
     TOPPINGS_MBGMV,
+    crossover,
     explain_kernels,
     read_kernel_table,
 )

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from capplan import __version__
-from capplan.engine._affinity import cpu_model, cpuinfo
+from capplan.engine import cpu_model, cpuinfo
 
 _GPU_FIELDS: Final = (
     "driver_version",

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 
 from capplan.errors import InputError
-from capplan.spec import read_text, write_bytes_atomic, write_text_atomic
-from capplan.spec._files import error_reason, open_stream
+from capplan.spec import error_reason, open_stream, read_text, write_bytes_atomic, write_text_atomic
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -32,8 +32,7 @@ from capplan.profiling._campaign_page import (
     device_bytes_per_s,
     write_page,
 )
-from capplan.spec import read_text, write_text_atomic
-from capplan.spec._files import open_stream
+from capplan.spec import open_stream, read_text, write_text_atomic
 
 if TYPE_CHECKING:
     from capplan.profiling.validation._loop import ClosedLoop
@@ -346,7 +345,7 @@ class Campaign:
     def __init__(
         self, folder: str | Path, device: str, parts: Sequence[Slice] | None = None, *, tiny: bool = False
     ) -> None:
-        from capplan.engine._affinity import device_name
+        from capplan.engine import device_name
 
         self.folder = Path(folder)
         self._device = device
@@ -440,7 +439,7 @@ def _gpus(device: str) -> int:
 
 def default_folder(device: str) -> Path:
     """Return ``datasets/<gpu>`` for the device's chip."""
-    from capplan.engine._affinity import device_name
+    from capplan.engine import device_name
 
     name = re.sub(r"[^a-z0-9]+", "-", device_name(device).lower().removeprefix("nvidia ")).strip("-")
     return Path("datasets") / name

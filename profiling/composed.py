@@ -14,9 +14,9 @@ from typing import Final
 
 import capplan.datasets
 from capplan.errors import CapplanError
-from capplan.models._memory import require_kv_tokens
+from capplan.models import require_kv_tokens
 from capplan.models.compose import SYSTEMS, compose_profile, known_decoder
-from capplan.serving._rules import rules_of_version
+from capplan.serving import rules_of_version
 from capplan.spec import EngineArgs, Profile, write_text_atomic
 
 MODELS: Final = ("llama-3.1-8b", "qwen2.5-7b", "qwen3-14b", "qwen3-32b", "llama-3.1-70b")

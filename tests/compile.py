@@ -20,7 +20,7 @@ from capplan.twin.cluster import Instance, simulate_cluster
 from capplan.twin.cluster._python_loop import run_with
 from capplan.twin.cluster._routers import build_rule
 from capplan.twin.cluster._run import run_cluster
-from capplan.twin.instance._core import run
+from capplan.twin.instance import run
 from tests.engine.engines import TINY_MODEL
 from tests.oracle.routers import reference_router
 from tests.serving.pooled_worlds import last_of, make_pooled_world

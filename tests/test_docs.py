@@ -178,7 +178,7 @@ def test_the_errors_of_composed_profiles_are_those_of_their_fit() -> None:
 
 
 def test_the_gpus_of_composed_profiles_are_those_with_operators() -> None:
-    from capplan.models.compose._tables import SYSTEMS
+    from capplan.models.compose import SYSTEMS
 
     page = (DOCS / "how-it-works" / "compose.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([^`]+)` \| `([^`]+)` \| 1, 2, 4, 8 \|$", page, re.MULTILINE)

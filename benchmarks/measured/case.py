@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from capplan import InputError, Profile
-from capplan.datasets._catalog import gpu_sheet, model_arch
-from capplan.models._roofline import EngineChoice, roofline_profile
+from capplan.datasets import gpu_sheet, model_arch
+from capplan.models import EngineChoice, roofline_profile
 from capplan.spec import Kernel
 
 VARIABLE: Final = "CAPPLAN_MEASURED"

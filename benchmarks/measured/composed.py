@@ -10,9 +10,9 @@ from benchmarks.fit_host_terms import bare_profile
 from benchmarks.measured.case import SLORA, UNRECORDED, Deployment, LeftOut, MeasuredCase
 from benchmarks.measured.host_terms import Floats, Rows, fitted, with_terms
 from capplan import InputError, Profile, list_profiles, load_profile
-from capplan.datasets._catalog import gpu_sheet
+from capplan.datasets import gpu_sheet
 from capplan.models.compose import SYSTEMS, compose_profile, known_decoder
-from capplan.serving._rules import rules_of_version
+from capplan.serving import rules_of_version
 
 _WITH_OPERATORS: Final = frozenset(system.sheet_key for system in SYSTEMS)
 

@@ -16,10 +16,10 @@ import numpy as np
 from benchmarks.measured.case import Deployment
 from benchmarks.measured.step_times import StepCase
 from capplan import InputError
-from capplan.datasets._catalog import gpu_sheet, model_arch
+from capplan.datasets import gpu_sheet, model_arch
 from capplan.models.compose import SYSTEMS
 from capplan.models.compose._tables import system_of
-from capplan.serving._memory import weight_bytes
+from capplan.serving import weight_bytes
 
 POINTS: Final = 200
 _SEED: Final = 0

@@ -11,7 +11,7 @@ from typing import Final
 from benchmarks.measured.case import Deployment
 from benchmarks.measured.step_times import StepCase, model_ms
 from capplan import load_profile
-from capplan.datasets._catalog import gpu_sheet
+from capplan.datasets import gpu_sheet
 
 _SHIPPED: Final = ("h100-64g/llama-3.1-8b/vllm-0.8.5", "h100-64g/qwen2.5-7b/vllm-0.8.5")
 _MEASURED_GPU: Final = "h100-64g"

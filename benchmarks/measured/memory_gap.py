@@ -21,7 +21,7 @@ import pandas as pd
 from benchmarks.measured.case import Deployment
 from benchmarks.measured.replay import Engine, latencies, requests_of, scenario_of
 from capplan import Profile
-from capplan.twin.instance._core import run
+from capplan.twin.instance import run
 
 FILE: Final = "memory_gap_h100.csv"
 _PATH: Final = re.compile(r"advisor/output_length/_(?P<output>\d+)/(?P<model>[^/]+)/_(?P<batch>\d+)__\d+")

@@ -21,7 +21,7 @@ import pandas as pd
 
 from benchmarks.measured.case import SLORA, Deployment, ProfileFor
 from capplan import InfeasibleError, InputError, Profile
-from capplan.datasets._catalog import model_arch
+from capplan.datasets import model_arch
 
 FILE: Final = "loraserve_authors/rank_sweeps.csv"
 PROMPT_TOKENS: Final = 2000

@@ -10,9 +10,7 @@ from numpy.typing import NDArray
 
 from capplan import EngineArgs, Lengths, Profile, Workload
 from capplan.twin import Scenario, build_scenario
-from capplan.twin.instance._core import run
-from capplan.twin.instance._metrics import SimulationResult, summarize
-from capplan.twin.instance._trace import NEVER, TwinTrace
+from capplan.twin.instance import NEVER, SimulationResult, TwinTrace, run, summarize
 from capplan.workload import Requests
 
 Integers = NDArray[np.int64]

@@ -23,7 +23,7 @@ from benchmarks.measured.case import Deployment
 from benchmarks.measured.replay import Engine, requests_of, scenario_of
 from capplan import Profile
 from capplan.twin import Scenario
-from capplan.twin.instance._core import run
+from capplan.twin.instance import run
 from capplan.workload import Requests
 
 FOLDER: Final = "vllm_request_logs"

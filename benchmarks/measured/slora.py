@@ -29,13 +29,12 @@ import pandas as pd
 from benchmarks.common import command_line, emit, mape, records_table, user_errors
 from benchmarks.measured.case import data_folder
 from capplan import Adapter, Lengths, Profile, Workload, load_profile
-from capplan.datasets._catalog import gpu_sheet, model_arch
-from capplan.models._memory import MEMORY_FORM, assumed_model, load_share
-from capplan.models._roofline import EngineChoice, roofline_profile
-from capplan.spec import FittedModel, Kernel, Provenance, ProvenanceKind, write_text_atomic
-from capplan.spec._lora_modules import ATTENTION_MODULES
-from capplan.twin.calibration._calibrate import CalibrationOptions, fit_runs
-from capplan.twin.calibration._fit import RunCalibration
+from capplan.datasets import gpu_sheet, model_arch
+from capplan.models import EngineChoice, load_share, roofline_profile
+from capplan.models._memory import MEMORY_FORM, assumed_model
+from capplan.spec import ATTENTION_MODULES, FittedModel, Kernel, Provenance, ProvenanceKind, write_text_atomic
+from capplan.twin.calibration import CalibrationOptions, RunCalibration
+from capplan.twin.calibration._calibrate import fit_runs
 from capplan.twin.calibration._runs import TARGETS, MeasuredRun
 
 FILE: Final = "slora_h100_llama2_7b.csv"

@@ -7,14 +7,7 @@ from dataclasses import dataclass
 
 from benchmarks.measured.case import Deployment
 from capplan import Profile
-from capplan.models._step_latency import (
-    StepFeatures,
-    StepRanks,
-    coefficient_array,
-    latency_code,
-    rank_ms,
-    step_ms,
-)
+from capplan.models import StepFeatures, StepRanks, coefficient_array, latency_code, rank_ms, step_ms
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import pandas as pd
 from benchmarks.measured.case import Deployment
 from benchmarks.measured.replay import Engine, latencies, requests_of, scenario_of
 from capplan import Profile
-from capplan.twin.instance._core import run
+from capplan.twin.instance import run
 from capplan.workload import Requests
 
 FOLDER: Final = "vllm023_h100_qwen3_14b"

@@ -29,9 +29,10 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.svm import SVC, SVR
 
 from benchmarks.common import command_line, records_table
-from capplan.models.calibration._least_squares import smape
+from capplan.models.calibration import smape
+from capplan.models.training import TrainingOptions, read_tables
 from capplan.models.training._candidates import RelativeRegressor, Task
-from capplan.models.training._data import TrainingTable, read_tables
+from capplan.models.training._data import TrainingTable
 from capplan.models.training._evaluation import (
     grouped_folds,
     macro_f1,
@@ -39,7 +40,7 @@ from capplan.models.training._evaluation import (
     starvation_scores,
     throughput_errors,
 )
-from capplan.models.training._train import TASKS, TrainingOptions, fit_tuned
+from capplan.models.training._train import TASKS, fit_tuned
 
 Combination = Mapping[str, Any]
 Grid = tuple[tuple[Combination, ...], ...]

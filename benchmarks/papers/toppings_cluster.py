@@ -21,13 +21,12 @@ from numpy.typing import NDArray
 from benchmarks.common import H100_LLAMA, command_line, cpu_timed, preset_workload, records_table
 from benchmarks.papers.loraserve.hardware import PREFILL_RATIO, with_rank_costs
 from capplan import Adapter, Profile, Workload, load_profile
+from capplan.serving.routers import ROUTERS, Toppings
 from capplan.spec import Kernel, ProvenanceKind, write_text_atomic
 from capplan.twin.cluster import (
-    ROUTERS,
     ClusterResult,
     Instance,
     NamedRouter,
-    Toppings,
     simulate_cluster,
     simulate_without_adapters,
 )

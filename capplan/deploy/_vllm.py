@@ -13,14 +13,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from capplan.datasets._catalog import known_arch
+from capplan.datasets import known_arch
 from capplan.errors import InputError
-from capplan.serving._rules import SLORA_ENGINE, VLLM_ENGINE, serving_rules
-from capplan.spec import EngineArgs, Group, Plan, PlanAdapter
-from capplan.spec._engine_args import VLLM_FLAGS, has_flag, vllm_rank
-from capplan.spec._peft_folder import path_kind, require_adapter
-from capplan.spec._plan import PlanEngine
-from capplan.spec._routing import PLAN_ROUTER
+from capplan.serving import SLORA_ENGINE, VLLM_ENGINE, serving_rules
+from capplan.spec import (
+    PLAN_ROUTER,
+    VLLM_FLAGS,
+    EngineArgs,
+    Group,
+    Plan,
+    PlanAdapter,
+    PlanEngine,
+    has_flag,
+    path_kind,
+    require_adapter,
+    vllm_rank,
+)
 
 LAUNCH: Final = "launch"
 ROUTING: Final = "routing.json"

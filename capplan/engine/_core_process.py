@@ -57,7 +57,7 @@ from capplan.engine.parallel._group import WorkerEndedError
 from capplan.errors import CapplanError, InputError
 from capplan.processes import end_by_kernel_with, without_interrupts
 from capplan.serving import NONE, State
-from capplan.serving.pooled._refresh import compile_refresh
+from capplan.serving.pooled import compile_refresh
 from capplan.serving.state import POOLED
 
 _LOAD_WAIT_S: Final = 0.002

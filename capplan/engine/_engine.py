@@ -41,11 +41,10 @@ from capplan.engine.models import ModelConfig
 from capplan.engine.parallel._leader import start_worker
 from capplan.errors import InfeasibleError, InputError
 from capplan.serving import new_state
-from capplan.serving.pooled._refresh import set_up_policies
-from capplan.serving.pooled._state import GDSF
+from capplan.serving.pooled import GDSF, set_up_policies
 from capplan.serving.state import POOLED
 from capplan.spec import EngineArgs, Predictor, allowed_lora_rank
-from capplan.workload._predictors import LengthClasses, length_classes, read_predictor
+from capplan.workload import LengthClasses, length_classes, read_predictor
 
 _CPU_KV_BYTES: Final = 256 * 2**20
 _INDEX_BYTES: Final = 8

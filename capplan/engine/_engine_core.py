@@ -30,8 +30,7 @@ from capplan.engine._scheduler_output import (
 from capplan.engine._timing import EngineClock, PhaseTimer, StepRecord, step_record
 from capplan.engine.lora._manager import AdapterLoads
 from capplan.serving import NONE, Limits, State, finish
-from capplan.serving.pooled._refresh import refresh
-from capplan.serving.pooled._size_queues import forget_execution
+from capplan.serving.pooled import forget_execution, refresh
 from capplan.serving.stored import can_run, commit, schedule, store_engine, submit
 from capplan.spec import Scheduler
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from capplan.spec._validation import Count, Natural, NonNegative, SeedNumber, Share, SpecModel
+from capplan.spec import Count, Natural, NonNegative, SeedNumber, Share, SpecModel
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 

@@ -12,21 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan._jit import jit
-from capplan.serving import NONE, Limits, State
-from capplan.serving._structures import links_append, links_remove, new_links
-from capplan.serving.pooled._caches import evict
-from capplan.serving.pooled._queue_design import base_model_bytes
-from capplan.serving.pooled._size_queues import leave_queue
-from capplan.serving.pooled._slora import drop_unused
-from capplan.serving.pooled._state import PooledState
+from capplan.serving import NONE, Limits, State, links_append, links_remove, new_links
+from capplan.serving.pooled import PooledState, base_model_bytes, drop_unused, evict, leave_queue
 from capplan.serving.state import (
     NO_CLAIM,
     READY,
     SLORA,
 )
-from capplan.serving.vllm._adapter_slots import release_adapter
-from capplan.serving.vllm._running import free_row
-from capplan.serving.vllm._waiting_queue import leave_waiting
+from capplan.serving.vllm import free_row, leave_waiting, release_adapter
 
 _SCHEDULED = np.dtype(
     [

@@ -14,17 +14,27 @@ from pydantic import Field
 from capplan.engine.lora._loader import LoadTimes
 from capplan.engine.models._config import ModelConfig
 from capplan.errors import InputError
-from capplan.serving import Limits, ServingRules, serving_rules
-from capplan.serving._scheduling import rules_of_scheduler, with_scheduling
-from capplan.spec import Cache, EngineArgs, Predictor, Queues, Scheduler
-from capplan.spec._engine_args import (
+from capplan.serving import Limits, ServingRules, rules_of_scheduler, serving_rules, with_scheduling
+from capplan.spec import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
+    Cache,
+    CacheSource,
+    Count,
+    EngineArgs,
+    Natural,
+    Predictor,
+    Queues,
+    Scheduler,
+    SchedulerSource,
+    SpecModel,
+    completed,
+    format_key,
+    require_room,
+    unknown_key,
+    validate_document,
 )
-from capplan.spec._queues import require_room
-from capplan.spec._scheduling import CacheSource, SchedulerSource, completed
-from capplan.spec._validation import Count, Natural, SpecModel, format_key, unknown_key, validate_document
 
 Memory = Literal["slots", "unified"]
 LoraKernel = Literal["compiled", "grouped", "padded", "triton", "bgmv", "mbgmv", "sgmv"]

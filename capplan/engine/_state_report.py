@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from capplan.serving.routers._fleet import ACTIVE, AWAITED, RESIDENT
-from capplan.serving.state import LOADING, NO_CLAIM, NONE, POOLED
+from capplan.serving import NONE
+from capplan.serving.routers import ACTIVE, AWAITED, RESIDENT
+from capplan.serving.state import LOADING, NO_CLAIM, POOLED
 
 if TYPE_CHECKING:
     from capplan.engine._engine_core import EngineCore

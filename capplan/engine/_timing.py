@@ -15,7 +15,7 @@ import numpy as np
 
 from capplan.engine._scheduler_output import SchedulerOutput
 from capplan.errors import InputError
-from capplan.spec._files import create_beside, error_reason, replace_durably, resolved_output
+from capplan.spec import create_beside, error_reason, replace_durably, resolved_output
 
 _ROWS_PER_GROUP: Final = 10_000
 _PROBE_LOOPS: Final = 400

@@ -39,7 +39,7 @@ from capplan.engine.models._decoder import RopeTable
 from capplan.engine.models._shard import WHOLE, ModelShard, require_shardable
 from capplan.engine.parallel._group import Collectives
 from capplan.errors import InfeasibleError, InputError
-from capplan.serving._memory import weight_bytes
+from capplan.serving import weight_bytes
 from capplan.spec import EngineArgs
 
 

@@ -1,1 +1,5 @@
 """Router over the engine instances of a plan."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

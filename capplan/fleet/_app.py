@@ -30,10 +30,19 @@ from capplan.fleet._proxy import Proxy, RouterState
 from capplan.fleet._rebalancing import RebalanceLoop
 from capplan.fleet._supervisor import InstanceFleet, InstanceSupervisor, RouterConfig
 from capplan.processes import without_full_collections
-from capplan.server._limiter import GENERATION_PATHS, RequestLimiter, generates
-from capplan.server._metrics import MetricKind, metric_family
-from capplan.server._process import DrainingServer, bind, url_of
-from capplan.server._protocol import add_error_handlers, model_card, unknown_model
+from capplan.server import (
+    GENERATION_PATHS,
+    DrainingServer,
+    MetricKind,
+    RequestLimiter,
+    add_error_handlers,
+    bind,
+    generates,
+    metric_family,
+    model_card,
+    unknown_model,
+    url_of,
+)
 
 _FILES_PER_CONNECTION: Final = 2
 """Of the client, and of its request to an instance."""

@@ -11,15 +11,11 @@ from typing import Any, Final
 
 import torch
 
-from capplan.engine.lora._loader import LoadTimes
-from capplan.engine.models import model_config
-from capplan.engine.models._shard import require_shardable
+from capplan.engine.lora import LoadTimes
+from capplan.engine.models import model_config, require_shardable
 from capplan.errors import InputError
-from capplan.server._limits import OPEN_ADAPTERS, ServerLimits
-from capplan.server._process import InstanceConfig
-from capplan.server._settings import PoolSettings, ServerSettings
-from capplan.spec import Group, Plan, PlanAdapter, Profile
-from capplan.spec._peft_folder import local_folder, require_adapter
+from capplan.server import OPEN_ADAPTERS, InstanceConfig, PoolSettings, ServerLimits, ServerSettings
+from capplan.spec import Group, Plan, PlanAdapter, Profile, local_folder, require_adapter
 
 _DRAIN_TIMEOUT_S: Final = 1.0
 """For requests of an instance when the router, which drains first, stops it."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from capplan._jit import is_compiled
-from capplan.engine._core_process import is_stopped
+from capplan.engine import is_stopped
 from capplan.errors import NO_VALUE, CapplanError, InputError, NoValue
 from capplan.fleet._instances import InstanceSpec, gpus_of
 

@@ -19,11 +19,18 @@ from capplan.fleet._instance_client import FileLimitError, InstanceClient, Insta
 from capplan.fleet._rebalancing import CountedRequest
 from capplan.fleet._supervisor import InstanceFleet, InstanceSupervisor
 from capplan.http_connection import ConnectionLostError, HttpConnection
-from capplan.server._http_protocol import CLIENT, ClientLink
-from capplan.server._protocol import MAX_MODEL_NAME, ApiError, error_code, parsed, unknown_model
-from capplan.server._settings import ServerSettings
-from capplan.server._state import ServerState
-from capplan.spec._routing import BYTES_PER_TOKEN
+from capplan.server import (
+    CLIENT,
+    MAX_MODEL_NAME,
+    ApiError,
+    ClientLink,
+    ServerSettings,
+    ServerState,
+    error_code,
+    parsed,
+    unknown_model,
+)
+from capplan.spec import BYTES_PER_TOKEN
 
 QUEUE_FULL_RETRY_S: Final = 5
 

@@ -16,21 +16,26 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from capplan.errors import InputError
-from capplan.serving.routers import Placement
-from capplan.serving.routers._choose import ASK_RANKS, RoutingRule, note, route
-from capplan.serving.routers._fleet import (
+from capplan.serving.routers import (
     ACTIVE,
+    ASK_RANKS,
     AWAITED,
     NEVER_SEEN,
     ArrivingRequest,
     Fleet,
+    Placement,
+    RoutingRule,
+    by_credit,
+    carried_credit,
+    first_credit,
     new_fleet,
     normalised_shares,
+    note,
     placement_of,
+    route,
     with_ranks,
 )
-from capplan.serving.routers._smooth_shares import by_credit, carried_credit, first_credit
-from capplan.spec._routing import STATE_PERIOD_S
+from capplan.spec import STATE_PERIOD_S
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from capplan.fleet._rebalancing import RebalanceLoop, RebalancingConfig
 from capplan.fleet._registered_adapters import RegisteredAdapters, RegistrySettings
 from capplan.fleet._routing import InstanceRouter, RoutingSettings
 from capplan.http_connection import ConnectionLostError
-from capplan.server._settings import ServerSettings
-from capplan.serving.routers._fleet import report_time_ns
+from capplan.server import ServerSettings
+from capplan.serving.routers import report_time_ns
 
 InstanceState = Literal["starting", "up", "stalled", "down", "failed"]
 

@@ -31,8 +31,7 @@ from capplan.planner.verification._verify import (
     make_verifier,
     require_seeds,
 )
-from capplan.spec import Profile, Workload
-from capplan.spec._display import Displayed
+from capplan.spec import Displayed, Profile, Workload
 from capplan.twin import SimulationResult
 
 if TYPE_CHECKING:

@@ -19,21 +19,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InputError
-from capplan.serving.pooled._queue_design import RequestSample
-from capplan.serving.pooled._refresh import new_queues
-from capplan.spec import Cache, EngineArgs, Profile, Queues, Scheduler, Workload, allowed_lora_rank
-from capplan.spec._queues import MOST_QUEUES
-from capplan.spec._scheduling import CHAMELEON_WEIGHTS
-from capplan.twin.instance._core import run
-from capplan.twin.instance._scenario import (
+from capplan.serving.pooled import RequestSample, new_queues
+from capplan.spec import (
+    CHAMELEON_WEIGHTS,
+    MOST_QUEUES,
+    Cache,
+    EngineArgs,
+    Profile,
+    Queues,
+    Scheduler,
+    Workload,
+    allowed_lora_rank,
+)
+from capplan.twin.instance import (
+    NEVER,
     NS_PER_S,
+    STATUS_REJECTED,
     Scenario,
     build_scenario,
     choose_policies,
     draw_for,
+    run,
     with_predictions,
 )
-from capplan.twin.instance._trace import NEVER, STATUS_REJECTED
 from capplan.workload import Requests
 
 if TYPE_CHECKING:

@@ -11,19 +11,22 @@ from typing import Annotated, BinaryIO, Final, TypeAlias
 from pydantic import AfterValidator, Field
 
 from capplan.errors import InputError
-from capplan.spec._files import open_regular
-from capplan.spec._lora_modules import ADAPTER_CONFIG, TargetModules
-from capplan.spec._peft_folder import WEIGHTS_FILE, PeftFiles, require_described
-from capplan.spec._validation import (
+from capplan.spec import (
+    ADAPTER_CONFIG,
+    WEIGHTS_FILE,
     Count,
     Many,
     ModelId,
     Name,
     Natural,
+    PeftFiles,
     Rank,
     Sha256,
     SpecModel,
+    TargetModules,
     Text,
+    open_regular,
+    require_described,
     rule_error,
 )
 

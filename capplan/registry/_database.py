@@ -22,8 +22,7 @@ import sqlalchemy as sa
 from sqlalchemy import event
 
 from capplan.errors import CapplanError, InputError, redacted
-from capplan.spec._files import open_regular
-from capplan.spec._limits import beyond, input_limits
+from capplan.spec import beyond, input_limits, open_regular
 
 SCHEMA_VERSION: Final = 2
 _WRITES: Final = "capplan_writes"

@@ -15,9 +15,7 @@ import sqlalchemy as sa
 from capplan.errors import InputError
 from capplan.registry._adapter import RegisteredAdapter, RegisteredServer
 from capplan.registry._database import ADAPTERS, HOLDERS, SERVERS, Database
-from capplan.spec._limits import beyond, input_limits
-from capplan.spec._plan import Plan
-from capplan.spec._validation import format_key, validate_document
+from capplan.spec import Plan, beyond, format_key, input_limits, validate_document
 
 _MAX_CACHED: Final = 200_000
 _BATCH: Final = 500

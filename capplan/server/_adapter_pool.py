@@ -43,10 +43,15 @@ from weakref import WeakValueDictionary
 
 from prometheus_client.metrics_core import Metric
 
-from capplan.engine.lora._store import AdapterStore, IncomingAdapter
+from capplan.engine.lora import AdapterStore, IncomingAdapter
 from capplan.errors import InputError
-from capplan.registry import AdapterRegistry, RegisteredAdapter, RegistryUnavailableError
-from capplan.registry._adapter import ADAPTER_FILES, RegisteredServer
+from capplan.registry import (
+    ADAPTER_FILES,
+    AdapterRegistry,
+    RegisteredAdapter,
+    RegisteredServer,
+    RegistryUnavailableError,
+)
 from capplan.server._adapters import ServedAdapters
 from capplan.server._pool_metrics import PoolCounters
 from capplan.server._protocol import RETRY, ApiError, overloaded, unknown_model

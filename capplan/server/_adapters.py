@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from capplan.engine._messages import CoreReady
+from capplan.engine import CoreReady
 from capplan.engine.lora import AdapterLayout, PeftFolder
 from capplan.errors import InputError
 from capplan.server._async_engine import AsyncEngine
@@ -20,9 +20,7 @@ from capplan.server._limits import NAME_RULE, is_name
 from capplan.server._output_stream import EngineDeadError
 from capplan.server._protocol import RETRY, ApiError, engine_failed, overloaded
 from capplan.server._settings import ServerSettings
-from capplan.spec._lora_modules import ADAPTER_CONFIG
-from capplan.spec._peft_folder import WEIGHTS_FILE
-from capplan.spec._validation import NOT_PRINTABLE, is_printable
+from capplan.spec import ADAPTER_CONFIG, NOT_PRINTABLE, WEIGHTS_FILE, is_printable
 
 T = TypeVar("T")
 

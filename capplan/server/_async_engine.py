@@ -16,21 +16,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from capplan.engine._messages import (
+from capplan.engine import (
     AbortRequests,
     AddRequests,
     Call,
     CoreFailed,
     Ended,
+    FinishReason,
     FrameReader,
     NewRequest,
     Refusals,
     Reply,
+    StepRecord,
     StepTokens,
     frame,
 )
-from capplan.engine._request import FinishReason
-from capplan.engine._timing import StepRecord
 from capplan.errors import InputError
 from capplan.server._output_stream import EngineDeadError, RequestOutput, RequestState
 from capplan.server._protocol import RETRY, ApiError, bad_request

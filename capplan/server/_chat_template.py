@@ -14,14 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from capplan.engine._tokenizer import Tokenizer
+from capplan.engine import Tokenizer
 from capplan.errors import InputError
 from capplan.server import _template_worker as template_worker
 from capplan.server._limits import ServerLimits
 from capplan.server._protocol import ChatMessage
 from capplan.server._template_worker import LENGTH_BYTES, framed
-from capplan.spec import read_text
-from capplan.spec._files import read_json_object
+from capplan.spec import read_json_object, read_text
 
 _FILE: Final = "chat_template.jinja"
 _CONFIG_FILE: Final = "tokenizer_config.json"

@@ -25,8 +25,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from capplan.engine._request import SamplingParams
-from capplan.engine._tokenizer import Tokenizer
+from capplan.engine import SamplingParams, Tokenizer
 from capplan.errors import InputError
 from capplan.server._http_protocol import CLIENT
 from capplan.server._output_stream import ClientGoneError, OutputStream, RequestOutput, RequestState

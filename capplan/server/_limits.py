@@ -8,7 +8,7 @@ from typing import Final
 
 from capplan.errors import InputError
 from capplan.processes import open_file_limit
-from capplan.spec._validation import is_printable
+from capplan.spec import is_printable
 
 _MIB: Final = 2**20
 _BYTES_PER_TOKEN: Final = 16

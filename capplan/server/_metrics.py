@@ -19,8 +19,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from capplan import __version__
-from capplan.engine._messages import CoreReady, Ended, Gauges, PoolGauges
-from capplan.engine._timing import StepRecord
+from capplan.engine import CoreReady, Ended, Gauges, PoolGauges, StepRecord
 from capplan.server._output_stream import RequestState
 
 _TTFT_S: Final = (

@@ -13,9 +13,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from capplan.engine._messages import Ended
-from capplan.engine._request import FinishReason, SamplingParams, TokenLogprobs
-from capplan.engine._tokenizer import ByteTokenizer, Tokenizer
+from capplan.engine import ByteTokenizer, Ended, FinishReason, SamplingParams, Tokenizer, TokenLogprobs
 from capplan.server._protocol import ApiError, aborted
 
 if TYPE_CHECKING:

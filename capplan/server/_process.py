@@ -21,13 +21,19 @@ from typing import Any, Final
 import uvicorn
 from starlette.types import ASGIApp
 
-from capplan.engine._affinity import AUTO, bound_to, core_cpus, other_cpus
-from capplan.engine._core_process import CoreProcess
-from capplan.engine._messages import CoreSettings, Ended
-from capplan.engine._settings import EngineOptions
-from capplan.engine._timing import RecordFile, StepRecord
-from capplan.engine.models import model_config
-from capplan.engine.models._shard import require_shardable
+from capplan.engine import (
+    AUTO,
+    CoreProcess,
+    CoreSettings,
+    Ended,
+    EngineOptions,
+    RecordFile,
+    StepRecord,
+    bound_to,
+    core_cpus,
+    other_cpus,
+)
+from capplan.engine.models import model_config, require_shardable
 from capplan.errors import InputError
 from capplan.processes import collect_rarely, raise_file_limit, without_full_collections
 from capplan.server._http_protocol import ConnectionCap, LimitedProtocol

@@ -19,9 +19,9 @@ from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from capplan.engine._request import SamplingParams
+from capplan.engine import SamplingParams
 from capplan.errors import InputError
-from capplan.spec._validation import unknown_key
+from capplan.spec import unknown_key
 
 _TYPES: Final = {
     401: "authentication_error",

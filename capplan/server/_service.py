@@ -12,10 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from capplan.engine._core_process import is_stopped
-from capplan.engine._messages import CoreReady, Gauges
-from capplan.engine._state_report import StateReport
-from capplan.engine._tokenizer import load_tokenizer
+from capplan.engine import CoreReady, Gauges, StateReport, is_stopped, load_tokenizer
 from capplan.errors import InputError
 from capplan.server._adapters import ServedAdapters
 from capplan.server._async_engine import AsyncEngine, StepObserver
@@ -25,7 +22,7 @@ from capplan.server._output_stream import EngineDeadError
 from capplan.server._protocol import RETRY, ApiError, ChatMessage, engine_failed, shutting_down
 from capplan.server._settings import ServerSettings
 from capplan.server._state import ServerState
-from capplan.spec._routing import BYTES_PER_TOKEN
+from capplan.spec import BYTES_PER_TOKEN
 
 if TYPE_CHECKING:
     from capplan.server._adapter_pool import AdapterPool

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from capplan.errors import InputError
 from capplan.server._limits import ServerLimits
-from capplan.spec._validation import is_printable
+from capplan.spec import is_printable
 
 
 @dataclass(frozen=True)

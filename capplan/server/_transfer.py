@@ -16,12 +16,12 @@ from urllib.parse import quote, urlsplit
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
-from capplan.engine.lora._store import IncomingAdapter
+from capplan.engine.lora import IncomingAdapter
 from capplan.errors import InputError, printable
-from capplan.registry._adapter import ADAPTER_FILES
+from capplan.registry import ADAPTER_FILES
 from capplan.server._adapters import ReaderThreads
 from capplan.server._limiter import PEER_PATH, transfer_key
-from capplan.spec._files import error_reason, open_regular, parse_json
+from capplan.spec import error_reason, open_regular, parse_json
 
 _PART_BYTES: Final = 2**20
 _MAX_ANSWER_BYTES: Final = 4096

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Final
 
-from capplan.spec._lora_modules import LORA_MODULES
-from capplan.spec._profile import ModelArch, ProfileEngine
+from capplan.spec import LORA_MODULES, ModelArch, ProfileEngine
 
 _FUSED: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 

@@ -8,8 +8,7 @@ from typing import Final
 
 from capplan.errors import InputError
 from capplan.serving.state import POOLED, SLORA, VLLM, Limits
-from capplan.spec._engine_args import EngineArgs
-from capplan.spec._scheduling import SLORA_CADENCE
+from capplan.spec import SLORA_CADENCE, EngineArgs
 from capplan.version import installed_version
 
 VLLM_ENGINE: Final = "vllm"

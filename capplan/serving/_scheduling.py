@@ -8,7 +8,7 @@ from typing import Final
 from capplan.serving._rules import ServingRules, serving_rules
 from capplan.serving.pooled import _state as p
 from capplan.serving.state import SLORA, Limits
-from capplan.spec._scheduling import Cache, Scheduler
+from capplan.spec import Cache, Scheduler
 
 _NS_PER_S: Final = 1_000_000_000
 _ORDERS: Final = MappingProxyType({"fifo": p.FIFO, "sjf": p.SJF, "static": p.QUEUES, "chameleon": p.QUEUES})

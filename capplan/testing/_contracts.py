@@ -15,7 +15,7 @@ import numpy as np
 
 from capplan.datasets import load_profile
 from capplan.errors import InfeasibleError
-from capplan.planner.problem._problem import (
+from capplan.planner.problem import (
     AdapterShare,
     Assignment,
     Estimate,
@@ -23,13 +23,12 @@ from capplan.planner.problem._problem import (
     GpuPool,
     Problem,
     distinct_adapters,
+    split_hot_adapters,
     whole_adapters,
 )
-from capplan.planner.problem._splitting import split_hot_adapters
 from capplan.spec import Adapter, EngineConfig, Lengths, Workload
-from capplan.twin.cluster import ClusterResult, Instance, PythonRouter, simulate_cluster
-from capplan.twin.cluster._routers import NamedRouter
-from capplan.twin.instance._per_request import FINISHED
+from capplan.twin.cluster import ClusterResult, Instance, NamedRouter, PythonRouter, simulate_cluster
+from capplan.twin.instance import FINISHED
 
 MakeRouter: TypeAlias = Callable[[], NamedRouter | PythonRouter]
 

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.serving import NONE, Limits, State
+from capplan.serving import NONE, Heap, Limits, State
 from capplan.serving import state as s
-from capplan.serving._structures import Heap
-from capplan.serving.pooled._state import NO_CACHE, QUEUES, SJF, PooledState
+from capplan.serving.pooled import NO_CACHE, QUEUES, SJF, PooledState
 from capplan.serving.state import EMPTY
 
 

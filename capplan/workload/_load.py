@@ -11,24 +11,41 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from capplan.errors import InputError
-from capplan.spec._files import parse_scalar, read_yaml
-from capplan.spec._lengths import Lengths
-from capplan.spec._limits import beyond, input_limits
-from capplan.spec._lora_modules import ADAPTER_CONFIG, ALL_LINEAR
-from capplan.spec._peft_folder import FolderAdapter, PeftFiles, local_folder, placed_path, require_described
-from capplan.spec._scheduling import Scheduler
-from capplan.spec._table_files import Header, open_unpacked, read_columns, table_parts, with_decimal_points
-from capplan.spec._trace import Trace
-from capplan.spec._validation import Key, SpecModel, unknown_key, validate_document
-from capplan.spec._workload import AdapterFields, PlanningRequirements, Workload, is_profile_path
-from capplan.spec._workload_file import (
+from capplan.spec import (
+    ADAPTER_CONFIG,
+    ALL_LINEAR,
     AdapterEntry,
+    AdapterFields,
     BaseEntry,
+    FolderAdapter,
+    Header,
+    Key,
+    Lengths,
     LengthsFile,
+    PeftFiles,
+    PlanningRequirements,
     RegistryEntry,
     RequestsEntry,
+    Scheduler,
+    SpecModel,
+    Trace,
     TraceEntry,
+    Workload,
     WorkloadFile,
+    beyond,
+    input_limits,
+    is_profile_path,
+    local_folder,
+    open_unpacked,
+    parse_scalar,
+    placed_path,
+    read_columns,
+    read_yaml,
+    require_described,
+    table_parts,
+    unknown_key,
+    validate_document,
+    with_decimal_points,
 )
 from capplan.workload._trace_files import read_length_pairs, read_trace
 

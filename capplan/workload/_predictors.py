@@ -16,9 +16,7 @@ from numpy.typing import NDArray
 
 from capplan._jit import jit
 from capplan.errors import NO_VALUE, InputError
-from capplan.spec import Predictor, read_text
-from capplan.spec._files import parse_json
-from capplan.spec._validation import MAX_TOKENS
+from capplan.spec import MAX_TOKENS, Predictor, parse_json, read_text
 
 if TYPE_CHECKING:
     from capplan.workload._requests import Requests

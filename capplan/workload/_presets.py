@@ -23,16 +23,16 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 from pydantic import Discriminator, Field, Tag
 
 from capplan.errors import InputError
-from capplan.spec._files import parse_yaml
-from capplan.spec._traffic import Popularity
-from capplan.spec._validation import (
+from capplan.spec import (
     Count,
     Key,
     NonNegative,
+    Popularity,
     Rank,
     SpecModel,
     Text,
     format_key,
+    parse_yaml,
     unknown_key,
     validate_document,
 )

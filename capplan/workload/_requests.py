@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from capplan._jit import by_reference, jit
 from capplan.errors import InputError
 from capplan.spec import (
+    MAX_SIMULATED_S,
     Adapter,
     Arrivals,
     BaseTraffic,
@@ -29,7 +30,6 @@ from capplan.spec import (
     Unpredictable,
     Workload,
 )
-from capplan.spec._limits import MAX_SIMULATED_S
 from capplan.workload._lengths import copula, length_sampler, length_score_sampler, sample_pairs
 from capplan.workload._sampling import (
     MAX_REQUESTS,

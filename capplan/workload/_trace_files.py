@@ -16,18 +16,22 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple, TypeAlias
 
 from capplan.errors import InputError
-from capplan.spec._files import read_at_most
-from capplan.spec._lengths import LengthPairs
-from capplan.spec._limits import beyond, input_limits
-from capplan.spec._table_files import MAX_COLUMNS, Header, open_unpacked, table_parts
-from capplan.spec._trace import (
+from capplan.spec import (
+    MAX_COLUMNS,
     NS_PER_S,
+    Header,
+    LengthPairs,
     NamedRows,
     TimeUnit,
     Trace,
     TraceFormat,
+    beyond,
+    input_limits,
     lengths_column,
+    open_unpacked,
+    read_at_most,
     require_each,
+    table_parts,
 )
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pandas as pd
 
 from capplan import Adapter, Lengths, Profile, Workload, simulate
-from capplan.datasets._catalog import read_arch
-from capplan.models.calibration._components import Hardware, assumed_profile
+from capplan.datasets import read_arch
+from capplan.models.calibration import Hardware, assumed_profile
 from capplan.spec import Coefficient
 
 MODEL = "example/3b"

@@ -24,7 +24,7 @@ from capplan.models.calibration._least_squares import (
     uncertainty,
 )
 from capplan.models.calibration._tables import read_table, require_positive
-from capplan.serving._memory import adapter_bytes, kv_bytes_per_token, slot_bytes, weight_bytes
+from capplan.serving import adapter_bytes, kv_bytes_per_token, slot_bytes, weight_bytes
 from capplan.spec import (
     FittedModel,
     Gpu,

@@ -13,7 +13,7 @@ from scipy.stats import gamma
 
 from capplan.errors import InputError
 from capplan.models._step_latency import StepRanks
-from capplan.spec._table_files import read_columns
+from capplan.spec import read_columns
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from capplan.datasets._catalog import (
+from capplan.datasets import (
     arch_of,
     architectures_of,
     hf_config,

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.datasets._catalog import GpuSheet
+from capplan.datasets import GpuSheet
 from capplan.errors import InputError
 from capplan.models.compose._attention import DecodeAttention, decode_attention, prefill_ms_per_mpair
 from capplan.models.compose._decoder import Decoder

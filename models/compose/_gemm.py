@@ -22,7 +22,7 @@ from capplan.models._step_latency import GRAPH_TOKENS
 if TYPE_CHECKING:
     import pandas as pd
 
-    from capplan.datasets._catalog import GpuSheet
+    from capplan.datasets import GpuSheet
 
 Floats = NDArray[np.float64]
 

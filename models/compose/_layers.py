@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.interpolate import interp1d
 
-from capplan.datasets._catalog import GpuSheet, gpu_sheet
+from capplan.datasets import GpuSheet, gpu_sheet
 from capplan.errors import InputError
 from capplan.models.compose._attention import DecodeAttention, decode_times, ms_per_mpair
 from capplan.models.compose._decoder import Decoder
-from capplan.spec._table_files import read_columns
+from capplan.spec import read_columns
 
 if TYPE_CHECKING:
     import pandas as pd

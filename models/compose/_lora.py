@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from capplan.datasets._catalog import GpuSheet, gpu_sheet, model_arch
+from capplan.datasets import GpuSheet, gpu_sheet, model_arch
 from capplan.models._roofline import VllmLora, activation_bytes
 from capplan.models.compose._tables import OperatorTables, operator_tables
-from capplan.serving._memory import lora_elements_per_rank
+from capplan.serving import lora_elements_per_rank
 from capplan.spec import Coefficient, ModelArch
 
 if TYPE_CHECKING:

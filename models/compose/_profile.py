@@ -32,22 +32,23 @@ from capplan.models.compose._decoder import Decoder
 from capplan.models.compose._forward import ForwardPass, StepTimes, forward_pass
 from capplan.models.compose._lora import CARRIED_STD_ERROR, lora_coefficients
 from capplan.models.compose._tables import operator_tables
-from capplan.serving._rules import VLLM_ENGINE, ServingRules
+from capplan.serving import VLLM_ENGINE, ServingRules
 from capplan.spec import (
+    TABLE_FORM,
     Coefficient,
     Fit,
     FittedModel,
     Gpu,
     Kernel,
+    Line,
     Profile,
     ProfileEngine,
     Provenance,
     ProvenanceKind,
+    SpecModel,
     StepTable,
     Uncertainty,
 )
-from capplan.spec._profile import TABLE_FORM
-from capplan.spec._validation import Line, SpecModel
 
 FILE: Final = Path(capplan.datasets.__file__).parent / "composed" / "host_terms.json"
 

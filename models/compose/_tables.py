@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from capplan.datasets._catalog import GpuSheet, gpu_sheet, other_gpu
+from capplan.datasets import GpuSheet, gpu_sheet, other_gpu
 from capplan.errors import InputError
 
 if TYPE_CHECKING:

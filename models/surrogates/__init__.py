@@ -1,6 +1,5 @@
 """Surrogates of the twin: predictions for one GPU in microseconds, with error intervals."""
 
-from capplan.models.surrogates._files import load_surrogate
-from capplan.models.surrogates._surrogate import Surrogate, SurrogateAnswer
+import lazy_loader
 
-__all__ = ["Surrogate", "SurrogateAnswer", "load_surrogate"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

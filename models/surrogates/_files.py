@@ -35,8 +35,7 @@ from capplan.models.surrogates._outputs import (
 from capplan.models.surrogates._surrogate import Domain, Intervals, SigmoidCalibration, Surrogate
 from capplan.models.surrogates._tree import LOG_OVER_EXPECTED, Tree
 from capplan.models.surrogates._tree import PROBABILITY as CHANCE
-from capplan.spec import Profile
-from capplan.spec._files import read_bytes
+from capplan.spec import Profile, read_bytes
 
 SURROGATE_VERSION: Final = 3
 

@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 from capplan.models.surrogates._features import feature_vector, unsupported_workload
 from capplan.models.surrogates._outputs import EnsembleOutput
 from capplan.models.surrogates._tree import Tree
-from capplan.spec import EngineArgs, Profile, Workload
-from capplan.spec._engine_args import (
+from capplan.spec import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
+    EngineArgs,
+    Profile,
+    Workload,
 )
 
 Features: TypeAlias = NDArray[np.float32]

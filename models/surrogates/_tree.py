@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 from capplan.errors import NO_VALUE, InputError
 from capplan.models.surrogates._features import FEATURES
 from capplan.models.surrogates._outputs import LEAF, Forest, forest_values, round_down
-from capplan.spec._validation import format_key, validate_document
+from capplan.spec import format_key, validate_document
 
 if TYPE_CHECKING:
     from sklearn.tree import DecisionTreeClassifier, DecisionTreeRegressor

@@ -17,8 +17,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from capplan.errors import InputError
 from capplan.models.surrogates._features import FEATURES, feature_of
-from capplan.spec import STARVED_BELOW, read_text
-from capplan.spec._files import read_bytes
+from capplan.spec import STARVED_BELOW, read_bytes, read_text
 
 MANIFEST: Final = "manifest.json"
 

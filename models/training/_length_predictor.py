@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InputError
-from capplan.workload import Requests
-from capplan.workload._predictors import (
+from capplan.workload import (
     ADAPTERS,
     CLASS_TOKENS,
     FEATURES,
+    Requests,
     length_classes,
     numbered_adapters,
     predictor_features,

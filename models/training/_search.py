@@ -27,7 +27,7 @@ from sklearn.utils.parallel import Parallel, delayed
 from capplan.errors import InputError
 from capplan.models.training._candidates import CandidateModel
 from capplan.models.training._evaluation import Split, grouped_folds, predictions, tuning_loss
-from capplan.spec._files import error_reason
+from capplan.spec import error_reason
 
 OnProgress: TypeAlias = Callable[[int, int], None]
 """Called with completed and total pieces of work."""

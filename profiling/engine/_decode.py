@@ -12,9 +12,8 @@ import numpy as np
 import torch
 
 from capplan.engine import Engine, ModelConfig, SamplingParams
-from capplan.engine.lora._adapter import AdapterLayout
-from capplan.engine.models import model_config
-from capplan.engine.models._shard import ModelShard
+from capplan.engine.lora import AdapterLayout
+from capplan.engine.models import ModelShard, model_config
 
 _BLOCK_TOKENS: Final = 16
 _MAX_NUM_BATCHED_TOKENS: Final = 8192

@@ -13,20 +13,14 @@ import numpy as np
 import torch
 
 from capplan import __version__
-from capplan.engine import Engine
-from capplan.engine._affinity import device_name
-from capplan.engine._memory_profile import free_unused
-from capplan.engine._request import SamplingParams
-from capplan.engine._settings import EngineOptions
-from capplan.engine._worker import Sizes
-from capplan.engine.lora._adapter import MODULES, AdapterLayout
+from capplan.engine import Engine, EngineOptions, SamplingParams, Sizes, device_name, free_unused
+from capplan.engine.lora import MODULES, AdapterLayout
 from capplan.engine.models import ModelConfig, model_config
 from capplan.errors import InfeasibleError
-from capplan.models.calibration._components import Hardware, assumed_profile
+from capplan.models.calibration import Hardware, assumed_profile
 from capplan.profiling._tables import MIN_LOAD_MS, loading_row
 from capplan.profiling.engine._options import EngineProfilingOptions, SlotSetting
-from capplan.serving import weight_bytes
-from capplan.serving._memory import kv_bytes_per_token, lora_elements_per_rank
+from capplan.serving import kv_bytes_per_token, lora_elements_per_rank, weight_bytes
 from capplan.spec import Kernel, ModelArch, Profile
 
 BLOCK_TOKENS: Final = 16

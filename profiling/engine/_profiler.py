@@ -23,11 +23,10 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from capplan.engine import Engine
-from capplan.engine._settings import EngineOptions
+from capplan.engine import Engine, EngineOptions
 from capplan.engine.models import model_config
 from capplan.errors import InputError
-from capplan.models.calibration._least_squares import LinearProblem, cross_validate
+from capplan.models.calibration import LinearProblem, cross_validate
 from capplan.profiling import _tables as files
 from capplan.profiling._machine import describe
 from capplan.profiling._tables import OUTPUT_TOKENS, MeasurementFolder, OnProgress, idle_run, require_same

@@ -9,11 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.engine import Engine
-from capplan.engine._engine_core import StepOutput
-from capplan.engine._request import Request, SamplingParams
-from capplan.engine._scheduler_output import Decision
-from capplan.engine._timing import StepRecord
+from capplan.engine import Decision, Engine, Request, SamplingParams, StepOutput, StepRecord
 from capplan.profiling.server._closed_loop import powers_of_2
 from capplan.spec import EngineArgs
 

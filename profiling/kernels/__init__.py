@@ -1,1 +1,5 @@
 """Timings of low-rank products of many adapters, shrink and expand separately."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

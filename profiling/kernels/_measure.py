@@ -26,15 +26,12 @@ import numpy as np
 import pandas as pd
 import torch
 
-from capplan.engine._affinity import device_name
-from capplan.engine._input_batch import Segment
-from capplan.engine.kernels._torch_lora import GroupedLoRA, PaddedLoRA
-from capplan.engine.lora._adapter import GROUPS, A, AdapterLayout, B
-from capplan.engine.lora._memory import Expand, RowTables, Shrink, SiteViews
-from capplan.engine.models import builtin_models
-from capplan.engine.models._config import ModelConfig
+from capplan.engine import Segment, device_name
+from capplan.engine.kernels import GroupedLoRA, PaddedLoRA
+from capplan.engine.lora import GROUPS, A, AdapterLayout, B, Expand, RowTables, Shrink, SiteViews
+from capplan.engine.models import ModelConfig, builtin_models
 from capplan.errors import InputError
-from capplan.models._kernel_fits import COLUMNS, read_kernel_table
+from capplan.models import COLUMNS, read_kernel_table
 from capplan.profiling._machine import describe, last_cache_bytes
 from capplan.profiling._tables import PROVENANCE, OnProgress, require_same
 from capplan.profiling.kernels._cases import (
@@ -50,7 +47,7 @@ from capplan.profiling.kernels._cases import (
 from capplan.spec import read_text, write_bytes_atomic, write_text_atomic
 
 if TYPE_CHECKING:
-    from capplan.engine.kernels._triton_lora import Kind
+    from capplan.engine.kernels import Kind
 
 
 _COPIES: Final = 21
@@ -277,7 +274,7 @@ class TritonCalls:
 
     def __call__(self, case: Case, width: int, pool: WeightPool, number: int) -> KernelCalls:
         """See `MakeCalls`."""
-        from capplan.engine.kernels._triton_lora import TritonLoRA  # CPU-only machines lack Triton
+        from capplan.engine.kernels import TritonLoRA
 
         layout = AdapterLayout(_square_model(width, number))
         tables = RowTables(layout, len(case.ranks), max(case.ranks), pool.numbers.device)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from capplan.errors import InputError
 from capplan.profiling.load._requests import Schedule
-from capplan.spec._files import create_beside, error_reason, replace_durably, resolved_output
+from capplan.spec import create_beside, error_reason, replace_durably, resolved_output
 
 FINISHED: Final = "finished"
 UNFINISHED: Final = "unfinished"

@@ -20,10 +20,18 @@ from capplan.profiling.load._record import (
     MeasurementWindow,
     RequestRecords,
 )
-from capplan.spec import STARVED_BELOW, read_text, write_text_atomic
-from capplan.spec._files import parse_json
-from capplan.spec._predicted import PERCENTILES, latency_stats
-from capplan.spec._validation import Many, SpecModel, format_key, validate_document
+from capplan.spec import (
+    PERCENTILES,
+    STARVED_BELOW,
+    Many,
+    SpecModel,
+    format_key,
+    latency_stats,
+    parse_json,
+    read_text,
+    validate_document,
+    write_text_atomic,
+)
 
 if TYPE_CHECKING:
     from capplan.profiling.load._bench import EventLoopLag

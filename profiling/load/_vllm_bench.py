@@ -25,9 +25,8 @@ from capplan.profiling.load._result import (
     MeasuredStats,
     statistics,
 )
-from capplan.spec import STARVED_BELOW, write_text_atomic
-from capplan.spec._predicted import latency_stats
-from capplan.workload._trace_files import read_vllm_result
+from capplan.spec import STARVED_BELOW, latency_stats, write_text_atomic
+from capplan.workload import read_vllm_result
 
 _MS_PER_S: Final = 1e3
 _MOST: Final = 1e18  # seconds, requests and tokens are fewer

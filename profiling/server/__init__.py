@@ -1,1 +1,5 @@
 """Server measurements: closed loops at many operating points, adapter loads, first tokens."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

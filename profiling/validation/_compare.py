@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from capplan.errors import InputError
-from capplan.models.calibration._least_squares import smape
+from capplan.models.calibration import smape
 from capplan.profiling.load._preflight import ServerInfo
 from capplan.profiling.load._result import BenchResult
 from capplan.spec import EngineArgs, Profile
@@ -320,7 +320,7 @@ def offered_values(result: SimulationResult) -> dict[str, float]:
 
 def constant_step(profile: Profile, result: SimulationResult) -> Profile:
     """Return the profile with one time for all steps, the mean of a simulation."""
-    from capplan.models._step_latency import ADDITIVE
+    from capplan.models import ADDITIVE
     from capplan.spec import Coefficient
 
     steps_s = result.busy_fraction * result.duration_s - result.load_s

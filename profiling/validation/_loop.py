@@ -15,8 +15,7 @@ from typing import Any, Final
 
 from capplan.datasets import load_profile
 from capplan.errors import CapplanError, InfeasibleError
-from capplan.models._kernel_crossover import crossover
-from capplan.models._kernel_fits import read_kernel_table
+from capplan.models import crossover, read_kernel_table
 from capplan.profiling.server._process import flag_words, run_capplan
 from capplan.spec import Adapter, Lengths, Workload, write_text_atomic
 from capplan.twin import SimulationResult, simulate

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from capplan.errors import InputError
-from capplan.models._uncertainty import with_step_times
+from capplan.models import with_step_times
 from capplan.profiling.load._bench import BenchOptions, OnTick, bench
 from capplan.profiling.load._preflight import ServerInfo, fetch_server_info
 from capplan.profiling.load._requests import LoadSettings, Target, scaled, schedule_of
@@ -34,8 +34,7 @@ from capplan.profiling.validation._compare import (
 )
 from capplan.spec import Group, Plan, Profile, Workload
 from capplan.twin import simulate
-from capplan.twin.instance._scenario import chosen_rules
-from capplan.twin.instance._simulate import keywords_of
+from capplan.twin.instance import chosen_rules, keywords_of
 
 _DRAIN_S: Final = 1.0
 _MORE_CONNECTIONS: Final = 64

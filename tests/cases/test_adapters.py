@@ -15,11 +15,21 @@ import pytest
 from capplan import Adapter, InputError, Lengths, Workload, load_workload, plan
 from capplan.deploy import vllm_files
 from capplan.registry import RegisteredAdapter, read_adapter
-from capplan.spec import Plan, PlanEngine, Pool, WorkloadFile
-from capplan.spec._engine_args import VLLM_FLAGS, has_flag, vllm_rank
-from capplan.spec._lora_modules import LORA_MODULES
-from capplan.spec._peft_folder import PeftFiles, is_other_model, path_kind, placed_path
-from capplan.spec._validation import NOT_PRINTABLE
+from capplan.spec import (
+    LORA_MODULES,
+    NOT_PRINTABLE,
+    VLLM_FLAGS,
+    PeftFiles,
+    Plan,
+    PlanEngine,
+    Pool,
+    WorkloadFile,
+    has_flag,
+    path_kind,
+    placed_path,
+    vllm_rank,
+)
+from capplan.spec._peft_folder import is_other_model
 from tests.cli.conftest import ROOT, Run, error_line, run
 from tests.cli.examples import MODEL, group, small_plan
 from tests.deploy.test_vllm import launched, only_script, options, plan_of

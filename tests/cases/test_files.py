@@ -17,10 +17,10 @@ import pytest
 
 import capplan._jit as compile_
 from capplan import InputError
-from capplan.engine._timing import RecordFile
-from capplan.profiling.load._record import RequestFile
+from capplan.engine import RecordFile
+from capplan.profiling.load import RequestFile
 from capplan.spec import write_text_atomic
-from capplan.workload._predictors import FEATURES, read_predictor
+from capplan.workload import FEATURES, read_predictor
 from tests.cli.conftest import command, environment, error_line
 from tests.fuzz.case import PROFILE
 from tests.fuzz.file_inputs import (

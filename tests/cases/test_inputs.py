@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from capplan import InputError, Plan, load_workload
-from capplan.profiling.load._vllm_bench import read_result
+from capplan.profiling.load import read_result
 from tests.cli.conftest import Run, error_line, run
 
 __all__ = ["run"]

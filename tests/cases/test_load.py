@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from capplan.profiling.load._result import BenchResult
+from capplan.profiling.load import BenchResult
 from tests.cli.conftest import Run
 from tests.profiling.load.servers import STREAM_HEAD, chunk, event, paced, plain, server, usage
 

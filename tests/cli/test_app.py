@@ -14,7 +14,7 @@ import typer
 import capplan
 from capplan import InfeasibleError, InputError
 from capplan.cli.app import _COMMANDS, app
-from capplan.spec._routing import FORECASTS
+from capplan.spec import FORECASTS
 from tests.cli.conftest import ROOT, Process, Run, command, environment, error_line
 from tests.cli.examples import small_plan
 

@@ -9,8 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from capplan.cli.progress import numbers
-from capplan.profiling.load._bench import LoadProgress
-from capplan.profiling.load._result import BenchResult
+from capplan.profiling.load import BenchResult, LoadProgress
 from capplan.profiling.load._vllm_bench import read_vllm_bench
 from tests.cli.conftest import Run, command, environment, error_line
 from tests.cli.examples import write_inputs

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from capplan import Plan, load_profile, load_workload, plan
-from capplan.planner.verification._served import by_rank, fleet_of_plan
+from capplan.planner.verification import by_rank, fleet_of_plan
 from capplan.spec import RebalanceSettings
 from tests.cli.conftest import Run, error_line
 from tests.cli.examples import write_inputs

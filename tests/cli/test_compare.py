@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from capplan.planner import SOLVERS, SolverComparison, SolverResult
-from capplan.reports.pages._comparison import comparison_page
+from capplan.reports.pages import comparison_page
 from tests.cli.conftest import Run, error_line
 from tests.cli.examples import WORKLOAD, write_inputs
 from tests.cli.test_report import HOSTILE, figures_of, parsed

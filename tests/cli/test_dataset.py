@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from capplan.models.training._data import read_tables
+from capplan.models.training import read_tables
 from tests.cli.conftest import Process, Run, command, environment, error_line
 from tests.cli.examples import profile_document
 

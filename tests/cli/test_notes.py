@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from capplan.reports.tables._notes import plan_notes
+from capplan.reports.tables import plan_notes
 from capplan.spec import Percentiles, Slo
 from tests.cli.conftest import Run
 from tests.cli.examples import small_plan

@@ -13,10 +13,9 @@ import pytest
 
 from benchmarks.step_tables import tabulated
 from capplan import Plan, load_profile, load_workload, plan
-from capplan.reports.tables._plan import binding, groups_table
-from capplan.reports.tables._plan import verdict as words_of
-from capplan.spec import Slo, Verification
-from capplan.spec._plan import OUT_OF_TIME
+from capplan.reports.tables import binding, groups_table
+from capplan.reports.tables import verdict as words_of
+from capplan.spec import OUT_OF_TIME, Slo, Verification
 from tests.cli.conftest import Process, Run, command, environment, error_line
 from tests.cli.examples import MODEL, WORKLOAD, small_plan, verdict, write_inputs
 

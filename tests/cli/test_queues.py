@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from capplan import Plan
-from capplan.reports.tables._scheduling import scheduling_words
+from capplan.reports.tables import scheduling_words
 from capplan.spec import Cache, QueueClass, QueueConfig, Queues, Scheduler, Wrs
 from tests.cli.conftest import Run, error_line
 from tests.cli.examples import WORKLOAD, small_plan, write_inputs

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.reports._console import Table
+from capplan.reports import Table
 from capplan.reports.pages import _page as page
 from capplan.reports.pages._figures import (
     Axis,

@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from capplan.models.surrogates import FEATURES, LOG_OVER_EXPECTED, Tree
 from capplan.models.surrogates import _files as files
-from capplan.models.surrogates._features import FEATURES
-from capplan.models.surrogates._tree import LOG_OVER_EXPECTED, PROBABILITY, Tree
+from capplan.models.surrogates._tree import PROBABILITY
 from tests.cli.conftest import Run, error_line
 
 LEAF = -1

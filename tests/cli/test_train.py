@@ -13,7 +13,7 @@ import pytest
 from capplan import load_profile
 from capplan.cli.train import DataOptions, data_folder
 from capplan.models.surrogates._files import read_surrogate
-from capplan.models.training._data import read_tables
+from capplan.models.training import read_tables
 from capplan.twin.dataset import generate_dataset
 from tests.cli.conftest import Run, error_line
 from tests.cli.examples import profile_document

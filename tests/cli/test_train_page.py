@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from capplan import load_profile
-from capplan.models.surrogates._features import FEATURES
-from capplan.models.surrogates._tree import LOG_OVER_EXPECTED, PROBABILITY, Tree
-from capplan.models.training._data import DatasetRequest, DatasetResult, Manifest
+from capplan.models.surrogates import FEATURES, LOG_OVER_EXPECTED, Tree
+from capplan.models.surrogates._tree import PROBABILITY
+from capplan.models.training import DatasetRequest, DatasetResult, Manifest, Trained
 from capplan.models.training._refinement import FrontPoint, Refinement
-from capplan.models.training._train import Trained
-from capplan.reports.pages._training import training_page
+from capplan.reports.pages import training_page
 from tests.cli.test_report import HOSTILE, figures_of, parsed
 from tests.cli.test_report_browser import CHROMIUM, browse, drawn
 

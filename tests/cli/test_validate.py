@@ -34,8 +34,8 @@ def workload_document(names: list[str], base_model: str, rate_rps: float = 2.0) 
 def written(folder: Path, document: dict[str, Any]) -> tuple[Path, Path, Path]:
     """Write a workload, the profile of a tiny engine and a plan, and return their files."""
     from capplan import load_workload
+    from capplan.profiling.engine import EngineProfilingOptions
     from capplan.profiling.engine._memory import base_profile
-    from capplan.profiling.engine._options import EngineProfilingOptions
 
     workload, profile, chosen = (folder / name for name in ("workload.yaml", "profile.json", "plan.json"))
     base = base_profile(EngineProfilingOptions("tiny-llama", max_model_len=128))

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from capplan import load_workload
-from capplan.workload._presets import presets
+from capplan.workload import presets
 from tests.cli.conftest import ROOT, Run, error_line
 from tests.cli.examples import MODEL, profile_document
 

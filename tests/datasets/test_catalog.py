@@ -1,6 +1,7 @@
 import pytest
 
-from capplan.datasets._catalog import arch_of, model_arch, model_archs
+from capplan.datasets import arch_of, model_arch
+from capplan.datasets._catalog import model_archs
 from capplan.errors import InputError
 from capplan.serving import weight_bytes
 

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from capplan.engine import Completion, Engine, ModelConfig, SamplingParams
+from capplan.engine import Completion, Engine, ModelConfig, Request, SamplingParams
 from capplan.engine._engine import Prompt
 from capplan.engine._engine_core import EngineCore
-from capplan.engine._request import Request
 from capplan.serving import NONE, State
 from capplan.testing import check_integrity
 

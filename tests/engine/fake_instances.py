@@ -12,14 +12,19 @@ import aiohttp
 from aiohttp import web
 
 from capplan import Plan
+from capplan.fleet import (
+    InstanceSpec,
+    RebalancingConfig,
+    RegistrySettings,
+    RouterConfig,
+    RoutingSettings,
+    ServingOptions,
+    instances_of,
+)
 from capplan.fleet._app import RouterServer
-from capplan.fleet._instances import InstanceSpec, ServingOptions, instances_of
 from capplan.fleet._launcher import LaunchError
 from capplan.fleet._proxy import RouterState
-from capplan.fleet._rebalancing import RebalancingConfig
-from capplan.fleet._registered_adapters import RegistrySettings
-from capplan.fleet._routing import RoutingSettings
-from capplan.fleet._supervisor import InstanceFleet, RestartPolicy, RouterConfig
+from capplan.fleet._supervisor import InstanceFleet, RestartPolicy
 from capplan.server import PoolSettings, ServerSettings, bind, url_of
 from capplan.spec import Totals, Verification
 from tests.cli.examples import group, small_plan

@@ -19,7 +19,7 @@ pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
 
 from benchmarks.moving_cluster import is_intact
 from capplan import InputError
-from capplan.engine.lora._store import AdapterStore
+from capplan.engine.lora import AdapterStore
 from capplan.registry import AdapterRegistry
 from capplan.server._adapter_pool import PoolParams
 from tests.engine.adapter_fleet import (

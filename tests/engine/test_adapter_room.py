@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
 
 from capplan import InputError
-from capplan.engine.lora._store import IncomingAdapter
+from capplan.engine.lora import IncomingAdapter
 from capplan.server import PoolSettings
 from tests.engine.adapter_fleet import NAMES, Fleet, answer, ask, set_shares, until
 from tests.engine.live import Live

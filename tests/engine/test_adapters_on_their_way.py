@@ -13,10 +13,10 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
 
-from capplan.engine.lora._store import AdapterStore
+from capplan.engine.lora import AdapterStore
 from capplan.server._adapter_pool import PoolParams
 from capplan.server._transfer import TransferParams
-from capplan.spec._routing import BYTES_PER_TOKEN
+from capplan.spec import BYTES_PER_TOKEN
 from tests.engine.adapter_fleet import PATIENT
 from tests.engine.test_adapter_pool import FAULTS, PEER, Fleet, answer, ask, peer, refusal, reply
 from tests.engine.test_faults import send

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from capplan.engine._affinity import allowed_cpus, bound_to, core_cpus, other_cpus, parse_cpus
+from capplan.engine import bound_to, core_cpus, other_cpus
+from capplan.engine._affinity import allowed_cpus, parse_cpus
 from capplan.engine._timing import WallClock
 from capplan.engine.lora._loader import ThreadLoader
 from capplan.errors import InputError
+from capplan.profiling.load import Target
 from capplan.profiling.load import _preflight as preflight
 from capplan.profiling.load._preflight import beside_engine, engine_info
-from capplan.profiling.load._requests import Target
 
 needs_two = pytest.mark.skipif(len(allowed_cpus()) < 2, reason="needs two CPUs")
 

@@ -20,10 +20,18 @@ import psutil
 import pytest
 
 from capplan import __version__
-from capplan.engine import Engine
-from capplan.engine._affinity import allowed_cpus, device_name
-from capplan.engine._core_process import AWAKE_S, CoreProcess
-from capplan.engine._messages import CoreSettings, FrameReader, Reply, StepTokens, frame
+from capplan.engine import (
+    CoreProcess,
+    CoreSettings,
+    Engine,
+    FrameReader,
+    Reply,
+    StepTokens,
+    device_name,
+    frame,
+)
+from capplan.engine._affinity import allowed_cpus
+from capplan.engine._core_process import AWAKE_S
 from capplan.errors import InputError
 from tests.cli.conftest import environment
 from tests.engine.test_generate import write_adapter

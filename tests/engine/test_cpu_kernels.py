@@ -6,12 +6,12 @@ import torch
 
 pytest.importorskip("triton", reason="the helpers are those of the GPU's kernels (extra `engine`)")
 
-from capplan.engine import ModelConfig
-from capplan.engine._input_batch import Decodes, ModelInputs, Segment
+from capplan.engine import ModelConfig, Segment
+from capplan.engine._input_batch import Decodes, ModelInputs
 from capplan.engine._pool import PagePool, kv_page_elements
 from capplan.engine.kernels._cpu import GEMM_FROM, CompiledAttention, CompiledLoRA, CompiledNorms
-from capplan.engine.lora._adapter import SITES, B
-from capplan.engine.lora._memory import RowTables
+from capplan.engine.lora import B, RowTables
+from capplan.engine.lora._adapter import SITES
 from capplan.engine.models._decoder import KvCache, RopeTable
 from capplan.engine.models._weights import Linear
 from tests.engine.test_kernels import CONFIG, LAYOUT, S_MAX, expected, memory_of, random_adapter

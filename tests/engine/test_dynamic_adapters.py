@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from capplan import InputError
-from capplan.engine import Engine, SamplingParams
+from capplan.engine import Engine, Request, SamplingParams
 from capplan.engine import _engine_core as engine_core
 from capplan.engine._core_process import warm_up
-from capplan.engine._request import Request
 from capplan.serving import NONE
 from tests.engine.engines import TINY_MODEL as TINY
 from tests.engine.engines import check_engine

@@ -15,8 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from capplan.engine import Engine
-from capplan.engine._engine_core import StepOutput
+from capplan.engine import Engine, StepOutput
 from capplan.engine.lora import PeftFolder
 from capplan.server import ServerLimits
 from capplan.server._protocol import _ANY, _UNSUPPORTED, ChatRequest, CompletionRequest

@@ -13,10 +13,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from capplan import InfeasibleError, InputError
-from capplan.engine import Engine, ModelConfig, SamplingParams
-from capplan.engine._request import Request
+from capplan.engine import Engine, ModelConfig, RecordFile, Request, SamplingParams
 from capplan.engine._sampler import sample
-from capplan.engine._timing import RecordFile
 from capplan.engine.models._config import config_from_hf
 from tests.engine.engines import TINY_MODEL, TimedRequest, check_engine, replay
 

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from capplan import InputError
 from capplan.engine.lora import AdapterLayout, PeftFolder
 from capplan.engine.lora._peft import read_tensors
-from capplan.spec._lora_modules import ADAPTER_CONFIG
-from capplan.spec._peft_folder import WEIGHTS_FILE, SafetensorsFile, _matches
+from capplan.spec import ADAPTER_CONFIG, WEIGHTS_FILE, SafetensorsFile
+from capplan.spec._peft_folder import _matches
 from tests.engine.engines import TINY_MODEL as TINY
 from tests.engine.test_dynamic_adapters import write_adapter
 

@@ -13,8 +13,8 @@ pytest.importorskip("uvicorn", reason="servers need uvicorn (extra `engine`)")
 import uvicorn
 from uvicorn.server import ServerState
 
-from capplan.server import ServerLimits
-from capplan.server._http_protocol import CLIENT, ConnectionCap
+from capplan.server import CLIENT, ServerLimits
+from capplan.server._http_protocol import ConnectionCap
 from capplan.server._state import ByteBudget
 
 REQUEST = b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"

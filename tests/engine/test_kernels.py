@@ -16,20 +16,20 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="the kernels need triton (extra `engine`)")
 
-from capplan.engine import ModelConfig
-from capplan.engine._input_batch import Prefill, Segment
+from capplan.engine import ModelConfig, Segment
+from capplan.engine._input_batch import Prefill
 from capplan.engine._pool import PagePool, kv_page_elements
+from capplan.engine.kernels import Kind, TritonLoRA
 from capplan.engine.kernels._triton_attention import (
     attention_splits,
     decode_launches,
     prompt_launch,
     prompt_tiles,
 )
-from capplan.engine.kernels._triton_lora import Kind, TritonLoRA
 from capplan.engine.kernels._triton_lora_kernels import shrink_tiles, shrink_tokens
-from capplan.engine.lora import AdapterLayout, HostAdapter
-from capplan.engine.lora._adapter import MODULES, SITES, pack
-from capplan.engine.lora._memory import AdapterMemory, RowTables, StaticSlots, UnifiedPages
+from capplan.engine.lora import MODULES, AdapterLayout, HostAdapter, RowTables
+from capplan.engine.lora._adapter import SITES, pack
+from capplan.engine.lora._memory import AdapterMemory, StaticSlots, UnifiedPages
 from capplan.engine.models._decoder import KvCache
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

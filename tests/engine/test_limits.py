@@ -15,8 +15,7 @@ import pytest
 
 from capplan import InputError
 from capplan.fleet._proxy import ForwardedRequest
-from capplan.server import ServerLimits
-from capplan.server._protocol import ApiError, parsed
+from capplan.server import ApiError, ServerLimits, parsed
 from capplan.server._state import ByteBudget
 from tests.engine.live import Live, live
 

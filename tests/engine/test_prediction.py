@@ -6,7 +6,7 @@ import pytest
 from capplan import InputError
 from capplan.engine._engine import OutputPredictor
 from capplan.spec import Predictor
-from capplan.workload._predictors import length_classes
+from capplan.workload import length_classes
 
 
 def test_an_oracle_is_the_declared_length() -> None:

@@ -11,10 +11,11 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
-from capplan.fleet._rebalancing import PostParams, RebalanceLoop, RebalancingConfig
-from capplan.fleet._registered_adapters import RegistrySettings
+from capplan.fleet import RebalancingConfig, RegistrySettings
+from capplan.fleet._rebalancing import PostParams, RebalanceLoop
 from capplan.registry import AdapterRegistry, RegisteredAdapter
-from capplan.serving.rebalancing import AdapterDemand, Rebalancer, RebalanceSettings, ReplanRequest
+from capplan.serving.rebalancing import AdapterDemand, Rebalancer, ReplanRequest
+from capplan.spec import RebalanceSettings
 from tests.engine.fake_instances import Routed, routed, tiny_plan
 
 RANKS = {"a": 8, "b": 4, "shared": 16}

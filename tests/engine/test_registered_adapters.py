@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
+from capplan.fleet import RegistrySettings
 from capplan.fleet._registered_adapters import (
     RateLimit,
     RegisteredAdapters,
-    RegistrySettings,
     RegistrySnapshot,
     placed_by_registry,
 )

@@ -18,13 +18,13 @@ from capplan import InputError
 from capplan.cli.serve_plan import PlanProfiles
 from capplan.datasets import _profile_files as profile_files
 from capplan.datasets import load_profile
-from capplan.engine._settings import EngineOptions
+from capplan.engine import EngineOptions
+from capplan.fleet import RouterConfig, ServingOptions, instances_of, spread_over_gpus
 from capplan.fleet import _app as router_process
 from capplan.fleet._app import merged
-from capplan.fleet._instances import ServingOptions, gpus_of, instances_of, spread_over_gpus
+from capplan.fleet._instances import gpus_of
 from capplan.fleet._routing import InstanceRouter
-from capplan.fleet._supervisor import RouterConfig
-from capplan.models._memory import gpu_load_ms
+from capplan.models import gpu_load_ms
 from capplan.spec import Cache, PlanBase, Profile, QueueClass, Queues, Wrs
 from capplan.twin.cluster import Candidate, RoutedRequest
 from tests.cli.conftest import Run, error_line, run

@@ -21,7 +21,7 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
-from capplan.fleet._instances import ServingOptions, instances_of
+from capplan.fleet import ServingOptions, instances_of
 from tests.cli.conftest import command, environment
 from tests.engine.fake_instances import events, tiny_plan
 

@@ -13,11 +13,10 @@ import aiohttp
 import ray
 
 from capplan import InputError
+from capplan.fleet import RayLauncher, RouterConfig, ServingOptions, instances_of
 from capplan.fleet._app import RouterServer
-from capplan.fleet._instances import ServingOptions, instances_of
-from capplan.fleet._launcher import RayLauncher
 from capplan.fleet._proxy import RouterState
-from capplan.fleet._supervisor import InstanceFleet, RouterConfig
+from capplan.fleet._supervisor import InstanceFleet
 from capplan.server import ServerSettings, bind, url_of
 from tests.cli.conftest import ROOT
 from tests.engine.fake_instances import QUICK, tiny_plan

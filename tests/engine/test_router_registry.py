@@ -9,9 +9,8 @@ import pytest
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
 from capplan.datasets import load_profile
+from capplan.fleet import RegistrySettings, RouterConfig
 from capplan.fleet import _launcher as launcher
-from capplan.fleet._registered_adapters import RegistrySettings
-from capplan.fleet._supervisor import RouterConfig
 from capplan.registry import AdapterRegistry, RegisteredAdapter
 from capplan.server import PoolSettings
 from tests.cases.test_adapters import adapter_folder

@@ -17,11 +17,19 @@ from hypothesis import strategies as st
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
 from capplan import InputError
-from capplan.fleet._routing import Choice, InstanceRouter, RoutingSettings
-from capplan.serving.routers import ROUTERS, LeastWorkLeft, Toppings
-from capplan.serving.routers._choose import RoutingRule
-from capplan.serving.routers._fleet import ACTIVE, AWAITED, RESIDENT, report_time_ns
-from capplan.spec._routing import ROUTER_NAMES
+from capplan.fleet import RoutingSettings
+from capplan.fleet._routing import Choice, InstanceRouter
+from capplan.serving.routers import (
+    ACTIVE,
+    AWAITED,
+    RESIDENT,
+    ROUTERS,
+    LeastWorkLeft,
+    RoutingRule,
+    Toppings,
+    report_time_ns,
+)
+from capplan.spec import ROUTER_NAMES
 from capplan.twin.cluster import Candidate, RoutedRequest
 from capplan.twin.cluster._routers import plain_rule
 from capplan.twin.instance._host_link import NEVER_NS

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
 from capplan import InputError
-from capplan.fleet._routing import InstanceRouter, RoutingSettings, RoutingTable
-from capplan.spec._routing import ROUTER_NAMES
+from capplan.fleet import RoutingSettings
+from capplan.fleet._routing import InstanceRouter, RoutingTable
+from capplan.spec import ROUTER_NAMES
 from tests.engine.fake_instances import idle_state
 from tests.engine.test_routing import rule_and_reference
 from tests.oracle.routers import SmoothShares

@@ -14,7 +14,7 @@ import pytest
 
 from capplan import server
 from capplan.cli import options
-from capplan.engine._timing import StepRecord
+from capplan.engine import StepRecord
 from capplan.server import InstanceConfig, ServerLimits, ServerSettings
 from tests.cli.conftest import Run, command, environment, error_line, run
 

@@ -11,10 +11,9 @@ pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)
 from capplan import Plan
 from capplan.cli.serve_plan import unverified_overrides
 from capplan.datasets import load_profile
-from capplan.fleet._supervisor import RouterConfig
-from capplan.spec import RebalanceSettings, Scheduler
-from capplan.spec._routing import PLAN_ROUTER
-from capplan.twin.cluster._routers import MODELLED, served_rule
+from capplan.fleet import RouterConfig
+from capplan.spec import PLAN_ROUTER, RebalanceSettings, Scheduler
+from capplan.twin.cluster import MODELLED, served_rule
 from tests.cli.conftest import Run, run
 from tests.cli.examples import small_plan
 from tests.engine.test_router_config import started

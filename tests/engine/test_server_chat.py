@@ -14,8 +14,8 @@ from tokenizers import AddedToken, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as HfTokenizer
 
 from capplan import InputError
-from capplan.engine import Engine
-from capplan.engine._tokenizer import ByteTokenizer, FileTokenizer
+from capplan.engine import ByteTokenizer, Engine
+from capplan.engine._tokenizer import FileTokenizer
 from capplan.server import ServerLimits
 from capplan.server._chat_template import chat_template
 from capplan.server._protocol import ChatMessage

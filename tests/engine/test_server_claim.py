@@ -17,9 +17,8 @@ import pytest
 pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
 
 from capplan import InputError
-from capplan.engine.lora._store import AdapterStore
-from capplan.registry import AdapterRegistry
-from capplan.registry._adapter import RegisteredServer
+from capplan.engine.lora import AdapterStore
+from capplan.registry import AdapterRegistry, RegisteredServer
 from capplan.server._adapter_pool import OwnedFolder, PoolParams, ServerClaim
 from tests.cli.conftest import environment
 from tests.engine.adapter_fleet import NAMES, Fleet, answer, refusal, share, until

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from capplan.fleet._routing import ReportedState
 from capplan.server._metrics import Histogram
-from capplan.serving.routers._fleet import RESIDENT
+from capplan.serving.routers import RESIDENT
 from capplan.spec import QueueClass, Queues, Wrs
 from tests.engine.live import Live, live
 from tests.engine.test_faults import complete, send

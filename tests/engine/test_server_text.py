@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from capplan.engine._tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+from capplan.engine import ByteTokenizer, Tokenizer
+from capplan.engine._tokenizer import FileTokenizer
 from capplan.server._output_stream import StopChecker, new_detokenizer
 
 SAMPLE = "Grüße aus Köln, 東京 and 🙂🙃! It is what it is; the rest is silence.\n"

@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from capplan.server._process import bind, ignore_new_connections
+from capplan.server import bind
+from capplan.server._process import ignore_new_connections
 from tests.engine.live import Live, live
 
 ADAPTERS = {"a": 8}

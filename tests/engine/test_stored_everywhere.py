@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
 from capplan import Plan, load_profile
+from capplan.fleet import RouterConfig
 from capplan.fleet._routing import InstanceRouter
-from capplan.fleet._supervisor import RouterConfig
 from tests.cli.conftest import Run, error_line, run
 from tests.engine.fake_instances import idle_state, tiny_plan
 from tests.engine.test_router_config import started

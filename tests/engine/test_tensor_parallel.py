@@ -14,15 +14,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from capplan import InputError
-from capplan.engine import Completion, Engine, ModelConfig
-from capplan.engine._core_process import CoreProcess
-from capplan.engine._messages import CoreSettings
-from capplan.engine._settings import EngineOptions
-from capplan.engine.lora._adapter import AdapterLayout, RandomAdapter
-from capplan.engine.models import random_weights
-from capplan.engine.models._shard import ModelShard, require_shardable
+from capplan.engine import Completion, CoreProcess, CoreSettings, Engine, EngineOptions, ModelConfig
+from capplan.engine.lora import AdapterLayout
+from capplan.engine.lora._adapter import RandomAdapter
+from capplan.engine.models import ModelShard, random_weights, require_shardable
 from capplan.engine.parallel._group import WorkerEndedError
-from capplan.serving._memory import lora_elements_per_rank
+from capplan.serving import lora_elements_per_rank
 from tests.engine.engines import check_engine
 from tests.engine.live import TINY
 from tests.engine.test_core_process import Server

@@ -11,16 +11,13 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from capplan.engine import Engine, ModelConfig, SamplingParams
+from capplan.engine import Decision, Engine, EngineOptions, ModelConfig, SamplingParams
 from capplan.engine import _engine_core as engine_core
-from capplan.engine._scheduler_output import Decision
-from capplan.engine._settings import EngineOptions
 from capplan.engine.lora._loader import VirtualLoader
 from capplan.serving import RULES, Limits, ServingRules, State
-from capplan.serving.pooled._refresh import refresh
+from capplan.serving.pooled import refresh
 from capplan.serving.state import POOLED
-from capplan.spec import QueueClass, Queues, Scheduler, Wrs
-from capplan.spec._scheduling import cache_of
+from capplan.spec import QueueClass, Queues, Scheduler, Wrs, cache_of
 from tests.engine.engines import TimedRequest, check_engine, replay
 from tests.oracle.caches import CachedAdapter
 from tests.oracle.host_link import ReferenceCopier

@@ -4,7 +4,7 @@ import runpy
 
 import pandas as pd
 
-from capplan.models.calibration._tables import read_steps
+from capplan.models.calibration import read_steps
 from tests.examples.test_examples import EXAMPLES, assert_as_recorded, printed
 
 FOLDER = EXAMPLES / "calibrate"

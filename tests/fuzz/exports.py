@@ -21,7 +21,7 @@ from benchmarks.common import command_line, markdown
 from capplan import Plan
 from capplan.deploy import export
 from capplan.errors import InputError
-from capplan.spec._files import write_folder_atomic
+from capplan.spec import write_folder_atomic
 
 TEXTS: Final = (
     *("--api-key", "--trust-remote-code", "-h", "--", "-", "--port=1", "--api-key=x"),

@@ -270,7 +270,7 @@ def trained_predictor() -> bytes:
     """Return the file of a learned predictor."""
     import numpy as np
 
-    from capplan.models.training._length_predictor import PredictorOptions, train_predictor
+    from capplan.models.training import PredictorOptions, train_predictor
     from capplan.workload import Requests
 
     rng = np.random.default_rng(1)

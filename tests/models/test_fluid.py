@@ -6,10 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from capplan.models import ADDITIVE
 from capplan.models._fluid import FluidEngine, FluidState, batch_limit, fluid_state
 from capplan.models._slot_sharing import FluidLoad, gamma_gaps
-from capplan.models._step_latency import ADDITIVE, DIGITAL_TWIN
-from capplan.models.surrogates._features import expected_tok_s, feature_of
+from capplan.models._step_latency import DIGITAL_TWIN
+from capplan.models.surrogates import feature_of
+from capplan.models.surrogates._features import expected_tok_s
 from tests.models.surrogates.runs import CASES, run
 
 HORIZON_S = 3600.0

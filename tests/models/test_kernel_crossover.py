@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import InputError, load_profile
-from capplan.models._kernel_crossover import crossover
-from capplan.models._kernel_fits import COLUMNS
+from capplan.models import COLUMNS, crossover
 from capplan.profiling.validation._loop import ClosedLoop, LoopSettings
 from capplan.spec import Profile
-from capplan.twin.calibration._calibrate import CalibrationTables, calibrate
+from capplan.twin.calibration import CalibrationTables, calibrate
 from tests.models.test_kernel_fits import batches
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64)

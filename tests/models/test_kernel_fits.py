@@ -7,16 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capplan import InputError
-from capplan.models._kernel_fits import (
-    ADDITIVE,
-    COLUMNS,
-    FORMS,
-    TOPPINGS_BGMV,
-    TOPPINGS_MBGMV,
-    explain_kernels,
-    fit_kernel,
-    read_kernel_table,
-)
+from capplan.models import COLUMNS, TOPPINGS_BGMV, TOPPINGS_MBGMV, explain_kernels, read_kernel_table
+from capplan.models._kernel_fits import ADDITIVE, FORMS, fit_kernel
 
 ALPHAS = st.floats(0.01, 10.0)
 BETAS = st.floats(0.0, 500.0)

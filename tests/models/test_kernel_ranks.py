@@ -7,12 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.models._step_latency import (
+from capplan.models import (
     ADDITIVE,
-    DIGITAL_TWIN,
-    FORMS,
-    TOPPINGS_BGMV,
-    TOPPINGS_MBGMV,
     StepFeatures,
     StepRanks,
     coefficient_array,
@@ -22,6 +18,7 @@ from capplan.models._step_latency import (
     uses_decode_ranks,
     uses_ranks,
 )
+from capplan.models._step_latency import DIGITAL_TWIN, FORMS, TOPPINGS_BGMV, TOPPINGS_MBGMV
 from capplan.spec import Kernel
 from tests.twin.examples import part
 

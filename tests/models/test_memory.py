@@ -7,12 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import errors, load_profile
-from capplan.datasets._catalog import gpu_sheet, model_arch
-from capplan.models._memory import gpu_load_ms, kv_tokens, load_share, memory_model, require_kv_tokens
-from capplan.models._roofline import EngineChoice, roofline_profile
+from capplan.datasets import gpu_sheet, model_arch
+from capplan.models import (
+    EngineChoice,
+    gpu_load_ms,
+    kv_tokens,
+    load_share,
+    require_kv_tokens,
+    roofline_profile,
+)
+from capplan.models._memory import memory_model
 from capplan.serving import adapter_bytes, adapter_pages, kv_bytes_per_token, slot_bytes, weight_bytes
-from capplan.spec import EngineConfig, ModelArch, ProfileEngine
-from capplan.spec._lora_modules import LORA_MODULES
+from capplan.spec import LORA_MODULES, EngineConfig, ModelArch, ProfileEngine
 
 MIB = 2**20
 TODAY = ProfileEngine(name="vllm", version="0.32.0", rules="vllm-0.8")

@@ -8,18 +8,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capplan import InputError, Profile, load_profile
-from capplan.datasets._catalog import gpu_sheet, gpu_sheets, model_arch, model_archs
-from capplan.models._memory import kv_tokens
-from capplan.models._roofline import Assumptions, Efficiencies, EngineChoice, VllmLora, roofline_profile
-from capplan.models._step_latency import (
-    GRAPH_TOKENS,
+from capplan.datasets import gpu_sheet, model_arch
+from capplan.datasets._catalog import gpu_sheets, model_archs
+from capplan.models import (
+    Assumptions,
+    Efficiencies,
+    EngineChoice,
     StepFeatures,
     StepRanks,
     coefficient_array,
+    kv_tokens,
     latency_code,
     rank_ms,
+    roofline_profile,
     step_ms,
 )
+from capplan.models._roofline import VllmLora
+from capplan.models._step_latency import GRAPH_TOKENS
 from capplan.serving import weight_bytes
 from capplan.spec import Kernel, ProvenanceKind
 

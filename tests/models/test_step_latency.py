@@ -4,14 +4,8 @@ import numpy as np
 import pytest
 
 from capplan import errors
-from capplan.models._step_latency import (
-    ADDITIVE,
-    DIGITAL_TWIN,
-    StepFeatures,
-    coefficient_array,
-    latency_form,
-    step_ms,
-)
+from capplan.models import ADDITIVE, StepFeatures, coefficient_array, latency_form, step_ms
+from capplan.models._step_latency import DIGITAL_TWIN
 from tests.twin.examples import part
 
 STEP = StepFeatures(

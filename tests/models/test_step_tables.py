@@ -12,7 +12,7 @@ from scipy.interpolate import RegularGridInterpolator
 
 from capplan import InputError
 from capplan.datasets import load_profile
-from capplan.models._step_latency import (
+from capplan.models import (
     ADDITIVE,
     TABLE,
     StepFeatures,

@@ -6,15 +6,9 @@ from scipy.special import ndtri
 
 from capplan import load_profile
 from capplan.errors import InputError
-from capplan.models._uncertainty import (
-    DEFAULT_SCATTER,
-    DRAWS,
-    drawn_profiles,
-    pessimistic_profile,
-    scatter,
-    with_step_times,
-)
-from capplan.models.surrogates._files import profile_digest
+from capplan.models import DRAWS, drawn_profiles, pessimistic_profile, with_step_times
+from capplan.models._uncertainty import DEFAULT_SCATTER, scatter
+from capplan.models.surrogates import profile_digest
 from capplan.spec import Coefficient, Profile, ProvenanceKind, Uncertainty
 
 LLAMA = load_profile("h100-64g/llama-3.1-8b/vllm-0.8.5")

@@ -11,7 +11,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from capplan.serving import Limits
-from capplan.serving.pooled._state import BY_HISTOGRAM, FAIRSHARE, GDSF, LRU, NO_CACHE
+from capplan.serving.pooled import GDSF, NO_CACHE
+from capplan.serving.pooled._state import BY_HISTOGRAM, FAIRSHARE, LRU
 
 _NS_PER_S = 1_000_000_000
 _BINS = 600

@@ -12,13 +12,13 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.models._step_latency import StepFeatures, StepRanks, rank_ms, step_ms
+from capplan.models import StepFeatures, StepRanks, rank_ms, step_ms
 from capplan.serving import Limits
 from capplan.serving.state import POOLED, SLORA
+from capplan.twin.instance import Scenario
 from capplan.twin.instance import _trace as t
 from capplan.twin.instance import _trace as trace
 from capplan.twin.instance._clock import with_reloads_ns
-from capplan.twin.instance._scenario import Scenario
 from tests.oracle.host_link import ReferenceCopier
 from tests.oracle.pooled import ReferencePooled
 from tests.oracle.scheduler import ReferenceRequest, ReferenceScheduler, ReferenceStep

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from capplan.serving import Limits
-from capplan.serving.pooled._state import BY_HISTOGRAM, NO_PREFETCH, QUEUES, SJF
+from capplan.serving.pooled import QUEUES, SJF
+from capplan.serving.pooled._state import BY_HISTOGRAM, NO_PREFETCH
 from tests.oracle.admission import QueueAdmission
 from tests.oracle.caches import CachedAdapter, ReferenceCache
 from tests.oracle.scheduler import ReferenceOutput, ReferenceStep

@@ -13,7 +13,7 @@ from itertools import permutations
 
 from capplan.errors import InputError
 from capplan.serving.routers import Gateway, LeastWorkLeft, Performance, Placement, WorkModel
-from capplan.twin.cluster._python_loop import Candidate, PythonRouter, RoutedRequest
+from capplan.twin.cluster import Candidate, PythonRouter, RoutedRequest
 
 Candidates = Sequence[Candidate]
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from capplan.serving import Limits
-from capplan.serving.pooled._queue_design import RequestSample
-from capplan.serving.pooled._refresh import PoolSetup, new_queues
-from capplan.spec._scheduling import Scheduler
+from capplan.serving.pooled import PoolSetup, RequestSample, new_queues
+from capplan.spec import Scheduler
 from tests.oracle.caches import CachedAdapter
 from tests.oracle.pooled import ReferencePooled
 from tests.oracle.size_queues import SizeQueues

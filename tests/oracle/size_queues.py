@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from capplan.serving.pooled._state import DEGREE_1, DEGREE_2, OUTPUT_ONLY
-from capplan.spec._queues import Wrs
+from capplan.spec import Wrs
 from tests.oracle.scheduler import ReferenceRequest
 
 _FORMS = {"degree2": DEGREE_2, "degree1": DEGREE_1, "output_only": OUTPUT_ONLY}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from capplan import Assignment, InfeasibleError, Lengths, Problem, Profile, Workload
 from capplan.planner import SolverContext
-from capplan.planner.problem._problem import GpuPool, distinct_adapters, whole_adapters
+from capplan.planner.problem import GpuPool, distinct_adapters, whole_adapters
 from capplan.planner.solvers import REGISTRY
 from capplan.planner.solvers._maxbase import base_model_tok_s, fill_gpus
 from capplan.planner.solvers._random_placement import contiguous_by_rank

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from benchmarks.step_tables import tabulated
 from capplan import Adapter, Lengths, Problem, Profile, Workload, load_profile, simulate
+from capplan.planner.problem import GpuPool
 from capplan.planner.problem._bound import busy_gpus, lower_bound_gpus
-from capplan.planner.problem._problem import GpuPool
 from capplan.spec import StepTable
 from tests.planner.conftest import MODEL, PROFILE
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from capplan import Adapter, Assignment, EngineConfig, InfeasibleError, InputError, Problem
 from capplan.planner import SolverContext
-from capplan.planner.problem._problem import GpuPool, read_constraints, whole_adapters
-from capplan.planner.problem._splitting import split_hot_adapters
+from capplan.planner.problem import GpuPool, split_hot_adapters, whole_adapters
+from capplan.planner.problem._problem import read_constraints
 from capplan.planner.solvers import REGISTRY
 from capplan.testing import Capacity, example_problem
 

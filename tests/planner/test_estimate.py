@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from capplan import Assignment, EngineConfig, InputError, Lengths, Problem, Profile, Slo, Workload
 from capplan.models import Surrogate
-from capplan.models.surrogates._files import KINDS
+from capplan.models.surrogates import KINDS
+from capplan.planner.problem import AdapterShare, Estimate, GpuPool, whole_adapters
 from capplan.planner.problem import _estimate as estimate
 from capplan.planner.problem._estimate import (
     ESTIMATORS,
@@ -19,7 +20,6 @@ from capplan.planner.problem._estimate import (
     estimator_name,
     make_estimator,
 )
-from capplan.planner.problem._problem import AdapterShare, Estimate, GpuPool, whole_adapters
 from capplan.planner.problem._splitting import split_evenly
 from capplan.spec import Arrivals, Renewal, Stickiness
 from tests.models.surrogates import making

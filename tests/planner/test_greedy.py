@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import Assignment, EngineConfig, InfeasibleError, Problem, load_surrogate
+from capplan.planner.problem import AdapterShare, Estimate, Estimator
 from capplan.planner.problem._estimate import SurrogateEstimator
-from capplan.planner.problem._problem import GRID, AdapterShare, Estimate, Estimator
+from capplan.planner.problem._problem import GRID
 from capplan.planner.solvers._greedy import PAPER_GRID, compiled_fill, priority_order, solve_greedy
 from capplan.testing import Capacity, example_problem
 

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import Adapter, Lengths, Profile, Workload, explain, load_profile, plan, simulate
-from capplan.models._uncertainty import DRAWS, pessimistic_profile
+from capplan.models import DRAWS, pessimistic_profile
 from capplan.planner.document._assemble import LEVEL, prediction_interval
 from capplan.planner.explain import CurveRuns
 from capplan.planner.problem._estimate import TwinEstimator
 from capplan.planner.problem._rebuild import rebuild
-from capplan.reports.tables._plan import verdict
+from capplan.reports.tables import verdict
 from capplan.spec import Plan, Uncertainty
 
 VALUES = st.lists(st.floats(1.0, 1e5), min_size=2, max_size=8)

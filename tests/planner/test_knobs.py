@@ -17,9 +17,10 @@ from capplan import (
     Profile,
     Workload,
 )
-from capplan.planner import SolverContext
-from capplan.planner._api import plan
-from capplan.planner.explain._curve import CurveRuns, knob_curves
+from capplan.planner import SolverContext, plan
+from capplan.planner.explain import CurveRuns
+from capplan.planner.explain._curve import knob_curves
+from capplan.planner.problem import Estimate, Problem, split_hot_adapters
 from capplan.planner.problem._estimate import TwinEstimator
 from capplan.planner.problem._knobs import (
     KNOBS,
@@ -29,12 +30,9 @@ from capplan.planner.problem._knobs import (
     knob_grid,
     tune_knobs,
 )
-from capplan.planner.problem._problem import Estimate, Problem, make_problem
-from capplan.planner.problem._splitting import split_hot_adapters
+from capplan.planner.problem._problem import make_problem
 from capplan.planner.solvers import REGISTRY
-from capplan.spec import Slo
-from capplan.spec._engine_args import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
-from capplan.spec._traffic import zipf
+from capplan.spec import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, Slo, zipf
 from capplan.testing import example_problem
 
 BOUNDED = Slo(tpot_p99_ms=50.0)

@@ -43,11 +43,10 @@ from benchmarks.papers.loraserve.systems import (
 )
 from capplan import Adapter, Assignment, Lengths, Profile, Workload
 from capplan.errors import InputError
-from capplan.models._step_latency import StepRanks, coefficient_array, latency_code, rank_ms
-from capplan.planner.problem._problem import AdapterShare
-from capplan.serving.rebalancing import RebalanceSettings
-from capplan.spec import Kernel, ProvenanceKind
-from capplan.twin.instance._trace import NEVER, STATUS_REJECTED
+from capplan.models import StepRanks, coefficient_array, latency_code, rank_ms
+from capplan.planner.problem import AdapterShare
+from capplan.spec import Kernel, ProvenanceKind, RebalanceSettings
+from capplan.twin.instance import NEVER, STATUS_REJECTED
 from capplan.workload import Requests
 
 POINTS = {8: 9000.0, 128: 4000.0}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from capplan import Assignment, InfeasibleError, InputError, Problem
 from capplan.planner import SolverContext
-from capplan.planner.problem._problem import AdapterShare, Estimator
+from capplan.planner.problem import AdapterShare, Estimator
 from capplan.planner.problem._slots import choose_slots
 from capplan.planner.solvers import REGISTRY
 from capplan.testing import Capacity, example_problem

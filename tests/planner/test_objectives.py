@@ -3,7 +3,7 @@ from dataclasses import replace
 
 from capplan import Assignment, Problem, Workload, plan
 from capplan.planner import SolverContext
-from capplan.planner.problem._problem import Estimate, Estimator
+from capplan.planner.problem import Estimate, Estimator
 from capplan.planner.solvers import REGISTRY
 from capplan.spec import Objective
 from capplan.testing import Capacity, example_problem

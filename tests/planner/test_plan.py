@@ -21,7 +21,7 @@ from capplan import (
     simulate,
 )
 from capplan.cli.app import app
-from capplan.models.surrogates._files import KINDS
+from capplan.models.surrogates import KINDS
 from capplan.planner import RequiredEstimator, Solver
 from capplan.spec import Trace
 from capplan.twin.cluster import Instance, simulate_cluster

@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capplan import Adapter, InfeasibleError, InputError, Lengths, Plan, Workload, plan
+from capplan.planner import Solver, SolverContext
+from capplan.planner.problem import AdapterShare, Assignment, Problem
 from capplan.planner.problem._estimate import TwinEstimator
 from capplan.planner.problem._previous import (
     PreviousInstance,
@@ -19,13 +21,13 @@ from capplan.planner.problem._previous import (
     name_groups,
     previous_instances,
 )
-from capplan.planner.problem._problem import AdapterShare, Assignment, Problem, make_problem
+from capplan.planner.problem._problem import make_problem
 from capplan.planner.search._data import SearchData, build_search_data
 from capplan.planner.search._evaluator import Evaluator
 from capplan.planner.search._local_search import LocalSearch, MoveSearch
 from capplan.planner.search._placement import PlacementState
 from capplan.planner.search._warm_start import warm_start
-from capplan.planner.solvers._base import Requirement, Solver, SolverContext
+from capplan.planner.solvers._base import Requirement
 from capplan.spec import Move
 from tests.planner.conftest import MODEL, PROFILE
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from capplan import Assignment, InfeasibleError, Lengths, Profile, Slo, Workload, simulate
-from capplan.planner.problem._problem import AdapterShare, make_problem
+from capplan.planner.problem import AdapterShare
+from capplan.planner.problem._problem import make_problem
 from capplan.planner.problem._queues import group_queues, time_bound_s
 from capplan.spec import QueueConfig, Queues, Trace
 

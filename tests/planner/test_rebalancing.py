@@ -8,8 +8,7 @@ from capplan import Adapter, InputError, Plan, Workload, plan
 from capplan.planner import verify_without_scheduling
 from capplan.planner.problem._evaluate import evaluate_cluster, simulate_instances
 from capplan.planner.problem._rebuild import rebuild
-from capplan.planner.verification._served import fleet_of_plan
-from capplan.planner.verification._served_rebalancing import served_rebalancer
+from capplan.planner.verification import fleet_of_plan, served_rebalancer
 from capplan.spec import Lengths, Pool, RebalanceSettings
 from tests.twin.cluster.workloads import PROFILE
 

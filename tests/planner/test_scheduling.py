@@ -8,15 +8,16 @@ import pytest
 
 from capplan import InfeasibleError, InputError, Lengths, Plan, Profile, Workload, plan, simulate
 from capplan.planner import verify_without_scheduling
-from capplan.planner.explain._curve import CurveRuns, slot_curve
+from capplan.planner.explain import CurveRuns, slot_curve
+from capplan.planner.problem import Assignment
 from capplan.planner.problem._estimate import TwinEstimator
 from capplan.planner.problem._evaluate import describe_failure
-from capplan.planner.problem._problem import Assignment, make_problem
+from capplan.planner.problem._problem import make_problem
 from capplan.planner.problem._queues import group_queues
 from capplan.planner.problem._rebuild import rebuild
 from capplan.planner.problem._slots import slot_grid
 from capplan.spec import Cache, Group, Scheduler
-from capplan.twin.instance._simulate import keywords_of
+from capplan.twin.instance import keywords_of
 
 Make = Callable[..., Workload]
 

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capplan import Adapter, Assignment, InfeasibleError, Lengths, Problem, Workload
-from capplan.datasets._catalog import gpu_sheet, model_arch
-from capplan.models._roofline import EngineChoice, roofline_profile
+from capplan.datasets import gpu_sheet, model_arch
+from capplan.models import EngineChoice, roofline_profile
 from capplan.planner import SolverContext
+from capplan.planner.problem import Estimate, Estimator
 from capplan.planner.problem._knobs import KnobSearch
-from capplan.planner.problem._problem import Estimate, Estimator, make_problem
+from capplan.planner.problem._problem import make_problem
 from capplan.planner.problem._splitting import split_evenly
 from capplan.planner.search._data import build_search_data, split_heavy_adapters
 from capplan.planner.search._evaluator import Evaluator

@@ -8,20 +8,19 @@ import pytest
 from capplan import Adapter, InputError, Plan, Workload, plan
 from capplan.planner.problem._evaluate import evaluate_cluster
 from capplan.planner.problem._rebuild import rebuild
-from capplan.planner.verification._served import (
+from capplan.planner.verification import (
     RelativeBound,
     SimulatedFleet,
     by_rank,
     capacity,
     fewest_instances,
     fleet_of_plan,
-    highest_load,
     stored_adapters,
     with_bounds,
 )
+from capplan.planner.verification._served import highest_load
 from capplan.spec import EngineConfig, Lengths, Slo, Trace
-from capplan.twin.cluster import Instance, served_router, simulate_cluster
-from capplan.twin.cluster._routers import MODELLED, served_rule, workload_of
+from capplan.twin.cluster import MODELLED, Instance, served_router, served_rule, simulate_cluster, workload_of
 from tests.twin.cluster.workloads import PROFILE, even, same
 
 SLO = Slo(ttft_p95_s=2.0)

@@ -9,7 +9,7 @@ import pytest
 
 from capplan import Assignment, InputError, Problem, Workload, plan
 from capplan.planner import SOLVERS, RequiredEstimator, Solver, SolverContext
-from capplan.planner.problem._problem import Estimator
+from capplan.planner.problem import Estimator
 from capplan.planner.solvers import REGISTRY, find_solver
 from capplan.planner.solvers._loraserve import solve_loraserve
 from capplan.testing import SolverContract

@@ -8,11 +8,11 @@ import pytest
 from capplan import Adapter, InputError, Plan, Workload, load_workload, plan
 from capplan.deploy import export
 from capplan.planner.problem._rebuild import rebuild
-from capplan.planner.verification._served import fleet_of_plan
+from capplan.planner.verification import fleet_of_plan
 from capplan.serving.routers import LeastWorkLeft
 from capplan.spec import Gpus, Renewal, RouterOptions, Slo
-from capplan.twin.cluster._routers import served_router
-from capplan.twin.instance._metrics import bound_value
+from capplan.twin.cluster import served_router
+from capplan.twin.instance import bound_value
 from tests.planner.test_rebalancing import make
 
 FACTORS: dict[str, Any] = {"off_plan": 1.25, "rank_raise": 1.5, "turn_s": 0.5}

@@ -8,17 +8,18 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from capplan import InfeasibleError, InputError, Lengths, Plan, Profile, Workload, plan
+from capplan.planner import SolverContext
+from capplan.planner.problem import Assignment, Problem
 from capplan.planner.problem._estimate import TwinEstimator
 from capplan.planner.problem._evaluate import Evaluation, evaluate, evaluate_cluster
 from capplan.planner.problem._parallel import NEVER, Deadline, OutOfTimeError, TimeBudget, parallel_until
-from capplan.planner.problem._problem import Assignment, Problem, make_problem
+from capplan.planner.problem._problem import make_problem
 from capplan.planner.problem._queues import with_queues
 from capplan.planner.search._placement import broken_when_spread
 from capplan.planner.solvers import find_solver
-from capplan.planner.solvers._base import SolverContext
 from capplan.planner.solvers._solve import solve
 from capplan.planner.verification._verify import make_verifier
-from capplan.spec._plan import OUT_OF_TIME
+from capplan.spec import OUT_OF_TIME
 
 Make = Callable[..., Workload]
 

@@ -5,10 +5,9 @@ import pytest
 
 from capplan import Adapter, InputError, Workload
 from capplan.datasets import load_profile
-from capplan.planner._tuning import Settings, TuneOptions, fragment, tune
-from capplan.spec import Cache, Lengths, Scheduler
-from capplan.spec._scheduling import cache_of, scheduler_of
-from capplan.twin.instance._core import run
+from capplan.planner import Settings, TuneOptions, fragment, tune
+from capplan.spec import Cache, Lengths, Scheduler, cache_of, scheduler_of
+from capplan.twin.instance import run
 
 PROFILE = "h100-64g/llama-2-7b/s-lora-c1ddf48"
 

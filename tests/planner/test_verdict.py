@@ -11,7 +11,7 @@ from capplan.errors import InfeasibleError, InputError
 from capplan.planner.problem._bound import lower_bound_gpus
 from capplan.planner.problem._problem import make_problem
 from capplan.spec import Renewal, Slo, Trace, Unpredictable
-from capplan.workload._peak import deciding_time
+from capplan.workload import deciding_time
 
 Maker = Callable[..., Workload]
 

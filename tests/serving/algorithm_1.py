@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from capplan.serving import State, adapter_loaded, commit, schedule, submit
-from capplan.serving.pooled._state import QUEUES
-from capplan.serving.state import LOADING, NONE
+from capplan.serving import NONE, State, adapter_loaded, commit, schedule, submit
+from capplan.serving.pooled import QUEUES
+from capplan.serving.state import LOADING
 from capplan.testing import check_integrity
 from tests.serving.pooled_worlds import PooledWorld, make_pooled_world, without_pressure
 from tests.serving.worlds import seeded

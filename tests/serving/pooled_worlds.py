@@ -10,12 +10,13 @@ from typing import NamedTuple
 import numpy as np
 
 from capplan.engine._scheduler_output import cancel_waiting
-from capplan.serving import Limits, State, adapter_loaded, commit, finish, new_state, schedule, submit
+from capplan.serving import NONE, Limits, State, adapter_loaded, commit, finish, new_state, schedule, submit
 from capplan.serving.pooled import _state as p
 from capplan.serving.pooled._refresh import set_queues
-from capplan.serving.state import NONE, POOLED
-from capplan.spec._queues import MOST_QUEUES, Wrs
-from capplan.testing._integrity import check_integrity, running_rows, same, snapshot
+from capplan.serving.state import POOLED
+from capplan.spec import MOST_QUEUES, Wrs
+from capplan.testing import check_integrity
+from capplan.testing._integrity import running_rows, same, snapshot
 from tests.oracle.caches import CachedAdapter
 from tests.oracle.pooled import ReferencePooled
 from tests.oracle.scheduler import ReferenceOutput, ReferenceStep

@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan.serving import Limits, State, new_state
-from capplan.serving.vllm._adapter_slots import acquire_adapter, release_adapter
+from capplan.serving.vllm import release_adapter
+from capplan.serving.vllm._adapter_slots import acquire_adapter
 
 ADAPTERS = 6
 

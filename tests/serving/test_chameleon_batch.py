@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from capplan.serving.pooled._state import OUTPUT_ONLY, QUEUES
-from capplan.serving.state import POOLED, Limits
+from capplan.serving import Limits
+from capplan.serving.pooled import QUEUES
+from capplan.serving.pooled._state import OUTPUT_ONLY
+from capplan.serving.state import POOLED
 from tests.oracle.size_queues import SizeQueues
 from tests.serving.algorithm_1 import compare_batches, make_ample_world
 from tests.serving.pooled_worlds import (

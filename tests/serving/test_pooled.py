@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from capplan.serving import State
-from capplan.serving.pooled._state import FIFO, QUEUES, SJF
+from capplan.serving.pooled import QUEUES, SJF
+from capplan.serving.pooled._state import FIFO
 from capplan.testing import check_integrity
 from capplan.testing._integrity import running_rows
 from tests.oracle.admission import QueueAdmission

@@ -11,13 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import InfeasibleError
-from capplan.serving.pooled._queue_design import (
-    RequestSample,
-    base_model_bytes,
-    design_queues,
-    request_sizes,
-    size_weights,
-)
+from capplan.serving.pooled import RequestSample, base_model_bytes, design_queues
+from capplan.serving.pooled._queue_design import request_sizes, size_weights
 from capplan.serving.pooled._quotas import queue_loads
 from capplan.serving.pooled._size_clusters import (
     choose_clustering,
@@ -26,8 +21,7 @@ from capplan.serving.pooled._size_clusters import (
     cut_offs,
     subsample,
 )
-from capplan.spec import QueueConfig, Queues
-from capplan.spec._queues import MOST_QUEUES
+from capplan.spec import MOST_QUEUES, QueueConfig, Queues
 
 RANKS = np.array([8, 16, 32, 64, 128])
 BYTES_PER_RANK = 2 * 2**20

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from capplan._jit import jit
-from capplan.serving.routers import Fleet, Performance, Placement
-from capplan.serving.routers._fleet import PRESENT, new_fleet
-from capplan.serving.routers._toppings import BGMV, MBGMV, rank_aware
+from capplan.serving.routers import BGMV, MBGMV, PRESENT, Fleet, Performance, Placement, new_fleet
+from capplan.serving.routers._toppings import rank_aware
 
 # A line through the printed BGMV points gives 36.05 ms for the new one; these are within their rounding.
 FIGURE_6 = {

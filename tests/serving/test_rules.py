@@ -6,8 +6,17 @@ from dataclasses import fields
 import pytest
 
 from capplan import InputError
-from capplan.serving import RULES, ServingRules, commit, new_state, schedule, serving_rules, submit
-from capplan.serving._rules import rules_of_engine, rules_of_version
+from capplan.serving import (
+    RULES,
+    ServingRules,
+    commit,
+    new_state,
+    rules_of_engine,
+    rules_of_version,
+    schedule,
+    serving_rules,
+    submit,
+)
 from capplan.spec import EngineArgs
 from capplan.testing._integrity import waiting_rows
 

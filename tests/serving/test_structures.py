@@ -2,15 +2,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.serving._structures import (
-    heap_push,
-    heap_remove,
-    links_append,
-    links_first,
-    links_remove,
-    new_heap,
-    new_links,
-)
+from capplan.serving import heap_push, heap_remove, links_append, links_remove, new_heap, new_links
+from capplan.serving._structures import links_first
 
 CAPACITY = 12
 # Each number says what to do with one member: add it where it is missing, take it out where it is there.

@@ -13,7 +13,7 @@ import pytest
 
 from capplan import InputError
 from capplan.spec import _files as durable
-from capplan.spec._files import write_bytes_atomic, write_folder_atomic
+from capplan.spec import write_bytes_atomic, write_folder_atomic
 
 CALLS = ("fsync", "replace", "rename", "mkdir", "chmod")
 """Calls of the operating system that a fault is injected into."""

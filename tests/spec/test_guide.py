@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from capplan import load_workload
-from capplan.spec import WorkloadFile
-from capplan.spec._files import parse_yaml
+from capplan.spec import WorkloadFile, parse_yaml
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "workload.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL)

@@ -10,11 +10,8 @@ import pandas as pd
 import pytest
 
 from capplan import InputError, Plan, load_profile, load_workload, simulate
+from capplan.spec import MAX_SIMULATED_S, InputLimits, limited, parse_json, read_columns, read_text
 from capplan.spec import _table_files as table_files
-from capplan.spec import read_text
-from capplan.spec._files import parse_json
-from capplan.spec._limits import MAX_SIMULATED_S, InputLimits, limited
-from capplan.spec._table_files import read_columns
 from capplan.workload import read_trace
 from tests.cli.examples import MODEL, WORKLOAD, small_plan, write_inputs
 

@@ -5,8 +5,7 @@ import pytest
 
 from capplan import Adapter, load_workload
 from capplan.errors import InputError
-from capplan.spec._lora_modules import LORA_MODULES
-from capplan.spec._peft_folder import PeftFiles
+from capplan.spec import LORA_MODULES, PeftFiles
 
 HEAD = """
 version: 1

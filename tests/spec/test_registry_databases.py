@@ -24,7 +24,7 @@ from benchmarks.scratch_database import (
 from capplan import InputError, load_workload
 from capplan.registry import AdapterRegistry, RegisteredAdapter, RegistryUnavailableError
 from capplan.registry._database import Database
-from capplan.spec._limits import InputLimits, limited
+from capplan.spec import InputLimits, limited
 from tests.spec.test_registry import RegistryMachine, entry, line_of
 
 WORKLOAD = """

@@ -7,8 +7,16 @@ import jsonschema
 import pytest
 
 from capplan import Adapter, InputError, Lengths, Workload, load_workload
-from capplan.spec import Cache, Predictor, QueueConfig, Scheduler, WorkloadFile
-from capplan.spec._scheduling import cache_of, completed, scheduler_of
+from capplan.spec import (
+    Cache,
+    Predictor,
+    QueueConfig,
+    Scheduler,
+    WorkloadFile,
+    cache_of,
+    completed,
+    scheduler_of,
+)
 
 FILE = """\
 base_model: m

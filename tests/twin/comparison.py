@@ -9,8 +9,9 @@ from capplan.serving.state import SLORA
 from capplan.testing import check_integrity
 from capplan.twin import Scenario
 from capplan.twin.instance import _trace as t
+from capplan.twin.instance import run
 from capplan.twin.instance._clock import TwinClock, new_clock
-from capplan.twin.instance._core import advance, mark_running, record_pool, refresh_queues, run
+from capplan.twin.instance._core import advance, mark_running, record_pool, refresh_queues
 from capplan.twin.instance._host_link import NEVER_NS
 from capplan.twin.instance._scenario import new_engine
 from tests.oracle import run_reference

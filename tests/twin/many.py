@@ -4,7 +4,7 @@ import sys
 import time
 from collections import Counter
 
-from capplan.twin.instance._core import run
+from capplan.twin.instance import run
 from tests.twin.comparison import assert_forms_agree, rules_in
 from tests.twin.scenarios import seeded_scenario
 

@@ -3,10 +3,9 @@
 import numpy as np
 from hypothesis import strategies as st
 
+from capplan.serving.pooled import PoolSetup
 from capplan.serving.pooled import _state as p
-from capplan.serving.pooled._refresh import PoolSetup
-from capplan.spec import QueueClass, Queues, Scheduler, Wrs
-from capplan.spec._queues import MOST_QUEUES
+from capplan.spec import MOST_QUEUES, QueueClass, Queues, Scheduler, Wrs
 from capplan.twin import Scenario
 from capplan.twin.instance._scenario import NS_PER_MS
 from tests.serving.pooled_worlds import make_pooled_limits

@@ -5,10 +5,10 @@ from math import prod
 import numpy as np
 from hypothesis import strategies as st
 
-from capplan.models._step_latency import ADDITIVE, FORMS, TABLE, uses_decode_ranks, uses_ranks
+from capplan.models import ADDITIVE, TABLE, uses_decode_ranks, uses_ranks
+from capplan.models._step_latency import FORMS
 from capplan.models._step_tables import pack_tables
-from capplan.spec import StepTable
-from capplan.spec._profile import TABLE_AXES
+from capplan.spec import TABLE_AXES, StepTable
 from capplan.twin import Scenario
 from capplan.twin.instance._scenario import NS_PER_MS, Costs
 from capplan.workload import Requests

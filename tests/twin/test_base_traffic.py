@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capplan import InputError, SimulationResult, Workload, simulate, simulate_detailed
-from capplan.models._memory import kv_tokens
-from capplan.serving._rules import RULES, serving_rules
-from capplan.serving.routers._choose import ROUTERS
+from capplan.models import kv_tokens
+from capplan.serving import RULES, serving_rules
+from capplan.serving.routers import ROUTERS
 from capplan.spec import BaseTraffic, Trace
 from capplan.twin import Scenario
 from capplan.twin.cluster import Instance, simulate_cluster

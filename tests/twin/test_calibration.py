@@ -6,9 +6,9 @@ import pandas as pd
 import pytest
 
 from capplan import InputError, Profile
-from capplan.models._step_latency import ADDITIVE
+from capplan.models import ADDITIVE
 from capplan.spec import Coefficient
-from capplan.twin.calibration._calibrate import CalibrationOptions, CalibrationTables, calibrate
+from capplan.twin.calibration import CalibrationOptions, CalibrationTables, calibrate
 from capplan.twin.calibration._fit import (
     calibrate_runs,
     free_coefficients,

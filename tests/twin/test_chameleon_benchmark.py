@@ -7,8 +7,8 @@ from benchmarks.papers.chameleon.rows import Row
 from benchmarks.papers.chameleon.runs import highest
 from benchmarks.papers.chameleon.setting import A40, Platform, medium_ktokens, physics_of, profile
 from benchmarks.papers.chameleon.systems import SYSTEMS
-from capplan.models._memory import gpu_load_ms
-from capplan.spec._scheduling import cache_of, completed, scheduler_of
+from capplan.models import gpu_load_ms
+from capplan.spec import cache_of, completed, scheduler_of
 
 
 def test_every_system_is_a_scheduler_and_a_cache():

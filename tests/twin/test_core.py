@@ -15,7 +15,7 @@ from capplan.serving.state import SLORA, VLLM
 from capplan.twin import Scenario
 from capplan.twin.instance import _host_link as pauses
 from capplan.twin.instance import _trace as t
-from capplan.twin.instance._core import run
+from capplan.twin.instance import run
 from capplan.twin.instance._scenario import NS_PER_MS
 from tests.oracle import run_reference, slora
 from tests.oracle.memory import ReferenceAdapters

@@ -11,13 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import Adapter, Slo, Workload, simulate, simulate_detailed
-from capplan.spec import Trace
-from capplan.spec._predicted import grouped_latency_stats
+from capplan.spec import Trace, grouped_latency_stats
 from capplan.twin import DetailedResult, Scenario
+from capplan.twin.instance import FINISHED, REJECTED, STATUSES, WAITING, run
 from capplan.twin.instance import _trace as t
-from capplan.twin.instance._core import run
 from capplan.twin.instance._group_metrics import bucket_count
-from capplan.twin.instance._per_request import FINISHED, REJECTED, RUNNING, STATUSES, WAITING, request_table
+from capplan.twin.instance._per_request import RUNNING, request_table
 from tests.twin.examples import profile, workload
 from tests.twin.scenarios import scenarios, seeded_scenario
 from tests.twin.test_simulate import hand_computed

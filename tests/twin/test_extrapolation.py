@@ -11,15 +11,8 @@ from hypothesis import strategies as st
 from benchmarks.step_tables import tabulated
 from capplan import Adapter, Lengths, Profile, Workload, load_profile, plan, simulate
 from capplan.spec import Fit, ProvenanceKind
-from capplan.twin.instance._extrapolation import (
-    MODELS,
-    QUANTITIES,
-    SLACK,
-    extrapolations,
-    merged,
-    values_of,
-)
-from capplan.twin.instance._simulate import engine_args
+from capplan.twin.instance import MODELS, SLACK, engine_args, extrapolations, merged, values_of
+from capplan.twin.instance._extrapolation import QUANTITIES
 
 LLAMA = "h100-64g/llama-3.1-8b/vllm-0.8.5"
 FIT = Fit(source="made up", samples=9, error_formula="none", error=0.0)

@@ -6,7 +6,7 @@ import pytest
 from capplan import EngineConfig, Lengths, Profile, Workload, errors
 from capplan.spec import LengthPairs, Trace
 from capplan.twin import Scenario, build_scenario
-from capplan.twin.instance._scenario import chosen_rules
+from capplan.twin.instance import chosen_rules
 from tests.twin.examples import profile, workload
 
 CORRELATED = profile().replace(length_correlation=-0.6)

@@ -10,7 +10,8 @@ import pytest
 from benchmarks.measured import slora
 from capplan import Adapter, InputError, Lengths, Workload, load_profile, simulate
 from capplan.spec import Coefficient
-from capplan.twin.calibration._calibrate import CalibrationOptions, fit_runs
+from capplan.twin.calibration import CalibrationOptions
+from capplan.twin.calibration._calibrate import fit_runs
 from capplan.twin.calibration._runs import MeasuredRun
 
 PROFILE = load_profile(slora.NAME)

@@ -5,13 +5,8 @@ import math
 import pytest
 
 from capplan import InputError
-from capplan.twin.instance._paired import (
-    PAIRED_SEEDS,
-    contradictions,
-    mean_with_error,
-    paired_difference,
-    paired_order,
-)
+from capplan.twin.instance import PAIRED_SEEDS, mean_with_error, paired_difference, paired_order
+from capplan.twin.instance._paired import contradictions
 
 NOISE = (0.0, 30.0, -10.0, 55.0, -45.0)
 

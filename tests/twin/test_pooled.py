@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given, settings
 
 from capplan.serving import Limits, State
+from capplan.serving.pooled import QUEUES
 from capplan.serving.pooled import _refresh as refresh
-from capplan.serving.pooled._state import QUEUES
 from capplan.spec import Scheduler
 from capplan.twin import Scenario
 from capplan.twin.instance import _core as core
 from capplan.twin.instance import _trace as t
-from capplan.twin.instance._core import run
+from capplan.twin.instance import run
 from tests.oracle import run_reference
 from tests.twin.comparison import assert_forms_agree, assert_same
 from tests.twin.pooled import pooled_scenarios, seeded_pooled, with_period

@@ -10,9 +10,8 @@ from capplan import InputError, Workload, simulate, simulate_detailed
 from capplan.spec import QueueClass, Queues, Wrs
 from capplan.twin import Scenario, build_scenario
 from capplan.twin.cluster import Instance, simulate_cluster
-from capplan.twin.instance._core import run
-from capplan.twin.instance._scenario import choose_policies, new_engine
-from capplan.twin.instance._simulate import engine_args
+from capplan.twin.instance import choose_policies, engine_args, run
+from capplan.twin.instance._scenario import new_engine
 from tests.twin.cluster.workloads import PROFILE, even
 from tests.twin.comparison import assert_same
 

@@ -10,12 +10,9 @@ from benchmarks.shipped_profiles import base_profile, published_profile
 from capplan import Profile, SimulationResult, load_profile, simulate
 from capplan.datasets.published._runs import PUBLISHED, PublishedModel, PublishedRun, published_runs
 from capplan.datasets.published._tables import TABLES, write_tables
-from capplan.models._memory import kv_tokens
-from capplan.models._step_latency import ADDITIVE
-from capplan.models.calibration._components import fit_length_correlation
-from capplan.models.calibration._least_squares import smape
-from capplan.models.calibration._tables import read_steps
-from capplan.twin.calibration._calibrate import CalibrationTables, calibrate
+from capplan.models import ADDITIVE, kv_tokens
+from capplan.models.calibration import fit_length_correlation, read_steps, smape
+from capplan.twin.calibration import CalibrationTables, calibrate
 from capplan.twin.calibration._runs import read_runs
 
 PER_SIDE = 6

@@ -7,12 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import SimulationResult, simulate
-from capplan.spec._predicted import PERCENTILES, latency_stats_in_place
+from capplan.spec import PERCENTILES, latency_stats_in_place
 from capplan.twin import Scenario
+from capplan.twin.instance import NS_PER_S, run, summarize
 from capplan.twin.instance import _trace as t
-from capplan.twin.instance._core import run
-from capplan.twin.instance._metrics import summarize
-from capplan.twin.instance._scenario import NS_PER_MS, NS_PER_S
+from capplan.twin.instance._scenario import NS_PER_MS
 from tests.twin.examples import profile, workload
 from tests.twin.scenarios import scenarios, seeded_scenario
 

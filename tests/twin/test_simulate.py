@@ -12,16 +12,9 @@ from capplan.models._step_latency import DIGITAL_TWIN
 from capplan.serving import Limits
 from capplan.spec import LengthPairs
 from capplan.twin import Scenario
-from capplan.twin.instance._core import run
-from capplan.twin.instance._metrics import summarize
+from capplan.twin.instance import STATUS_REJECTED, run, summarize
 from capplan.twin.instance._scenario import NS_PER_MS, Costs
-from capplan.twin.instance._trace import (
-    STATUS_REJECTED,
-    STATUS_RUNNING,
-    gap_bin,
-    gap_percentiles_ms,
-    new_trace,
-)
+from capplan.twin.instance._trace import STATUS_RUNNING, gap_bin, gap_percentiles_ms, new_trace
 from capplan.workload import Requests
 from tests.oracle import run_reference
 from tests.twin.examples import profile, workload

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.step_tables import tabulated
 from capplan import Adapter, Lengths, Profile, Workload, load_profile, simulate
-from capplan.models._uncertainty import drawn_profiles, pessimistic_profile
+from capplan.models import drawn_profiles, pessimistic_profile
 from capplan.spec import StepTable
 from tests.twin.examples import part, profile
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from capplan import InfeasibleError, InputError, SimulationResult, simulate, sweep
-from capplan.twin import DetailedResult
-from capplan.twin._sweep import Job, cores, in_parallel, sweep_detailed
-from capplan.twin.instance._simulate import SimulateSettings
+from capplan.twin import DetailedResult, Job, cores, sweep_detailed
+from capplan.twin._sweep import in_parallel
+from capplan.twin.instance import SimulateSettings
 from tests.twin.examples import profile, workload
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from capplan import Adapter, InputError, Lengths, Workload
 from capplan.spec import Burst, Diurnal, Renewal, ShiftingSkew, Steps
-from capplan.workload._peak import busiest_window
+from capplan.workload import busiest_window
 from capplan.workload._requests import operational_time
 
 WINDOW_S = 3600.0

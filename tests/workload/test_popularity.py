@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import InputError, load_workload
-from capplan.spec._traffic import exponential, power_law, zipf
+from capplan.spec import zipf
+from capplan.spec._traffic import exponential, power_law
 
 LAWS = {
     "zipf": (zipf, 0.0, 50.0),

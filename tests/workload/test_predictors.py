@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from capplan import InputError
 from capplan.engine._engine import OutputPredictor
-from capplan.models.training._length_predictor import PredictorOptions, train_predictor
+from capplan.models.training import PredictorOptions, train_predictor
 from capplan.spec import Predictor
-from capplan.workload import Requests
-from capplan.workload._predictors import length_classes, predicted_tokens
+from capplan.workload import Requests, length_classes, predicted_tokens
 
 
 def requests_of(outputs, prompts=None, adapters=None):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from capplan import InputError, Workload, load_workload
-from capplan.workload import draw_requests, length_table
-from capplan.workload._presets import preset, presets, read_presets
+from capplan.workload import draw_requests, length_table, preset, presets
+from capplan.workload._presets import read_presets
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
 

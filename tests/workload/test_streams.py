@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from capplan.workload._sampling import exponential, streams, uniform, uniforms
+from capplan.workload import uniform
+from capplan.workload._sampling import exponential, streams, uniforms
 
 N = 200_000
 

@@ -14,11 +14,20 @@ from typing import Final, Literal
 import numpy as np
 
 from capplan.errors import InputError
-from capplan.models._kernel_crossover import read_crossover
-from capplan.models.calibration._components import fit_length_correlation, fit_loading, fit_memory
-from capplan.models.calibration._least_squares import SMAPE_FORMULA, coefficient, uncertainty
-from capplan.models.calibration._step_model import DEFAULT_FOLDS, StepCalibration, calibrate_steps
-from capplan.models.calibration._tables import MeasuredSteps, read_steps
+from capplan.models import read_crossover
+from capplan.models.calibration import (
+    DEFAULT_FOLDS,
+    SMAPE_FORMULA,
+    MeasuredSteps,
+    StepCalibration,
+    calibrate_steps,
+    coefficient,
+    fit_length_correlation,
+    fit_loading,
+    fit_memory,
+    read_steps,
+    uncertainty,
+)
 from capplan.spec import Fit, FittedModel, Kernel, Profile, Provenance, ProvenanceKind, Uncertainty
 from capplan.twin.calibration._fit import (
     COMPONENTS,

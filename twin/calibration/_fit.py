@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from capplan.errors import InputError
-from capplan.models._step_latency import (
+from capplan.models import (
     ADDITIVE,
     StepFeatures,
     StepRanks,
@@ -31,8 +31,16 @@ from capplan.models._step_latency import (
     rank_ms,
     step_ms,
 )
-from capplan.models.calibration._least_squares import clustered_covariance, smape
-from capplan.models.calibration._tables import KV_BOUND, KV_FULL, OVERLOADED, QUEUED, SLOT_BOUND, UNQUEUED
+from capplan.models.calibration import (
+    KV_BOUND,
+    KV_FULL,
+    OVERLOADED,
+    QUEUED,
+    SLOT_BOUND,
+    UNQUEUED,
+    clustered_covariance,
+    smape,
+)
 from capplan.spec import Coefficient, FittedModel, Profile
 from capplan.twin.calibration._runs import TARGETS, MeasuredRun, measured_targets
 from capplan.twin.instance._core import run as run_compiled

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InfeasibleError, InputError
-from capplan.spec import Adapter, Lengths, Profile, Workload
-from capplan.spec._table_files import read_columns
+from capplan.spec import Adapter, Lengths, Profile, Workload, read_columns
 from capplan.twin.instance._core import run as run_compiled
 from capplan.twin.instance._metrics import SimulationResult
 from capplan.twin.instance._scenario import Scenario

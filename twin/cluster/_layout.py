@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.serving import NONE, Limits, State, new_state
-from capplan.serving.routers._fleet import NEVER_SEEN, Fleet, new_fleet
+from capplan.serving.routers import NEVER_SEEN, Fleet, new_fleet
 from capplan.serving.state import POOLED
 from capplan.twin.cluster._scenario import ClusterScenario, take_requests
 from capplan.twin.cluster._steps import (

@@ -6,12 +6,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan._jit import inner, jit
-from capplan.serving._scheduler import is_movable, withdraw
-from capplan.serving._structures import Heap, heap_push, heap_remove, int_fields, new_record
-from capplan.serving.routers._choose import RoutingRule, choose_blindly, choose_by_state, sent_ns
-from capplan.serving.routers._dlora import busiest, idlest, is_excessive, load, to_move
-from capplan.serving.routers._fleet import ArrivingRequest, Placement, note_waiting, report_time_ns
-from capplan.serving.state import NONE, State
+from capplan.serving import (
+    NONE,
+    Heap,
+    State,
+    heap_push,
+    heap_remove,
+    int_fields,
+    is_movable,
+    new_record,
+    withdraw,
+)
+from capplan.serving.routers import (
+    ArrivingRequest,
+    Placement,
+    RoutingRule,
+    busiest,
+    choose_blindly,
+    choose_by_state,
+    idlest,
+    is_excessive,
+    load,
+    note_waiting,
+    report_time_ns,
+    sent_ns,
+    to_move,
+)
 from capplan.twin.cluster._steps import (
     Cluster,
     advance_to,
@@ -24,7 +44,7 @@ from capplan.twin.cluster._steps import (
 )
 from capplan.twin.instance._clock import count_present, count_queued, keeps_stats
 from capplan.twin.instance._core import mark_running
-from capplan.workload._sampling import uniform
+from capplan.workload import uniform
 
 _CURSOR = int_fields(
     "next",  # the next request to route

@@ -16,8 +16,7 @@ import numpy as np
 
 from capplan.errors import InputError
 from capplan.serving import NONE, State
-from capplan.serving.routers import Placement
-from capplan.serving.routers._fleet import adapter_of_places
+from capplan.serving.routers import Placement, adapter_of_places
 from capplan.serving.state import ENDING, LOADING, POOLED
 from capplan.twin.cluster._layout import Laid, grow, lay_out
 from capplan.twin.cluster._rebalancing import FleetChanges, Rebalancing
@@ -35,7 +34,7 @@ from capplan.twin.instance import _trace as t
 from capplan.twin.instance._core import mark_running
 from capplan.twin.instance._host_link import NEVER_NS
 from capplan.twin.instance._scenario import NS_PER_S
-from capplan.workload._sampling import uniform
+from capplan.workload import uniform
 
 
 @dataclass(frozen=True)

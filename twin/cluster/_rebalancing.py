@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from capplan._jit import jit
 from capplan.errors import InputError
 from capplan.serving import NONE
-from capplan.serving.rebalancing import Rebalanced, Rebalancer, RebalanceSettings, Replan
-from capplan.serving.routers import Placement
-from capplan.serving.routers._fleet import Fleet, placement_of, places_in_both
+from capplan.serving.rebalancing import Rebalanced, Rebalancer, Replan
+from capplan.serving.routers import Fleet, Placement, placement_of, places_in_both
+from capplan.spec import RebalanceSettings
 from capplan.twin.cluster._layout import Laid, grow, restart_member
 from capplan.twin.cluster._scenario import ClusterScenario, MovableAdapters
 from capplan.twin.cluster._steps import (

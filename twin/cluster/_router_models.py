@@ -13,9 +13,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from capplan.models._step_latency import StepFeatures, StepRanks, rank_ms, step_ms
-from capplan.serving.routers import Performance, Toppings, WorkModel
-from capplan.serving.routers._toppings import BGMV, MBGMV, RANK_BLIND
+from capplan.models import StepFeatures, StepRanks, rank_ms, step_ms
+from capplan.serving.routers import BGMV, MBGMV, RANK_BLIND, Performance, Toppings, WorkModel
 from capplan.twin.instance._scenario import Costs, Scenario
 from capplan.workload import Requests
 

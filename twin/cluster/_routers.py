@@ -13,21 +13,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InputError
-from capplan.serving.routers import Dlora, Gateway, LeastWorkLeft, Performance, Toppings, router_code
-from capplan.serving.routers._choose import (
+from capplan.serving.routers import (
     ASK_ADAPTER,
     BLIND,
     DLORA,
     GATEWAY,
     LEAST_WORK_LEFT,
+    PREFILL_TOKEN,
     SMOOTH_SHARES,
     TOPPINGS,
+    Dlora,
+    Gateway,
+    LeastWorkLeft,
+    Performance,
     RoutingRule,
+    Toppings,
+    first_credit,
+    router_code,
 )
-from capplan.serving.routers._smooth_shares import first_credit
-from capplan.serving.routers._toppings import PREFILL_TOKEN
-from capplan.spec import Adapter, Group, Lengths, Plan, Profile, Workload
-from capplan.spec._routing import MEAN_LENGTHS, RouterOptions
+from capplan.spec import MEAN_LENGTHS, Adapter, Group, Lengths, Plan, Profile, RouterOptions, Workload
 from capplan.twin.cluster._router_models import base_iteration_ms, fit_performance, fit_work, mean_lengths
 from capplan.twin.cluster._scenario import ClusterScenario, Instance, build_cluster
 from capplan.twin.instance._scenario import NS_PER_S, Scenario

@@ -9,12 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InputError
-from capplan.serving import NONE
-from capplan.serving._structures import new_heap
-from capplan.serving.pooled._refresh import refresh
-from capplan.serving.routers import Placement
-from capplan.serving.routers._choose import ASK_RANKS, RoutingRule
-from capplan.serving.routers._smooth_shares import carried_credit
+from capplan.serving import NONE, new_heap
+from capplan.serving.pooled import refresh
+from capplan.serving.routers import ASK_RANKS, Placement, RoutingRule, carried_credit
 from capplan.twin.cluster._layout import FIRST_ROWS, Laid, grow, lay_out
 from capplan.twin.cluster._loop import FETCH_DUE, REFRESH_DUE, new_cursor, serve
 from capplan.twin.cluster._rebalancing import FleetChanges, FleetMoves, Rebalancing

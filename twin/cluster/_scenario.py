@@ -13,13 +13,19 @@ from numpy.typing import NDArray
 from capplan.errors import InputError
 from capplan.serving import adapter_bytes
 from capplan.serving.rebalancing import AdapterDemand
-from capplan.serving.routers import Placement
-from capplan.serving.routers._fleet import adapter_of_places, normalised_shares, placement_of
-from capplan.spec import Adapter, Cache, EngineArgs, Predictor, Profile, Queues, Scheduler, Workload
-from capplan.spec._engine_args import (
+from capplan.serving.routers import Placement, adapter_of_places, normalised_shares, placement_of
+from capplan.spec import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
+    Adapter,
+    Cache,
+    EngineArgs,
+    Predictor,
+    Profile,
+    Queues,
+    Scheduler,
+    Workload,
 )
 from capplan.twin.instance._scenario import (
     NS_PER_S,

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InputError
-from capplan.serving.pooled._refresh import PoolSetup
+from capplan.serving.pooled import PoolSetup
 from capplan.spec import Profile, Workload
 from capplan.twin.cluster._python_loop import PythonRouter, run_with
 from capplan.twin.cluster._rebalancing import FleetMoves, Rebalancing

@@ -15,17 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan._jit import by_reference, inner, jit
-from capplan.serving import Limits, State, new_state
-from capplan.serving._structures import Records, int_fields
-from capplan.serving.pooled._state import has_pool, with_pool
-from capplan.serving.routers._fleet import ACTIVE, AWAITED, RESIDENT, Fleet, Placement, add_waiting
-from capplan.serving.state import (
-    LOADING,
-    NO_CLAIM,
-    NONE,
-    POOLED,
-    VLLM,
-)
+from capplan.serving import NONE, Limits, Records, State, int_fields, new_state
+from capplan.serving.pooled import has_pool, with_pool
+from capplan.serving.routers import ACTIVE, AWAITED, RESIDENT, Fleet, Placement, add_waiting
+from capplan.serving.state import LOADING, NO_CLAIM, POOLED, VLLM
 from capplan.serving.stored import is_pooled, line_access, new_lines
 from capplan.twin.instance._clock import TwinClock, count_present, count_queued, keeps_stats, new_clock
 from capplan.twin.instance._core import advance, next_event_ns, take_arrivals_before

@@ -1,6 +1,5 @@
 """Simulated scenarios of one GPU: the training data of surrogates."""
 
-from capplan.twin.dataset._designs import DESIGNS, Sample, draw
-from capplan.twin.dataset._shards import generate_dataset
+import lazy_loader
 
-__all__ = ["DESIGNS", "Sample", "draw", "generate_dataset"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

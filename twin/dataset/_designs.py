@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from scipy.stats import qmc
 
 from capplan.errors import InputError
-from capplan.models._memory import kv_budget
-from capplan.models.surrogates._features import (
+from capplan.models import kv_budget
+from capplan.models.surrogates import (
     MAX_IN_FLIGHT,
     common_inputs,
     feature_of,
@@ -27,8 +27,18 @@ from capplan.models.surrogates._features import (
     gpu_limits,
     steady_share,
 )
-from capplan.spec import STARVED_BELOW, Adapter, Lengths, Profile, Workload, allowed_lora_rank
-from capplan.spec._traffic import ArrivalProcess, Arrivals, Renewal, zipf
+from capplan.spec import (
+    STARVED_BELOW,
+    Adapter,
+    ArrivalProcess,
+    Arrivals,
+    Lengths,
+    Profile,
+    Renewal,
+    Workload,
+    allowed_lora_rank,
+    zipf,
+)
 from capplan.twin.instance._simulate import SimulateSettings, engine_args
 
 GRID_COUNTS: Final = (8, 16, 32, 64, 96, 128, 160, 192, 256, 320, 384)

@@ -32,9 +32,8 @@ from numpy.typing import NDArray
 
 import capplan
 from capplan.errors import InfeasibleError, InputError
-from capplan.models.surrogates._features import FEATURES, feature_probe
-from capplan.models.surrogates._files import profile_digest
-from capplan.models.training._data import (
+from capplan.models.surrogates import FEATURES, feature_probe, profile_digest
+from capplan.models.training import (
     MANIFEST,
     OUTCOMES,
     DatasetRequest,
@@ -46,9 +45,14 @@ from capplan.models.training._data import (
     require_columns,
     schema,
 )
-from capplan.spec import Profile, write_bytes_atomic, write_text_atomic
-from capplan.spec._files import error_reason, read_bytes
-from capplan.spec._limits import require_duration
+from capplan.spec import (
+    Profile,
+    error_reason,
+    read_bytes,
+    require_duration,
+    write_bytes_atomic,
+    write_text_atomic,
+)
 from capplan.twin._sweep import OnProgress, imported_ray, in_parallel, require_workers
 from capplan.twin.dataset._designs import DESIGNS, Sample, draw
 from capplan.twin.instance._metrics import SimulationResult

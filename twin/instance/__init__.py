@@ -1,1 +1,5 @@
 """Digital twin of one instance: its loop, clock, requests and metrics."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

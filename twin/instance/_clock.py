@@ -8,17 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan._jit import by_reference, inner, jit
-from capplan.models._step_latency import StepFeatures, StepRanks, rank_ms, step_line, step_ms, with_line_ms
-from capplan.models._step_tables import KvLine
-from capplan.serving import Limits, State, adapter_loaded
-from capplan.serving._structures import int_fields, new_record
-from capplan.serving.pooled._state import with_pool
-from capplan.serving.routers._fleet import PRESENT, QUEUED, QUEUED_TOKENS
-from capplan.serving.state import (
-    ENDING,
-    NONE,
-    SLORA,
-)
+from capplan.models import KvLine, StepFeatures, StepRanks, rank_ms, step_line, step_ms, with_line_ms
+from capplan.serving import NONE, Limits, State, adapter_loaded, int_fields, new_record
+from capplan.serving.pooled import with_pool
+from capplan.serving.routers import PRESENT, QUEUED, QUEUED_TOKENS
+from capplan.serving.state import ENDING, SLORA
 from capplan.twin.instance._host_link import (
     NEVER_NS,
     HostLink,

@@ -8,16 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan._jit import inner, jit
-from capplan.models._step_tables import no_line
-from capplan.serving import Limits, State, commit, schedule, submit
-from capplan.serving.pooled._refresh import refresh
-from capplan.serving.pooled._state import PooledState, has_pool
-from capplan.serving.state import (
-    NONE,
-    SLORA,
-    VLLM,
-)
-from capplan.serving.vllm._fast_forward import decode_step, steps_ahead
+from capplan.models import no_line
+from capplan.serving import NONE, Limits, State, commit, schedule, submit
+from capplan.serving.pooled import PooledState, has_pool, refresh
+from capplan.serving.state import SLORA, VLLM
+from capplan.serving.vllm import decode_step, steps_ahead
 from capplan.twin.instance._clock import (
     TwinClock,
     compute_ns,

@@ -9,9 +9,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.serving._structures import Records
-from capplan.spec import STARVED_BELOW, Slo
-from capplan.spec._predicted import LatencyStats, grouped_latency_stats
+from capplan.serving import Records
+from capplan.spec import STARVED_BELOW, LatencyStats, Slo, grouped_latency_stats
 from capplan.twin.instance import _trace as t
 from capplan.twin.instance._metrics import SimulationResult, bound_value
 from capplan.twin.instance._per_request import FINISHED, REJECTED, RUNNING, STATUSES, WAITING, RequestTable

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from capplan._jit import by_reference, inner
-from capplan.serving._structures import Records, int_fields, new_record
+from capplan.serving import Records, int_fields, new_record
 
 MAX_PAUSE_NS: Final = 60 * 10**9
 """Largest simulated time between two calls."""

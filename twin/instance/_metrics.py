@@ -13,12 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan._jit import by_reference, jit
-from capplan.serving._structures import int_fields, new_record
-from capplan.serving.pooled._queue_design import RequestSample, clustered_classes
-from capplan.spec import STARVED_BELOW
-from capplan.spec._display import Plotted
-from capplan.spec._predicted import PERCENTILES, LatencyStats, latency_stats, latency_stats_in_place
-from capplan.spec._queues import QueueConfig
+from capplan.serving import int_fields, new_record
+from capplan.serving.pooled import RequestSample, clustered_classes
+from capplan.spec import (
+    PERCENTILES,
+    STARVED_BELOW,
+    LatencyStats,
+    Plotted,
+    QueueConfig,
+    latency_stats,
+    latency_stats_in_place,
+)
 from capplan.twin.instance import _trace as t
 from capplan.twin.instance._scenario import NS_PER_MS, NS_PER_S, Scenario
 from capplan.twin.instance._trace import NEVER, STATUS_REJECTED, STATUS_RUNNING, TwinTrace

@@ -15,8 +15,16 @@ from numpy.typing import NDArray
 
 from capplan._jit import by_reference
 from capplan.errors import InputError
-from capplan.models._memory import disk_load_ms, gpu_load_ms, load_share, require_kv_tokens
-from capplan.models._step_latency import coefficient_array, latency_code, uses_decode_ranks, uses_ranks
+from capplan.models import (
+    coefficient_array,
+    disk_load_ms,
+    gpu_load_ms,
+    latency_code,
+    load_share,
+    require_kv_tokens,
+    uses_decode_ranks,
+    uses_ranks,
+)
 from capplan.serving import (
     Limits,
     ServingRules,
@@ -24,17 +32,27 @@ from capplan.serving import (
     adapter_pages,
     kv_bytes_per_token,
     new_state,
+    rules_of_scheduler,
     serving_rules,
+    with_scheduling,
 )
-from capplan.serving._scheduling import rules_of_scheduler, with_scheduling
-from capplan.serving.pooled._refresh import PoolSetup, pool_setup, set_up
+from capplan.serving.pooled import PoolSetup, pool_setup, set_up
 from capplan.serving.state import POOLED
-from capplan.spec import Cache, EngineArgs, Predictor, Profile, Queues, Scheduler, Workload
-from capplan.spec._limits import require_duration
-from capplan.spec._lora_modules import LORA_MODULES
-from capplan.spec._scheduling import cache_of, completed, scheduler_of
-from capplan.workload import Requests, draw_requests
-from capplan.workload._predictors import predicted_tokens
+from capplan.spec import (
+    LORA_MODULES,
+    Cache,
+    EngineArgs,
+    Predictor,
+    Profile,
+    Queues,
+    Scheduler,
+    Workload,
+    cache_of,
+    completed,
+    require_duration,
+    scheduler_of,
+)
+from capplan.workload import Requests, draw_requests, predicted_tokens
 
 SchedulerLike: TypeAlias = Scheduler | Mapping[str, Any] | str
 """A scheduler, its name, or its fields."""

@@ -12,13 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.datasets import load_profile
-from capplan.spec import EngineArgs, Profile, Queues, Workload, allowed_lora_rank
-from capplan.spec._display import Plotted
-from capplan.spec._engine_args import (
+from capplan.spec import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
     DEFAULT_MAX_MODEL_LEN,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
+    EngineArgs,
+    Plotted,
+    Profile,
+    Queues,
+    Workload,
+    allowed_lora_rank,
 )
 from capplan.twin.instance import _trace as t
 from capplan.twin.instance._core import run

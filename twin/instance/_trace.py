@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan._jit import by_reference, inner, jit
-from capplan.serving._structures import Records, int_fields, new_record
+from capplan.serving import Records, int_fields, new_record
 
 SMALL_BATCH = 128
 """Requests per chunk of vLLM's API server (``VLLM_V1_OUTPUT_PROC_CHUNK_SIZE``)."""

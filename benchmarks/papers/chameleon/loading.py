@@ -12,11 +12,11 @@ from benchmarks.papers.chameleon.setting import (
     physics_of,
     profile,
 )
-from capplan.models._memory import gpu_load_ms
-from capplan.models._step_latency import (
+from capplan.models import (
     StepFeatures,
     StepRanks,
     coefficient_array,
+    gpu_load_ms,
     latency_code,
     rank_ms,
     step_ms,

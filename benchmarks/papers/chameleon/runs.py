@@ -16,10 +16,9 @@ from benchmarks.papers.chameleon.setting import A40, SLO_S, Platform, at_rate, p
 from benchmarks.papers.chameleon.systems import SYSTEMS
 from capplan import Workload
 from capplan.twin import build_scenario
-from capplan.twin.instance._core import run
+from capplan.twin.instance import NEVER, NS_PER_S, STATUS_REJECTED, Scenario, TwinTrace, choose_policies, run
 from capplan.twin.instance._metrics import pool_metrics
-from capplan.twin.instance._scenario import NS_PER_S, Scenario, choose_policies
-from capplan.twin.instance._trace import NEVER, STATUS_REJECTED, TwinTrace, gap_percentiles_ms
+from capplan.twin.instance._trace import gap_percentiles_ms
 
 HORIZON_S: Final = 1800.0
 WARM_UP_S: Final = 300.0

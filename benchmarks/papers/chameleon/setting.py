@@ -41,19 +41,13 @@ import numpy as np
 
 from benchmarks.common import preset_workload
 from capplan import EngineArgs, Profile, Workload, load_profile
-from capplan.datasets._catalog import gpu_sheet, model_arch
+from capplan.datasets import gpu_sheet, model_arch
+from capplan.models import ADDITIVE, TABLE, Assumptions, Efficiencies, EngineChoice, roofline_profile
 from capplan.models._memory import LOADING_FORM, MEMORY_FORM, assumed_model
-from capplan.models._roofline import (
-    Assumptions,
-    Efficiencies,
-    EngineChoice,
-    roofline_profile,
-)
-from capplan.models._step_latency import ADDITIVE, GRAPH_TOKENS, TABLE
+from capplan.models._step_latency import GRAPH_TOKENS
 from capplan.profiling.load._requests import scaled
 from capplan.serving import adapter_bytes, kv_bytes_per_token, weight_bytes
-from capplan.spec import Kernel, LengthPairs, ModelArch, StepTable
-from capplan.spec._lora_modules import ATTENTION_MODULES
+from capplan.spec import ATTENTION_MODULES, Kernel, LengthPairs, ModelArch, StepTable
 
 SLORA_H100: Final = "h100-64g/llama-2-7b/s-lora-c1ddf48"
 H100_BYTES_PER_S: Final = 2.0e12

@@ -32,8 +32,7 @@ from benchmarks.papers.chameleon.setting import (
     workload,
 )
 from capplan import Workload
-from capplan.twin.instance._core import run
-from capplan.twin.instance._scenario import NS_PER_S
+from capplan.twin.instance import NS_PER_S, run
 
 _ALONE_RPS: Final = 0.02
 _ALONE_S: Final = 100_000.0

@@ -12,7 +12,7 @@ from benchmarks.common import command_line, cpu_timed, records_table
 from benchmarks.papers.chameleon.setting import A40, at_rate, profile, workload
 from benchmarks.papers.chameleon.systems import SYSTEMS
 from capplan import SimulationResult, Workload, simulate
-from capplan.twin.instance._simulate import keywords_of
+from capplan.twin.instance import keywords_of
 
 HOUR_S = 3600.0
 BAR = 10_000.0

@@ -7,8 +7,8 @@ from typing import Final
 
 from benchmarks.common import H100_LLAMA
 from capplan import Profile, load_profile
-from capplan.datasets._catalog import gpu_sheet, model_arch
-from capplan.models._roofline import EngineChoice, roofline_profile
+from capplan.datasets import gpu_sheet, model_arch
+from capplan.models import EngineChoice, roofline_profile
 from capplan.models._step_latency import GRAPH_TOKENS
 from capplan.spec import Coefficient, FittedModel, Kernel, Provenance, ProvenanceKind
 

@@ -13,8 +13,7 @@ from benchmarks.common import preset_workload
 from capplan import Profile, Workload
 from capplan.profiling.load._requests import scaled
 from capplan.spec import LengthPairs
-from capplan.twin.instance._scenario import NS_PER_S, draw_for
-from capplan.twin.instance._trace import STATUS_REJECTED
+from capplan.twin.instance import NS_PER_S, STATUS_REJECTED, draw_for
 from capplan.workload import Requests
 
 TRACES: Final = tuple(

@@ -23,27 +23,20 @@ from benchmarks.papers.loraserve.load import (
 )
 from capplan import Assignment, EngineArgs, Problem, Profile, Workload
 from capplan.errors import InfeasibleError
+from capplan.planner.problem import AdapterShare
 from capplan.planner.problem._estimate import TwinEstimator
 from capplan.planner.problem._operating_points import OperatingPoints
-from capplan.planner.problem._problem import AdapterShare, make_problem
+from capplan.planner.problem._problem import make_problem
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers._random_placement import contiguous_by_rank, shuffled_runs
 from capplan.planner.solvers._solve import solve
 from capplan.serving import adapter_bytes
-from capplan.serving.rebalancing import (
-    AdapterDemand,
-    RebalanceSettings,
-    arrived_tok_s,
-    extrapolate,
-    place,
-)
+from capplan.serving.rebalancing import AdapterDemand, arrived_tok_s, extrapolate, place
 from capplan.serving.routers import LeastWorkLeft
-from capplan.spec import Objective
+from capplan.spec import Objective, RebalanceSettings
 from capplan.twin import build_scenario
 from capplan.twin.cluster import ClusterResult, Instance, NamedRouter, Rebalancing, simulate_cluster
-from capplan.twin.instance._core import run
-from capplan.twin.instance._per_request import REJECTED
-from capplan.twin.instance._scenario import NS_PER_S
+from capplan.twin.instance import NS_PER_S, REJECTED, run
 from capplan.workload import Requests
 
 MAX_BATCH_TOKENS: Final = 8192

@@ -2,3 +2,7 @@
 
 Triton modules are imported on use: Triton may be absent on a machine without a GPU.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,6 +1,5 @@
 """LoRA adapters: sources, host and device memory, loads."""
 
-from capplan.engine.lora._adapter import AdapterLayout, AdapterSource, HostAdapter, RandomAdapter
-from capplan.engine.lora._peft import PeftFolder
+import lazy_loader
 
-__all__ = ["AdapterLayout", "AdapterSource", "HostAdapter", "PeftFolder", "RandomAdapter"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

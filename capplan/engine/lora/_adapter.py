@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from capplan.engine.models._config import ModelConfig
 from capplan.engine.models._shard import WHOLE, ModelShard
 from capplan.errors import InputError
-from capplan.spec._lora_modules import LORA_MODULES, module_sizes
-from capplan.spec._peft_folder import require_fit
+from capplan.spec import LORA_MODULES, module_sizes, require_fit
 
 MODULES: Final = LORA_MODULES
 

@@ -24,8 +24,7 @@ import numpy as np
 import torch
 
 from capplan.engine._timing import EngineClock
-from capplan.spec._profile import FittedModel
-from capplan.spec._validation import NonNegative, SpecModel
+from capplan.spec import FittedModel, NonNegative, SpecModel
 
 if TYPE_CHECKING:
     from capplan.engine.lora._manager import LoRAManager

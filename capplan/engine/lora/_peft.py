@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from capplan.engine.lora._adapter import AdapterLayout, HostAdapter, pack, ranks_of, require_rank
-from capplan.spec._peft_folder import MatrixPair, PeftFiles, Place, SafetensorsFile, TensorEntry
+from capplan.spec import MatrixPair, PeftFiles, Place, SafetensorsFile, TensorEntry
 
 _TYPES: Final = MappingProxyType(
     {

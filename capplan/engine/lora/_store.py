@@ -16,10 +16,8 @@ from typing import BinaryIO, Final
 
 from capplan.engine.lora._peft import PeftFolder
 from capplan.errors import InputError
-from capplan.registry._adapter import ADAPTER_FILES, digest_of, file_digest
-from capplan.spec._files import open_regular, sync
-from capplan.spec._lora_modules import ADAPTER_CONFIG
-from capplan.spec._peft_folder import MAX_CONFIG_BYTES, WEIGHTS_FILE
+from capplan.registry import ADAPTER_FILES, digest_of, file_digest
+from capplan.spec import ADAPTER_CONFIG, MAX_CONFIG_BYTES, WEIGHTS_FILE, open_regular, sync
 
 MAX_ADAPTER_BYTES: Final = 2**34
 """Of an adapter whose bytes the registry does not know."""

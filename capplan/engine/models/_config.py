@@ -15,11 +15,9 @@ from typing import Any, Final, Self
 
 from pydantic import model_validator
 
-from capplan.datasets._catalog import arch_of, flag, hf_config, whole_number
+from capplan.datasets import arch_of, flag, hf_config, whole_number
 from capplan.errors import InputError
-from capplan.spec import ModelArch
-from capplan.spec._files import read_json_object
-from capplan.spec._validation import rule_error
+from capplan.spec import ModelArch, read_json_object, rule_error
 
 _POSITIONS: Final = "max_position_embeddings"
 _MOST_NUMBER: Final = 1e15  # of rope_theta and factors; the largest in use is 1e9

@@ -17,7 +17,7 @@ from torch.nn import functional
 from capplan.engine.models._config import ModelConfig
 from capplan.engine.models._shard import WHOLE, ModelShard
 from capplan.errors import InputError
-from capplan.spec._files import open_regular, read_json_object
+from capplan.spec import open_regular, read_json_object
 
 _PACK_FROM: Final = 2**17
 """Elements of a matrix from which a packed oneDNN product is faster than a plain one on a CPU."""

@@ -29,6 +29,7 @@ from capplan.planner.problem._problem import Assignment, GpuPool, Problem
 from capplan.planner.verification._repair import RepairResult
 from capplan.planner.verification._verify import InstanceVerification, PlanVerdict, Verifier
 from capplan.spec import (
+    MEAN_LENGTHS,
     Binds,
     Group,
     GroupVerification,
@@ -48,10 +49,8 @@ from capplan.spec import (
     Verification,
     Workload,
 )
-from capplan.spec._routing import MEAN_LENGTHS
 from capplan.twin import SimulationResult
-from capplan.twin.instance._extrapolation import Extrapolation, extrapolations, merged, values_of
-from capplan.twin.instance._metrics import bound_value
+from capplan.twin.instance import Extrapolation, bound_value, extrapolations, merged, values_of
 from capplan.version import installed_version
 
 LEVEL: Final = 0.9

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from capplan.models._memory import kv_tokens
+from capplan.models import kv_tokens
 from capplan.planner.problem._evaluate import Evaluation, evaluate, known_value
 from capplan.planner.problem._knobs import KNOBS, knob_variants
 from capplan.planner.problem._parallel import parallel_map
 from capplan.planner.problem._problem import GRID, Assignment, Estimate, Problem, distinct_adapters
 from capplan.planner.problem._slots import best_slots, max_fitting_slots
-from capplan.twin.instance._paired import PAIRED_SEEDS
+from capplan.twin.instance import PAIRED_SEEDS
 
 MAX_POINTS: Final = 8
 """Maximum number of simulations over A_max."""

@@ -24,9 +24,8 @@ from capplan.planner.problem._parallel import Progress, no_progress, parallel_ma
 from capplan.planner.problem._rebuild import RebuiltGroup, rebuild, search_seed
 from capplan.planner.problem._slots import best_slots
 from capplan.planner.verification._verify import fresh_seeds
-from capplan.spec import Group, Plan, Profile, Workload
-from capplan.spec._display import Displayed
-from capplan.twin.instance._paired import paired_difference
+from capplan.spec import Displayed, Group, Plan, Profile, Workload
+from capplan.twin.instance import paired_difference
 
 _NOTABLE: Final = 0.02
 """Relative difference in throughput or request time that is reported."""

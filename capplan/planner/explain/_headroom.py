@@ -13,7 +13,7 @@ from capplan.planner.problem._knobs import KnobSearch
 from capplan.planner.problem._problem import Assignment, Problem, distinct_adapters
 from capplan.spec import Binds
 from capplan.twin import SimulationResult
-from capplan.twin.instance._metrics import bound_value
+from capplan.twin.instance import bound_value
 
 _OVERLOAD_STEP: Final = 1.0 / 32.0
 """Relative excess over the largest load that holds, at which a failing instance is simulated; twice the

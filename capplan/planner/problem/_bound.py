@@ -17,11 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
-from capplan.models._step_latency import ADDITIVE, TABLE, StepFeatures, coefficient_array, step_ms
+from capplan.models import ADDITIVE, TABLE, StepFeatures, coefficient_array, step_ms
 from capplan.planner.problem._knobs import max_running_requests
 from capplan.planner.problem._problem import Problem
-from capplan.spec import FittedModel, Lengths
-from capplan.spec._profile import TABLE_AXES
+from capplan.spec import TABLE_AXES, FittedModel, Lengths
 from capplan.workload import Requests, draw_requests
 
 _SAMPLE = 2**16

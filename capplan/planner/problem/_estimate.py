@@ -14,20 +14,20 @@ from numpy.typing import NDArray
 
 from capplan.errors import InfeasibleError, InputError
 from capplan.models import Surrogate, load_surrogate
-from capplan.models.surrogates._compiled import (
+from capplan.models.surrogates import (
+    KINDS,
     STARVED_PROBABILITY,
     CompiledSurrogate,
     compile_surrogate,
+    unsupported_workload,
 )
-from capplan.models.surrogates._features import unsupported_workload
-from capplan.models.surrogates._files import KINDS
 from capplan.planner.problem._evaluate import SAFE_SERVED_FRACTION, Evaluation, evaluate
 from capplan.planner.problem._parallel import NEVER, Deadline, estimate_all
 from capplan.planner.problem._problem import AdapterShare, Assignment, Estimate, Estimator, Problem
 from capplan.planner.problem._queues import with_queues
 from capplan.spec import STARVED_BELOW, Workload
 from capplan.twin import SimulationResult
-from capplan.twin.instance._metrics import bound_value
+from capplan.twin.instance import bound_value
 
 ESTIMATORS: Final = ("auto", *KINDS, "twin")
 _DEFAULT_SURROGATE: Final = "best"

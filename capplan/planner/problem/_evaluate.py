@@ -14,19 +14,32 @@ from capplan.errors import InfeasibleError
 from capplan.planner.problem._parallel import NEVER, Deadline, OutOfTimeError, interrupt_at, parallel_until
 from capplan.planner.problem._problem import Assignment, Problem, distinct_adapters
 from capplan.planner.problem._queues import with_queues
-from capplan.spec import Binds, Slo, Workload
-from capplan.spec._routing import PLAN_ROUTER, STATE_PERIOD_S
-from capplan.spec._slo import STABLE_TTFT_P99_S, describe_latency
+from capplan.spec import (
+    PLAN_ROUTER,
+    STABLE_TTFT_P99_S,
+    STATE_PERIOD_S,
+    Binds,
+    Slo,
+    Workload,
+    describe_latency,
+)
 from capplan.twin import SimulationResult, simulate
 from capplan.twin.cluster import Instance, Rebalancing, served_router, simulate_cluster
-from capplan.twin.instance._core import run
-from capplan.twin.instance._group_metrics import Attainment
-from capplan.twin.instance._metrics import bound_value
-from capplan.twin.instance._per_request import LOST, REJECTED, WAITING, request_status
-from capplan.twin.instance._scenario import NS_PER_S, Scenario
-from capplan.twin.instance._simulate import keywords_of, tpt_attainment
-from capplan.twin.instance._trace import NEVER as NEVER_NS
-from capplan.twin.instance._trace import TwinTrace
+from capplan.twin.instance import (
+    LOST,
+    NS_PER_S,
+    REJECTED,
+    WAITING,
+    Attainment,
+    Scenario,
+    TwinTrace,
+    bound_value,
+    keywords_of,
+    request_status,
+    run,
+    tpt_attainment,
+)
+from capplan.twin.instance import NEVER as NEVER_NS
 
 SAFE_SERVED_FRACTION: Final = 0.99
 """Served fraction from which simulations of an instance differ little by seed."""

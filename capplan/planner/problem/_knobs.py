@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from capplan.errors import InputError
 from capplan.planner.problem._parallel import estimate_all
 from capplan.spec import Profile
-from capplan.twin.instance._extrapolation import MODELS, SLACK
+from capplan.twin.instance import MODELS, SLACK
 
 if TYPE_CHECKING:
     from capplan.planner.problem._problem import Assignment, Estimate, Estimator, Problem

@@ -15,13 +15,11 @@ from typing import Final, Protocol, Self, TypedDict
 
 from capplan.datasets import load_profile
 from capplan.errors import InfeasibleError, InfeasibleReason, InputError
-from capplan.models._memory import KvBudget, kv_budget
-from capplan.models._uncertainty import pessimistic_profile
-from capplan.models.surrogates._features import EngineLimits
+from capplan.models import KvBudget, kv_budget, pessimistic_profile
+from capplan.models.surrogates import EngineLimits
 from capplan.planner.problem._knobs import KnobSearch
 from capplan.planner.problem._parallel import NEVER, Deadline
-from capplan.serving import adapter_bytes
-from capplan.serving._rules import VLLM_ENGINE
+from capplan.serving import VLLM_ENGINE, adapter_bytes
 from capplan.spec import (
     Adapter,
     Cache,
@@ -33,12 +31,13 @@ from capplan.spec import (
     Queues,
     Scheduler,
     Workload,
+    beyond,
+    input_limits,
+    require_adapter,
+    vllm_rank,
 )
-from capplan.spec._engine_args import vllm_rank
-from capplan.spec._limits import beyond, input_limits
-from capplan.spec._peft_folder import require_adapter
-from capplan.twin.instance._scenario import chosen_rules
-from capplan.workload._peak import (
+from capplan.twin.instance import chosen_rules
+from capplan.workload import (
     DecidingTime,
     TraceWindow,
     busiest_window,

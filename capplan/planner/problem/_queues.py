@@ -10,15 +10,10 @@ import numpy as np
 from capplan.errors import InfeasibleError
 from capplan.planner.problem._parallel import interrupt_at
 from capplan.planner.problem._problem import Assignment, Problem
-from capplan.serving.pooled._queue_design import RequestSample, design_queues
-from capplan.serving.pooled._refresh import PoolSetup
+from capplan.serving.pooled import PoolSetup, RequestSample, design_queues
 from capplan.spec import Queues, Slo, Workload
 from capplan.twin import RequestTable, SimulationResult, simulate_detailed
-from capplan.twin.instance._core import run
-from capplan.twin.instance._per_request import REJECTED
-from capplan.twin.instance._scenario import Scenario
-from capplan.twin.instance._simulate import keywords_of
-from capplan.twin.instance._trace import TwinTrace
+from capplan.twin.instance import REJECTED, Scenario, TwinTrace, keywords_of, run
 
 _QUEUE_SEED: Final = 11
 _SAMPLE_REQUESTS: Final = 4000

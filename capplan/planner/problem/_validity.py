@@ -11,7 +11,7 @@ from typing import Final
 
 from capplan.errors import InputError
 from capplan.planner.problem._problem import Assignment, Problem
-from capplan.twin.instance._scenario import choose_policies
+from capplan.twin.instance import choose_policies
 
 _TOLERANCE: Final = 1e-6
 """Rounding error of the fractions of one adapter."""

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.models.surrogates._features import FEATURES, feature_vector
+from capplan.models.surrogates import FEATURES, feature_vector
 from capplan.planner.problem._problem import AdapterShare, Assignment, Problem, merge_shares, whole_adapters
 from capplan.planner.problem._splitting import split_evenly
 from capplan.spec import Adapter, Kernel, Lengths, allowed_lora_rank

@@ -17,7 +17,7 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.models._memory import kv_tokens
+from capplan.models import kv_tokens
 from capplan.planner.problem._problem import (
     AdapterShare,
     Assignment,
@@ -28,7 +28,7 @@ from capplan.planner.problem._problem import (
 )
 from capplan.planner.problem._splitting import split_evenly
 from capplan.planner.solvers._base import Solver, SolverContext
-from capplan.serving._memory import kv_bytes_per_token, slot_bytes
+from capplan.serving import kv_bytes_per_token, slot_bytes
 
 
 def _place(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:

@@ -24,15 +24,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InfeasibleError
-from capplan.models.surrogates._compiled import CompiledSurrogate, PackedTrees
-from capplan.models.surrogates._greedy_fill import (
+from capplan.models.surrogates import (
     AdapterQueue,
+    CompiledSurrogate,
     FillRules,
+    PackedTrees,
     Scratch,
     SlotNumbers,
     scratch_arrays,
 )
-from capplan.models.surrogates._greedy_fill import fill_gpu as fill_gpu_compiled
+from capplan.models.surrogates import fill_gpu as fill_gpu_compiled
 from capplan.planner.problem._estimate import SurrogateEstimator
 from capplan.planner.problem._evaluate import describe_failure
 from capplan.planner.problem._parallel import estimate_all

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from capplan.models._memory import kv_tokens
+from capplan.models import kv_tokens
 from capplan.planner.problem._problem import (
     AdapterShare,
     Assignment,
@@ -25,9 +25,7 @@ from capplan.planner.problem._problem import (
 )
 from capplan.planner.problem._splitting import in_input_order
 from capplan.planner.solvers._base import Solver, SolverContext
-from capplan.twin.instance._core import run
-from capplan.twin.instance._metrics import SimulationResult, summarize
-from capplan.twin.instance._scenario import build_scenario
+from capplan.twin.instance import SimulationResult, build_scenario, run, summarize
 
 
 def _place(problem: Problem, context: SolverContext, *, adapters_per_slot: int = 1) -> tuple[Assignment, ...]:

@@ -18,9 +18,18 @@ from capplan.planner.problem._parallel import parallel_map
 from capplan.planner.problem._rebuild import rebuild
 from capplan.planner.verification._served_rebalancing import equal_engine_args
 from capplan.serving import adapter_bytes
-from capplan.spec import Plan, Profile, RebalanceSettings, Slo, Workload
-from capplan.spec._predicted import LatencyStats, latency_stats
-from capplan.spec._routing import PLAN_ROUTER, STATE_PERIOD_S, RouterOptions
+from capplan.spec import (
+    PLAN_ROUTER,
+    STATE_PERIOD_S,
+    LatencyStats,
+    Plan,
+    Profile,
+    RebalanceSettings,
+    RouterOptions,
+    Slo,
+    Workload,
+    latency_stats,
+)
 from capplan.twin.cluster import (
     ClusterResult,
     Instance,
@@ -29,9 +38,7 @@ from capplan.twin.cluster import (
     simulate_cluster,
     simulate_without_adapters,
 )
-from capplan.twin.instance._extrapolation import Extrapolation, extrapolations, merged, values_of
-from capplan.twin.instance._metrics import bound_value
-from capplan.twin.instance._per_request import FINISHED
+from capplan.twin.instance import FINISHED, Extrapolation, bound_value, extrapolations, merged, values_of
 
 UNLOADED: Final = 0.01
 """Load of the reference run `unloaded`, as a share of the workload's."""

@@ -8,9 +8,9 @@ from capplan.datasets import load_profile
 from capplan.errors import InputError
 from capplan.planner.problem._operating_points import OperatingPoints
 from capplan.planner.problem._problem import AdapterShare, Problem, make_problem
-from capplan.serving.rebalancing import AdapterDemand, Rebalancer, RebalanceSettings, Replan
-from capplan.spec import EngineArgs, Group, Plan, Profile, Workload
-from capplan.twin.cluster._routers import workload_of
+from capplan.serving.rebalancing import AdapterDemand, Rebalancer, Replan
+from capplan.spec import EngineArgs, Group, Plan, Profile, RebalanceSettings, Workload
+from capplan.twin.cluster import workload_of
 
 
 def equal_engine_args(groups: Sequence[Group]) -> EngineArgs:

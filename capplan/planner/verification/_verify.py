@@ -10,7 +10,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from capplan.errors import InputError
-from capplan.models._uncertainty import DRAWS, drawn_profiles
+from capplan.models import DRAWS, drawn_profiles
 from capplan.planner.problem._estimate import TwinEstimator
 from capplan.planner.problem._evaluate import (
     SAFE_SERVED_FRACTION,
@@ -36,12 +36,10 @@ from capplan.planner.problem._problem import (
     Problem,
 )
 from capplan.planner.problem._queues import with_queues
-from capplan.spec import Profile
-from capplan.spec._limits import require_seed_count
-from capplan.spec._plan import OUT_OF_TIME, Verdict
+from capplan.spec import OUT_OF_TIME, Profile, Verdict, require_seed_count
 from capplan.twin import SimulationResult
 from capplan.twin.cluster import Rebalancing
-from capplan.twin.instance._metrics import bound_value
+from capplan.twin.instance import bound_value
 
 FRESH_SEEDS = 5
 _TIMES_IF_DOUBTFUL = 4

@@ -1,1 +1,5 @@
 """HTML pages of results, one module per kind of result, and the figures on them."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -26,10 +26,9 @@ if TYPE_CHECKING:
 
     import pandas as pd
 
-    from capplan.models._kernel_fits import KernelReport
-    from capplan.models.calibration._step_model import Residuals, StepCalibration
-    from capplan.twin.calibration._calibrate import CalibrationResult
-    from capplan.twin.calibration._fit import RunCalibration
+    from capplan.models import KernelReport
+    from capplan.models.calibration import Residuals, StepCalibration
+    from capplan.twin.calibration import CalibrationResult, RunCalibration
 
 _MOST_POINTS = 4000  # of one scatter chart; evenly thinned beyond
 _BINS = 41

@@ -16,8 +16,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 if TYPE_CHECKING:
-    from capplan.spec import Group, Plan
-    from capplan.spec._display import Plotted
+    from capplan.spec import Group, Plan, Plotted
     from capplan.twin import DetailedResult, SimulationResult
 
 # Palette of Okabe and Ito, without black, which is invisible in dark mode.

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from capplan.profiling.load._result import BenchResult
-    from capplan.profiling.validation._compare import GroupValidation
-    from capplan.profiling.validation._validate import Validation
+    from capplan.profiling.load import BenchResult
+    from capplan.profiling.validation import GroupValidation, Validation
 
     Columns = Mapping[str, NDArray[Any]]
 

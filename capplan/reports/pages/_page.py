@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import jinja2
 from markupsafe import Markup
 
-from capplan.models.calibration._least_squares import SMAPE_FORMULA
+from capplan.models.calibration import SMAPE_FORMULA
 from capplan.reports._console import Cell, Mark, Table, number, percent
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from capplan.reports.tables._plan import (
     worst_latency,
 )
 from capplan.reports.tables._scheduling import queues_table, scheduling_words, sizes_table
-from capplan.spec._slo import describe_latency
+from capplan.spec import describe_latency
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

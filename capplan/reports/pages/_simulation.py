@@ -26,7 +26,7 @@ from capplan.spec import STARVED_BELOW
 if TYPE_CHECKING:
     from capplan.spec import Cache, Profile, Scheduler, Workload
     from capplan.twin import DetailedResult
-    from capplan.twin.instance._group_metrics import GroupMetrics
+    from capplan.twin.instance import GroupMetrics
 
 _TERMS: Final = {
     **page.terms("A_max", "throughput", "offered", "served", "starved", "TTFT", "E2E", "TPOT", "TPT", "ITL"),

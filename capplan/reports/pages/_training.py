@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from capplan.models.calibration._least_squares import SMAPE_FORMULA
-from capplan.models.surrogates._features import HORIZON_S
-from capplan.models.surrogates._surrogate import COVERAGE
-from capplan.models.surrogates._tree_export import decision_rules, export_svg
+from capplan.models.calibration import SMAPE_FORMULA
+from capplan.models.surrogates import COVERAGE, HORIZON_S, decision_rules, export_svg
 from capplan.reports._console import DASH, Cell, Table, counted, number, percent
 from capplan.reports.pages import _page as page
 from capplan.reports.pages._figures import Axis, Curve, bar_rows, line_chart, scatter_chart
@@ -15,8 +13,7 @@ from capplan.reports.pages._figures import Axis, Curve, bar_rows, line_chart, sc
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from capplan.models.training._data import Manifest
-    from capplan.models.training._train import Trained
+    from capplan.models.training import Manifest, Trained
     from capplan.spec import Profile
 
 _MOST_FEATURES: Final = 15

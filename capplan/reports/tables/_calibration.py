@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 from capplan.reports._console import DASH, Table, number, smape
 
 if TYPE_CHECKING:
-    from capplan.models.calibration._step_model import Residuals, StepCalibration
+    from capplan.models.calibration import Residuals, StepCalibration
     from capplan.spec import FittedModel
-    from capplan.twin.calibration._calibrate import CalibrationResult
-    from capplan.twin.calibration._fit import RunCalibration
+    from capplan.twin.calibration import CalibrationResult, RunCalibration
 
 
 _PARTS = ("step_latency", "memory", "loading", "host")

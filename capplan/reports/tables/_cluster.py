@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from capplan.reports._console import Table, counted, number, percent
 
 if TYPE_CHECKING:
-    from capplan.planner.verification._served import RankMetrics, SimulatedFleet, StoredAdapters
+    from capplan.planner.verification import RankMetrics, SimulatedFleet, StoredAdapters
     from capplan.twin.cluster import ClusterResult
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from capplan.reports._console import Table, number
 
 if TYPE_CHECKING:
-    from capplan.models._kernel_fits import KernelReport
+    from capplan.models import KernelReport
 
 
 def fits_table(reports: Sequence[KernelReport], *, on_page: bool = False) -> Table:

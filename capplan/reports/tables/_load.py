@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from capplan.reports._console import Table, counted, number, percent
 
 if TYPE_CHECKING:
-    from capplan.profiling.load._result import BenchResult, LoadMetrics
+    from capplan.profiling.load import BenchResult, LoadMetrics
 
 
 _STATISTICS: Final = ("mean", "p50", "p90", "p95", "p99")

@@ -32,7 +32,7 @@ def plan_notes(plan: Plan) -> tuple[str, ...]:
 
 def folder_lines(workload: Workload) -> tuple[str, ...]:
     """Return lines on adapters that are planned as stated, and on base models that go by another name."""
-    from capplan.spec._peft_folder import PeftFiles, local_folder, path_kind
+    from capplan.spec import PeftFiles, local_folder, path_kind
 
     absent: list[str] = []
     named: dict[str, list[str]] = {}

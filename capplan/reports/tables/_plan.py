@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from capplan.reports._console import DASH, Table, number, percent
-from capplan.spec._routing import PLAN_ROUTER
-from capplan.spec._slo import describe_latency
+from capplan.spec import PLAN_ROUTER, describe_latency
 
 if TYPE_CHECKING:
     from capplan.spec import Group, Plan, Predicted
@@ -56,7 +55,7 @@ _MAX_BOTTLENECKS = 8
 
 def groups_table(plan: Plan) -> Table:
     """Return one row per group; predictions are for one instance of it."""
-    from capplan.spec._engine_args import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
+    from capplan.spec import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS
 
     queued = any(group.queues is not None for group in plan.groups)
     scheduled = any(group.scheduling is not None for group in plan.groups)

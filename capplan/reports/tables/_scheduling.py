@@ -7,12 +7,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 from capplan.reports._console import DASH, Table, number, percent
-from capplan.spec import Cache, Predictor, QueueConfig, Scheduler
-from capplan.spec._validation import SpecModel
+from capplan.spec import Cache, Predictor, QueueConfig, Scheduler, SpecModel
 
 if TYPE_CHECKING:
     from capplan.spec import Group, Queues
-    from capplan.twin.instance._metrics import PoolMetrics
+    from capplan.twin.instance import PoolMetrics
 
 _SIZES = {
     "degree2": "lengths x adapter",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from capplan.reports._console import DASH, Table, number
 
 if TYPE_CHECKING:
-    from capplan.profiling.validation._compare import GroupValidation, MetricComparison
+    from capplan.profiling.validation import GroupValidation, MetricComparison
 
 
 _HEAD: Final = (

@@ -18,7 +18,7 @@ from capplan.serving.pooled._size_clusters import (
     cut_offs,
     subsample,
 )
-from capplan.spec._queues import (
+from capplan.spec import (
     MOST_QUEUES,
     PROMPT_WEIGHT,
     AdapterCharge,

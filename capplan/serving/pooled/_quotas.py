@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InfeasibleError
-from capplan.spec._queues import QuotaSize, RestWeights
+from capplan.spec import QuotaSize, RestWeights
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

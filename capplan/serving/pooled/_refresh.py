@@ -29,10 +29,7 @@ from capplan.serving.pooled._size_clusters import cluster_sizes
 from capplan.serving.pooled._size_queues import rebin
 from capplan.serving.pooled._state import DEGREE_1, DEGREE_2, OUTPUT_ONLY, WINDOW
 from capplan.serving.state import NONE, Limits, State
-from capplan.spec._lora_modules import TargetModules
-from capplan.spec._profile import ModelArch
-from capplan.spec._queues import QueueConfig, Queues, Wrs, require_room
-from capplan.spec._scheduling import Cache, Scheduler
+from capplan.spec import Cache, ModelArch, QueueConfig, Queues, Scheduler, TargetModules, Wrs, require_room
 
 Ints = NDArray[np.int64]
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan._jit import inner, jit
-from capplan.spec._queues import ClusterRule
+from capplan.spec import ClusterRule
 
 SAMPLE: Final = 2000
 """Maximum number of sizes that are clustered."""

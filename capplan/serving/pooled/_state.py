@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from capplan._jit import by_reference, inner_with
 from capplan.serving._structures import ABSENT, Heap, Records, int_fields, new_heap, new_record
-from capplan.spec._queues import MOST_QUEUES, PROMPT_WEIGHT
-from capplan.spec._scheduling import CHAMELEON_WEIGHTS
+from capplan.spec import CHAMELEON_WEIGHTS, MOST_QUEUES, PROMPT_WEIGHT
 
 if TYPE_CHECKING:
     from capplan.serving.state import State

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from capplan.errors import InputError
-from capplan.spec._routing import FORECASTS, Forecast
+from capplan.spec import FORECASTS, Forecast
 
 
 def posterior_tok_s(tok_s: NDArray[np.float64], requests: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -20,7 +20,7 @@ from capplan.serving.rebalancing._placement import (
     place,
     require_points,
 )
-from capplan.spec._routing import RebalanceSettings
+from capplan.spec import RebalanceSettings
 
 Shares: TypeAlias = Sequence[Mapping[str, float]]
 """Per server, the share of each adapter that it serves."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
-from capplan.models._step_latency import (
+from capplan.models import (
     ADDITIVE,
     StepFeatures,
     StepRanks,

@@ -9,16 +9,16 @@ import pandas as pd
 import pytest
 
 from capplan import InputError, Lengths, Profile
-from capplan.datasets._catalog import read_arch
-from capplan.models._memory import disk_load_ms, gpu_load_ms, kv_tokens
-from capplan.models.calibration._components import (
+from capplan.datasets import read_arch
+from capplan.models import disk_load_ms, gpu_load_ms, kv_tokens
+from capplan.models.calibration import (
     Hardware,
     assumed_profile,
     fit_length_correlation,
     fit_loading,
     fit_memory,
-    held_kv_tokens,
 )
+from capplan.models.calibration._components import held_kv_tokens
 from capplan.serving import kv_bytes_per_token, weight_bytes
 from tests.twin.examples import part, profile
 

@@ -7,15 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from capplan.models.calibration import LinearProblem, cross_validate, smape
 from capplan.models.calibration._least_squares import (
     LinearFit,
-    LinearProblem,
     clustered_errors,
-    cross_validate,
     fit_linear,
     fit_mean,
     fitted_model,
-    smape,
 )
 
 Fitter = Callable[[LinearProblem], LinearFit]

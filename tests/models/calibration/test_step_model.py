@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import InputError
-from capplan.models._step_latency import ADDITIVE
+from capplan.models import ADDITIVE
+from capplan.models.calibration import MeasuredSteps, calibrate_steps
 from capplan.models.calibration._candidates import TERM_GROUPS, candidate_named, candidates
-from capplan.models.calibration._step_model import calibrate_steps, predict_left_out, step_ranges
-from capplan.models.calibration._tables import MeasuredSteps, step_table
+from capplan.models.calibration._step_model import predict_left_out, step_ranges
+from capplan.models.calibration._tables import step_table
 from capplan.spec import Coefficient, Kernel
 from tests.models.calibration.step_tables import (
     ADDITIVE_TRUTH,

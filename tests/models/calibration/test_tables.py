@@ -7,7 +7,8 @@ import pandas as pd
 import pytest
 
 from capplan import InputError
-from capplan.models.calibration._tables import STEP_COLUMNS, read_steps, regimes, step_table
+from capplan.models.calibration import read_steps
+from capplan.models.calibration._tables import STEP_COLUMNS, regimes, step_table
 from tests.models.calibration.step_tables import ADDITIVE_TRUTH, steps_of
 
 

@@ -8,7 +8,8 @@ import pytest
 from scipy.interpolate import RegularGridInterpolator
 
 from capplan import InputError, Lengths, Workload, simulate
-from capplan.datasets._catalog import hf_config, model_archs
+from capplan.datasets import hf_config
+from capplan.datasets._catalog import model_archs
 from capplan.models.compose import (
     SYSTEMS,
     compose_profile,
@@ -19,8 +20,7 @@ from capplan.models.compose import (
 )
 from capplan.models.compose._forward import forward_pass
 from capplan.models.compose._profile import CAPTURED, fitted_terms, host_terms, step_tables
-from capplan.serving import weight_bytes
-from capplan.serving._rules import rules_of_version, serving_rules
+from capplan.serving import rules_of_version, serving_rules, weight_bytes
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
 LARGE = "meta-llama/Llama-3.1-70B-Instruct"

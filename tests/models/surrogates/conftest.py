@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from capplan.models import Surrogate
-from capplan.models.surrogates._files import KINDS, surrogate_bytes
+from capplan.models.surrogates import KINDS, surrogate_bytes
 from tests.models.surrogates.making import surrogates
 
 

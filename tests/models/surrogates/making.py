@@ -12,7 +12,8 @@ from sklearn.tree import DecisionTreeClassifier, DecisionTreeRegressor
 
 from capplan import Adapter, Lengths, Profile, Workload, load_profile
 from capplan.models import Surrogate
-from capplan.models.surrogates._features import expected_tok_s, feature_of
+from capplan.models.surrogates import LOG_OVER_EXPECTED, feature_of
+from capplan.models.surrogates._features import expected_tok_s
 from capplan.models.surrogates._files import tree_forest
 from capplan.models.surrogates._outputs import (
     OVER_EXPECTED,
@@ -22,10 +23,10 @@ from capplan.models.surrogates._outputs import (
     flatten_forest,
 )
 from capplan.models.surrogates._surrogate import fit_domain
-from capplan.models.surrogates._tree import LOG_OVER_EXPECTED, tree_of
 from capplan.models.surrogates._tree import PROBABILITY as CHANCE
+from capplan.models.surrogates._tree import tree_of
 from capplan.models.training._evaluation import fit_calibration, fit_intervals
-from capplan.spec._engine_args import DEFAULT_MAX_MODEL_LEN
+from capplan.spec import DEFAULT_MAX_MODEL_LEN
 from capplan.twin.dataset import draw
 
 PROFILE = "h100-64g/llama-3.1-8b/vllm-0.8.5"

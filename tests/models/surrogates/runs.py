@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from capplan import Lengths, SimulationResult, Workload, simulate
-from capplan.models.surrogates._features import MAX_IN_FLIGHT, feature_vector
-from capplan.twin.instance._simulate import engine_args
+from capplan.models.surrogates import MAX_IN_FLIGHT, feature_vector
+from capplan.twin.instance import engine_args
 from tests.models.surrogates.making import SETTINGS, asked, profile
 
 CASES: dict[str, Callable[[], tuple[Workload, dict[str, Any]]]] = {

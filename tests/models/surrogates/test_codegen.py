@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from capplan.models.surrogates._features import FEATURES
-from capplan.models.surrogates._tree import LOG_OVER_EXPECTED, Tree
-from capplan.models.surrogates._tree_export import compile_tree, export_python
+from capplan.models.surrogates import FEATURES, LOG_OVER_EXPECTED, Tree, export_python
+from capplan.models.surrogates._tree_export import compile_tree
 from tests.models.surrogates.trees import LEAF, around, trees
 
 ALLOWED = (

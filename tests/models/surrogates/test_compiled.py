@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from capplan import Adapter, Lengths, Workload
 from capplan.models import Surrogate, SurrogateAnswer
-from capplan.models.surrogates._compiled import LOAD_FEATURES, Predictions, compile_surrogate
-from capplan.models.surrogates._features import FEATURES, feature_vector
-from capplan.models.surrogates._files import KINDS
+from capplan.models.surrogates import FEATURES, KINDS, compile_surrogate, feature_vector
+from capplan.models.surrogates._compiled import LOAD_FEATURES, Predictions
 from capplan.spec import Arrivals, EngineArgs, Renewal
-from capplan.twin.instance._simulate import engine_args
+from capplan.twin.instance import engine_args
 from tests.models.surrogates.making import SETTINGS, asked, surrogates
 
 ANSWERS = ("throughput_tok_s", "low_tok_s", "high_tok_s", "starvation_probability", "novelty")

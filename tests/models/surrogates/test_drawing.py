@@ -3,8 +3,7 @@ from xml.etree import ElementTree
 
 from hypothesis import given
 
-from capplan.models.surrogates._tree import Tree
-from capplan.models.surrogates._tree_export import export_svg
+from capplan.models.surrogates import Tree, export_svg
 from tests.models.surrogates.trees import trees
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.models.surrogates._features import expected_tok_s, feature_of
+from capplan.models.surrogates import feature_of
+from capplan.models.surrogates._features import expected_tok_s
 from capplan.models.surrogates._outputs import (
     LEAF,
     LOG_ODDS,

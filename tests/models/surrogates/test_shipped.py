@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from capplan import load_profile, load_surrogate
-from capplan.models.surrogates._files import profile_digest
-from capplan.models.training._data import TrainingTable, read_tables
+from capplan.models.surrogates import profile_digest
+from capplan.models.training import read_tables
+from capplan.models.training._data import TrainingTable
 from capplan.models.training._evaluation import macro_f1, throughput_errors
 from capplan.twin.dataset import generate_dataset
 

@@ -6,10 +6,9 @@ import pytest
 from capplan import Lengths, Workload, errors, load_surrogate
 from capplan.datasets._profile_files import profiles_with_surrogates
 from capplan.models import Surrogate
-from capplan.models.surrogates._features import FEATURES, feature_vector
-from capplan.models.surrogates._files import KINDS
+from capplan.models.surrogates import FEATURES, KINDS, feature_vector
 from capplan.spec import Arrivals, Diurnal, LengthPairs, Renewal, Stickiness, Trace
-from capplan.twin.instance._simulate import engine_args
+from capplan.twin.instance import engine_args
 from tests.models.surrogates.making import SETTINGS, asked, drawn, made, profile
 
 

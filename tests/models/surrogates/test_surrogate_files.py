@@ -9,16 +9,11 @@ import numpy as np
 import pytest
 
 from capplan import errors, load_profile
-from capplan.datasets._profile_files import profiles_with_surrogates, surrogate_path
+from capplan.datasets import surrogate_path
+from capplan.datasets._profile_files import profiles_with_surrogates
 from capplan.models import Surrogate
-from capplan.models.surrogates._features import FEATURES
-from capplan.models.surrogates._files import (
-    KINDS,
-    SURROGATE_VERSION,
-    profile_digest,
-    read_surrogate,
-    surrogate_bytes,
-)
+from capplan.models.surrogates import FEATURES, KINDS, profile_digest, surrogate_bytes
+from capplan.models.surrogates._files import SURROGATE_VERSION, read_surrogate
 from tests.models.surrogates.making import made, profile, surrogates
 from tests.models.surrogates.written import contents, kind_of, refused, write
 

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from capplan.models.surrogates._features import FEATURES
-from capplan.models.surrogates._files import surrogate_bytes
+from capplan.models.surrogates import FEATURES, surrogate_bytes
 from tests.models.surrogates.making import surrogates
 from tests.models.surrogates.written import Columns, contents, kind_of, refused, write
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from sklearn.tree import DecisionTreeClassifier, DecisionTreeRegressor
 
 from capplan import InputError
-from capplan.models.surrogates._features import FEATURES
-from capplan.models.surrogates._tree import LOG_OVER_EXPECTED, MAX_DEPTH, PROBABILITY, Tree, tree_of
+from capplan.models.surrogates import FEATURES, LOG_OVER_EXPECTED, Tree
+from capplan.models.surrogates._tree import MAX_DEPTH, PROBABILITY, tree_of
 from tests.models.surrogates.trees import LEAF, around, trees
 
 GOOD = {

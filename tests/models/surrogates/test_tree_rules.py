@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from capplan.models.surrogates._features import FEATURES
-from capplan.models.surrogates._tree import LOG_OVER_EXPECTED, PROBABILITY, Tree
-from capplan.models.surrogates._tree_export import decision_rules, output_text
+from capplan.models.surrogates import FEATURES, LOG_OVER_EXPECTED, Tree, decision_rules
+from capplan.models.surrogates._tree import PROBABILITY
+from capplan.models.surrogates._tree_export import output_text
 from tests.models.surrogates.trees import LEAF, around, trees
 
 

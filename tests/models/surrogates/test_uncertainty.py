@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.models.surrogates._features import FEATURES
-from capplan.models.surrogates._surrogate import COVERAGE, SigmoidCalibration, fit_domain
+from capplan.models.surrogates import COVERAGE, FEATURES
+from capplan.models.surrogates._surrogate import SigmoidCalibration, fit_domain
 from capplan.models.training._evaluation import fit_calibration, fit_intervals
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from capplan.models.surrogates._features import FEATURES
-from capplan.models.surrogates._tree import ANSWERS, Tree
+from capplan.models.surrogates import FEATURES, Tree
+from capplan.models.surrogates._tree import ANSWERS
 
 LEAF = -1
 finite32 = st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -6,7 +6,8 @@ import functools
 
 import numpy as np
 
-from capplan.models.surrogates._features import FEATURES, expected_tok_s
+from capplan.models.surrogates import FEATURES
+from capplan.models.surrogates._features import expected_tok_s
 
 
 @functools.cache

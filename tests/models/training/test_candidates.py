@@ -5,11 +5,12 @@ from sklearn.linear_model import LinearRegression
 from sklearn.tree import DecisionTreeRegressor
 
 from capplan import InputError
-from capplan.models.surrogates._features import FEATURES, expected_tok_s
+from capplan.models.surrogates import FEATURES
+from capplan.models.surrogates._features import expected_tok_s
 from capplan.models.surrogates._outputs import flatten_forest, forest_values
 from capplan.models.surrogates._surrogate import SigmoidCalibration
+from capplan.models.training import FAMILIES
 from capplan.models.training._candidates import (
-    FAMILIES,
     STARVATION_SIGNS,
     THROUGHPUT_SIGNS,
     RelativeRegressor,

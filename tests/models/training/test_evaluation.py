@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.models.surrogates._features import FEATURES, feature_of
+from capplan.models.surrogates import FEATURES, feature_of
 from capplan.models.surrogates._outputs import LEAF, Forest
 from capplan.models.training._data import TrainingTable
 from capplan.models.training._evaluation import (

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from sklearn.base import clone, is_classifier, is_regressor
 from sklearn.exceptions import NotFittedError
 
-from capplan.models.calibration._least_squares import smape
-from capplan.models.surrogates._features import FEATURES, feature_of
+from capplan.models.calibration import smape
+from capplan.models.surrogates import FEATURES, feature_of
 from capplan.models.surrogates._outputs import LOG_ODDS, SERVED_AND_STEP, expected_share, throughput_of
 from capplan.models.training._candidates import monotone_constraints
 from capplan.models.training._train import ServedAndStep, ServedEdge, starvation_target

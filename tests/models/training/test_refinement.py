@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
 
-from capplan.models.calibration._least_squares import smape
-from capplan.models.surrogates._features import FEATURES, expected_tok_s
-from capplan.models.surrogates._tree import LOG_OVER_EXPECTED, PROBABILITY
+from capplan.models.calibration import smape
+from capplan.models.surrogates import FEATURES, LOG_OVER_EXPECTED
+from capplan.models.surrogates._features import expected_tok_s
+from capplan.models.surrogates._tree import PROBABILITY
 from capplan.models.training._refinement import (
     Refinement,
     refine,

@@ -11,8 +11,9 @@ from optuna.distributions import IntDistribution
 from optuna.trial import TrialState
 
 from capplan import InputError
-from capplan.models.calibration._least_squares import smape
-from capplan.models.training._candidates import FAMILIES, CandidateModel, candidate_model
+from capplan.models.calibration import smape
+from capplan.models.training import FAMILIES
+from capplan.models.training._candidates import CandidateModel, candidate_model
 from capplan.models.training._evaluation import macro_f1
 from capplan.models.training._search import SearchOptions, Tuned, quiet_storage, tune
 from tests.models.training.scenarios import scenarios

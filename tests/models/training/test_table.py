@@ -17,11 +17,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from capplan import InputError
-from capplan.models.surrogates._features import FEATURES, feature_of
-from capplan.models.training._data import (
-    LATENCIES,
+from capplan.models.surrogates import FEATURES, feature_of
+from capplan.models.training import (
     MANIFEST,
-    MIN_ROWS,
     OUTCOMES,
     DatasetRequest,
     DatasetResult,
@@ -30,8 +28,8 @@ from capplan.models.training._data import (
     content_digest,
     read_tables,
     schema,
-    training_table,
 )
+from capplan.models.training._data import LATENCIES, MIN_ROWS, training_table
 from capplan.spec import STARVED_BELOW
 
 ASKED = DatasetRequest(

@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import InputError, Profile
-from capplan.models._kernel_fits import explain_kernels, read_kernel_table
-from capplan.models._memory import kv_tokens
+from capplan.models import explain_kernels, kv_tokens, read_kernel_table
 from capplan.models.calibration._tables import read_table
+from capplan.profiling.engine import EngineProfilingOptions, profile_engine
 from capplan.profiling.engine import _profiler as served
-from capplan.profiling.engine._options import STAGES, EngineProfilingOptions
-from capplan.profiling.engine._profiler import iteration_cases, profile_engine
+from capplan.profiling.engine._options import STAGES
+from capplan.profiling.engine._profiler import iteration_cases
 from capplan.profiling.server._closed_loop import LoopError, RequestSender, ServerPoint, closed_loop
 from capplan.spec import Kernel
-from capplan.twin.calibration._calibrate import CalibrationOptions as HowToCalibrate
-from capplan.twin.calibration._calibrate import CalibrationTables, calibrate
+from capplan.twin.calibration import CalibrationOptions as HowToCalibrate
+from capplan.twin.calibration import CalibrationTables, calibrate
 
 
 def tiny(**fields: object) -> EngineProfilingOptions:

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capplan import EngineArgs
-from capplan.engine import Engine
-from capplan.engine._timing import StepRecord
+from capplan.engine import Engine, StepRecord
 from capplan.profiling.engine._profiler import grouped, recorded_rows
 from capplan.profiling.engine._stepping import (
     GROWTH,

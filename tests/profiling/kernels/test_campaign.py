@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from capplan import InputError
-from capplan.models._kernel_fits import read_kernel_table
+from capplan.models import read_kernel_table
 from capplan.profiling._campaign_page import kernel_shares
 from capplan.profiling.campaign import (
     MOST_SLICE_S,

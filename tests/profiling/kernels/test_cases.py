@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import InputError
+from capplan.profiling.kernels import SamplingLimits
 from capplan.profiling.kernels._cases import (
     GRIDS,
     MIN_PASSES,
     Case,
     KernelPoint,
     KernelTiming,
-    SamplingLimits,
     cases,
     relative_error,
     rounds,

@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 
 from capplan import InputError
-from capplan.models._kernel_crossover import crossover
-from capplan.models._kernel_fits import COLUMNS, read_kernel_table
-from capplan.profiling.kernels._cases import SamplingLimits
-from capplan.profiling.kernels._measure import KernelProfilingOptions, measure
+from capplan.models import COLUMNS, crossover, read_kernel_table
+from capplan.profiling.kernels import KernelProfilingOptions, SamplingLimits, measure
 
 WIDTH = 16
 SHORT = SamplingLimits(budget_s=60.0, max_passes=2, calls=1)

@@ -13,6 +13,7 @@ pytest.importorskip("httptools", reason="the load generator needs httptools (ext
 
 from capplan import InputError
 from capplan.http_connection import ConnectionPool
+from capplan.profiling.load import Target
 from capplan.profiling.load._client import CompletionClient, open_session
 from capplan.profiling.load._preflight import fetch_metrics
 from capplan.profiling.load._record import (
@@ -23,7 +24,6 @@ from capplan.profiling.load._record import (
     UNFINISHED,
     RequestOutcome,
 )
-from capplan.profiling.load._requests import Target
 from tests.profiling.load.servers import STREAM_HEAD, chunk, event, plain, usage
 
 # openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 36500 -subj /CN=localhost

@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("httptools", reason="the load generator needs httptools (extra `bench`)")
 
 from capplan import InputError
+from capplan.profiling.load import Target
 from capplan.profiling.load._client import CompletionClient, open_session
 from capplan.profiling.load._preflight import fetch_metrics, preflight
 from capplan.profiling.load._record import BAD_RESPONSE, RequestOutcome
-from capplan.profiling.load._requests import Target
 from tests.profiling.load.servers import STREAM_HEAD, chunk, event, listening
 
 MIB = 2**20

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from scipy.stats import kstest
 
 from capplan import Adapter, InputError, Lengths, Profile, Workload, simulate_detailed
-from capplan.profiling.load._requests import PromptForm, PromptWriter, RequestBodies, scaled, schedule_of
+from capplan.profiling.load import PromptForm
+from capplan.profiling.load._requests import PromptWriter, RequestBodies, scaled, schedule_of
 from capplan.spec import Trace
 from tests.cli.examples import profile_document
 

@@ -4,15 +4,10 @@ import numpy as np
 import pytest
 
 from capplan import Profile, simulate_detailed
+from capplan.profiling.load import LoadMetrics
 from capplan.profiling.load._bench import EventLoopLag
 from capplan.profiling.load._record import LogHistogram, MeasurementWindow, RequestRecords
-from capplan.profiling.load._result import (
-    LagLimits,
-    LoadMetrics,
-    adapter_metrics,
-    client_health,
-    overall_metrics,
-)
+from capplan.profiling.load._result import LagLimits, adapter_metrics, client_health, overall_metrics
 from capplan.twin import DetailedResult
 from tests.cli.examples import profile_document
 from tests.profiling.load.test_requests import workload

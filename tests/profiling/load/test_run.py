@@ -12,10 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from capplan import InputError, Workload
-from capplan.profiling.load._bench import LoadProgress, OpenLoop, bench, bench_result
-from capplan.profiling.load._record import RequestFile
-from capplan.profiling.load._requests import LoadSettings, PromptWriter, RequestBodies, Target, schedule_of
-from capplan.profiling.load._result import BenchResult
+from capplan.profiling.load import BenchResult, LoadProgress, LoadSettings, RequestFile, Target, bench
+from capplan.profiling.load._bench import OpenLoop, bench_result
+from capplan.profiling.load._requests import PromptWriter, RequestBodies, schedule_of
 from capplan.spec import BaseTraffic
 from tests.profiling.load import servers
 from tests.profiling.load.servers import STREAM_HEAD, chunk, event, null_server, plain, server, usage

@@ -6,11 +6,8 @@ import numpy as np
 import pytest
 
 from capplan import InputError
-from capplan.profiling.load._bench import bench
-from capplan.profiling.load._record import RequestFile
-from capplan.profiling.load._requests import LoadSettings, Target
-from capplan.profiling.load._result import BenchResult
-from capplan.profiling.load._vllm_bench import read_vllm_bench, write_vllm_bench
+from capplan.profiling.load import BenchResult, LoadSettings, RequestFile, Target, bench, write_vllm_bench
+from capplan.profiling.load._vllm_bench import read_vllm_bench
 from tests.profiling.load import servers
 from tests.profiling.load.test_requests import workload
 

@@ -14,20 +14,20 @@ import pandas as pd
 import pytest
 
 from capplan import InputError
+from capplan.models.calibration import read_steps
 from capplan.models.calibration._components import LOADING_COLUMNS, MEMORY_COLUMNS
-from capplan.models.calibration._tables import read_steps
+from capplan.profiling import MeasurementFolder
 from capplan.profiling import _tables as files
-from capplan.profiling._tables import MeasurementFolder
-from capplan.profiling.load._requests import Target
-from capplan.profiling.server import _profiler as profiler
-from capplan.profiling.server._closed_loop import ServerPoint
-from capplan.profiling.server._profiler import (
+from capplan.profiling.load import Target
+from capplan.profiling.server import (
     EngineSetting,
-    OnProgress,
     ServerProfilingOptions,
     ServerProfilingResult,
     profile_server,
 )
+from capplan.profiling.server import _profiler as profiler
+from capplan.profiling.server._closed_loop import ServerPoint
+from capplan.profiling.server._profiler import OnProgress
 from capplan.twin.calibration._runs import read_runs
 from tests.profiling.load.servers import toy_server
 

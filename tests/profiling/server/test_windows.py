@@ -14,7 +14,7 @@ from capplan import Profile
 from capplan.profiling.load._record import FINISHED, UNFINISHED, RequestOutcome
 from capplan.profiling.server._closed_loop import ClosedLoopRequest
 from capplan.profiling.server._profiler import window_rows
-from capplan.twin.calibration._calibrate import CalibrationOptions, CalibrationTables, calibrate
+from capplan.twin.calibration import CalibrationOptions, CalibrationTables, calibrate
 from tests.cli.examples import profile_document
 
 RANKS = {1: 8, 2: 16, 3: 8}

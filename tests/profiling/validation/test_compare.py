@@ -10,22 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import InputError, Profile
+from capplan.profiling.load import BenchResult
 from capplan.profiling.load._preflight import EngineInfo, ServerInfo
-from capplan.profiling.load._result import BenchResult, ServerSample
+from capplan.profiling.load._result import ServerSample
+from capplan.profiling.validation import GroupValidation, MetricComparison, Tolerances, ValidationOptions
 from capplan.profiling.validation._compare import (
     ITL,
     PROBE_S,
     PROBES,
     THROUGHPUT,
-    GroupValidation,
-    MetricComparison,
-    Tolerances,
     compared,
     mismatches_of,
     slowdown_of,
 )
-from capplan.profiling.validation._validate import ValidationOptions
-from capplan.reports.tables._validation import group_verdict, speed_note
+from capplan.reports.tables import group_verdict, speed_note
 from capplan.spec import EngineArgs
 from tests.cli.examples import profile_document
 

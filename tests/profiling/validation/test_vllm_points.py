@@ -13,7 +13,8 @@ pytest.importorskip("tokenizers", reason="its tokenizer is written with tokenize
 
 from benchmarks import closed_loop_vllm
 from benchmarks.closed_loop_vllm import ADAPTERS, PROFILED_SLOTS, Loop, parsed
-from capplan.profiling.load._result import BenchResult, ClientHealth, Failure, LoadMetrics, MeasuredStats
+from capplan.profiling.load import BenchResult, LoadMetrics
+from capplan.profiling.load._result import ClientHealth, Failure, MeasuredStats
 from tests.cli.examples import profile_document
 
 NAME = "adapters4-slots4-load40"

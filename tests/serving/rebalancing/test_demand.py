@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import InputError
-from capplan.serving.rebalancing import DemandHistory, Forecast, arrived_tok_s, extrapolate
+from capplan.serving.rebalancing import DemandHistory, arrived_tok_s, extrapolate
+from capplan.spec import Forecast
 
 HISTORIES = st.lists(st.floats(0.0, 1e6), max_size=30)
 KINDS = st.sampled_from([kind for kind in get_args(Forecast) if kind != "gamma-poisson"])

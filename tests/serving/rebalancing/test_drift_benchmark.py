@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.rebalance_drift import ARBITRARY, SYSTEMS, arbitrary_labels
-from capplan.serving.rebalancing import AdapterDemand, Rebalancer, RebalanceSettings, ReplanRequest, place
+from capplan.serving.rebalancing import AdapterDemand, Rebalancer, ReplanRequest, place
+from capplan.spec import RebalanceSettings
 
 POINTS = {8: 4800.0, 32: 4400.0, 128: 2200.0}
 RANKS = tuple(POINTS)

@@ -11,12 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import InputError
-from capplan.serving.rebalancing._placement import (
-    AdapterDemand,
-    LoraservePlacement,
-    place,
-    server_budgets,
-)
+from capplan.serving.rebalancing import AdapterDemand, place
+from capplan.serving.rebalancing._placement import LoraservePlacement, server_budgets
 
 Cluster = tuple[list[AdapterDemand], dict[int, float], int]
 RANKS = (8, 16, 32, 64, 128)

@@ -11,18 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import InputError
-from capplan.serving.rebalancing import (
-    FORECASTS,
-    REBALANCE_SOLVERS,
-    AdapterDemand,
-    Forecast,
-    Rebalanced,
-    Rebalancer,
-    RebalanceSettings,
-    RebalanceSolver,
-    ReplanRequest,
-)
+from capplan.serving.rebalancing import AdapterDemand, Rebalanced, Rebalancer, ReplanRequest
 from capplan.serving.rebalancing._placement import covering_points
+from capplan.spec import FORECASTS, REBALANCE_SOLVERS, Forecast, RebalanceSettings, RebalanceSolver
 
 RANKS = (8, 32, 128)
 POINTS = {0: 5000.0, 8: 4800.0, 32: 4400.0, 128: 2200.0}

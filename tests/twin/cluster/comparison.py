@@ -7,7 +7,7 @@ from capplan.twin import Scenario
 from capplan.twin.cluster._run import ClusterTrace
 from capplan.twin.cluster._scenario import ClusterScenario, take_requests
 from capplan.twin.instance import _trace as t
-from capplan.twin.instance._core import run
+from capplan.twin.instance import run
 
 PER_REQUEST = ("first_ns", "finish_ns", "stalled_ns", "status")
 WAITS = ("admitted_ns", "skipped_ns", "held_up_ns")

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 
-from capplan.serving.rebalancing import FORECASTS, AdapterDemand, RebalanceSettings, ReplanRequest
+from capplan.serving.rebalancing import AdapterDemand, ReplanRequest
+from capplan.spec import FORECASTS, RebalanceSettings
 from capplan.twin.cluster import Crash, Faults, FleetMoves, Rebalancing, TransferLink
 from capplan.twin.cluster._rebalancing import routing_table, shares_of
 from capplan.twin.cluster._run import ClusterTrace

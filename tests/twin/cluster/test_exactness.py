@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan.serving.routers import ROUTERS, Dlora, LeastWorkLeft, Toppings
-from capplan.twin.cluster import NamedRouter, simulate_cluster
+from capplan.twin.cluster import Candidate, NamedRouter, RoutedRequest, simulate_cluster
 from capplan.twin.cluster._layout import with_rows
-from capplan.twin.cluster._python_loop import Candidate, RoutedRequest, run_with
+from capplan.twin.cluster._python_loop import run_with
 from capplan.twin.cluster._routers import build_rule
 from capplan.twin.cluster._run import run_cluster
 from capplan.twin.cluster._scenario import ClusterScenario, place
-from capplan.twin.instance._core import run
+from capplan.twin.instance import run
 from capplan.twin.instance._scenario import new_engine
 from tests.oracle.routers import LeastAddedWork, RankAware, reference_router
 from tests.serving.worlds import seeded

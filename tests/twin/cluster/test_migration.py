@@ -7,13 +7,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from capplan._jit import jit
-from capplan.serving import Limits, State
+from capplan.serving import Limits, State, withdraw
 from capplan.serving import state as s
-from capplan.serving._scheduler import withdraw
-from capplan.serving.routers._dlora import to_move
+from capplan.serving.routers import Dlora, to_move
 from capplan.testing import check_integrity
 from capplan.testing._integrity import running_rows, waiting_rows
-from capplan.twin.cluster import Dlora, Instance, simulate_cluster
+from capplan.twin.cluster import Instance, simulate_cluster
 from capplan.twin.cluster._layout import lay_out
 from capplan.twin.cluster._python_loop import unseen_requests
 from capplan.twin.cluster._routers import build_rule

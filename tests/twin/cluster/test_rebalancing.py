@@ -11,22 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capplan import InputError, Workload
-from capplan.serving.rebalancing import RebalanceSettings
 from capplan.serving.routers import ROUTERS, LeastWorkLeft, Toppings
-from capplan.spec import Trace
+from capplan.spec import RebalanceSettings, Trace
 from capplan.twin.cluster import (
+    Candidate,
     Crash,
     Faults,
     Instance,
     NamedRouter,
     Rebalancing,
+    RoutedRequest,
     TransferLink,
+    served_router,
     simulate_cluster,
 )
-from capplan.twin.cluster._python_loop import Candidate, RoutedRequest, run_with
-from capplan.twin.cluster._routers import build_rule, served_router
+from capplan.twin.cluster._python_loop import run_with
+from capplan.twin.cluster._routers import build_rule
 from capplan.twin.cluster._run import run_cluster
-from capplan.twin.instance._per_request import LOST, REJECTED
+from capplan.twin.instance import LOST, REJECTED
 from tests.oracle.routers import LeastAddedWork, RankAware, reference_router
 from tests.serving.worlds import seeded
 from tests.twin.cluster.movable import World, assert_integrity, movable_clusters

@@ -6,19 +6,11 @@ import numpy as np
 import pytest
 
 from capplan import InfeasibleError, InputError, SimulationResult, Slo, simulate, simulate_detailed
+from capplan.serving.routers import ROUTERS, Dlora, Gateway, Performance, Toppings
 from capplan.spec import Trace
-from capplan.twin.cluster import (
-    ROUTERS,
-    Dlora,
-    Gateway,
-    Instance,
-    Performance,
-    Toppings,
-    simulate_cluster,
-    simulate_without_adapters,
-)
+from capplan.twin.cluster import Instance, simulate_cluster, simulate_without_adapters
 from capplan.twin.cluster._scenario import build_cluster
-from capplan.twin.instance._scenario import draw_for
+from capplan.twin.instance import draw_for
 from tests.twin.cluster.workloads import OTHER, PROFILE, even, same
 
 MINUTE = 60.0

@@ -10,12 +10,13 @@ import pytest
 from numpy.typing import NDArray
 
 from capplan import InfeasibleError, load_profile, simulate
-from capplan.models.surrogates._features import FEATURES, feature_of, steady_share
-from capplan.models.training._data import LATENCIES, OUTCOMES
+from capplan.models.surrogates import FEATURES, feature_of, steady_share
+from capplan.models.training import OUTCOMES
+from capplan.models.training._data import LATENCIES
 from capplan.spec import STARVED_BELOW
 from capplan.twin.dataset import DESIGNS, Sample, draw
 from capplan.twin.dataset._shards import NoRow, ScenarioRow, simulate_sample, simulate_span, simulation_seed
-from capplan.twin.instance._simulate import SimulateSettings
+from capplan.twin.instance import SimulateSettings
 from tests.twin.examples import profile, workload
 
 SHIPPED = load_profile("h100-64g/llama-3.1-8b/vllm-0.8.5")

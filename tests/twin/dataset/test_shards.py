@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from capplan import InputError, Profile, load_profile
-from capplan.models.training._data import MANIFEST, Manifest, read_tables, schema
+from capplan.models.training import MANIFEST, Manifest, read_tables, schema
 from capplan.twin.dataset import _shards as shards
 from capplan.twin.dataset import generate_dataset
 from capplan.twin.dataset._shards import NoRow

@@ -1,0 +1,22 @@
+from ._adapter import GROUPS, MODULES, A, AdapterLayout, B, HostAdapter
+from ._loader import LoadTimes
+from ._memory import Expand, RowTables, Shrink, SiteViews
+from ._peft import PeftFolder
+from ._store import AdapterStore, IncomingAdapter
+
+__all__ = [
+    "GROUPS",
+    "MODULES",
+    "A",
+    "AdapterLayout",
+    "AdapterStore",
+    "B",
+    "Expand",
+    "HostAdapter",
+    "IncomingAdapter",
+    "LoadTimes",
+    "PeftFolder",
+    "RowTables",
+    "Shrink",
+    "SiteViews",
+]

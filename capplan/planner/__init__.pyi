@@ -1,0 +1,27 @@
+from ._api import plan
+from ._comparison import SolverComparison, SolverResult, compare
+from ._tuning import Settings, TuneOptions, TuningResult, fragment, tune
+from .document._without_scheduling import verify_without_scheduling
+from .problem._problem import Assignment, Problem
+from .solvers._base import RequiredEstimator, Solver, SolverContext
+
+SOLVERS: tuple[str, ...]
+
+__all__ = [
+    "SOLVERS",
+    "Assignment",
+    "Problem",
+    "RequiredEstimator",
+    "Settings",
+    "Solver",
+    "SolverComparison",
+    "SolverContext",
+    "SolverResult",
+    "TuneOptions",
+    "TuningResult",
+    "compare",
+    "fragment",
+    "plan",
+    "tune",
+    "verify_without_scheduling",
+]

@@ -1,0 +1,17 @@
+from ._curve import CurvePoint, CurveRuns, SettingCurve, SlotCurve, slot_curve
+from ._explain import Explanation, GroupExplanation, explain
+from ._headroom import Headroom
+from ._what_if import PlanOutcome
+
+__all__ = [
+    "CurvePoint",
+    "CurveRuns",
+    "Explanation",
+    "GroupExplanation",
+    "Headroom",
+    "PlanOutcome",
+    "SettingCurve",
+    "SlotCurve",
+    "explain",
+    "slot_curve",
+]

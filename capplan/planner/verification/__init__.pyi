@@ -1,0 +1,36 @@
+from ._served import (
+    REFERENCE_RUNS,
+    LoadCapacity,
+    RankMetrics,
+    ReferenceRun,
+    RelativeBound,
+    SimulatedFleet,
+    StoredAdapters,
+    by_rank,
+    capacity,
+    distinct_seeds,
+    fewest_instances,
+    fleet_of_plan,
+    stored_adapters,
+    with_bounds,
+)
+from ._served_rebalancing import equal_engine_args, served_rebalancer
+
+__all__ = [
+    "REFERENCE_RUNS",
+    "LoadCapacity",
+    "RankMetrics",
+    "ReferenceRun",
+    "RelativeBound",
+    "SimulatedFleet",
+    "StoredAdapters",
+    "by_rank",
+    "capacity",
+    "distinct_seeds",
+    "equal_engine_args",
+    "fewest_instances",
+    "fleet_of_plan",
+    "served_rebalancer",
+    "stored_adapters",
+    "with_bounds",
+]

@@ -1,0 +1,35 @@
+from ._catalog import (
+    GpuSheet,
+    arch_of,
+    architectures_of,
+    flag,
+    gpu_sheet,
+    hf_config,
+    known_arch,
+    model_arch,
+    other_gpu,
+    other_model,
+    read_arch,
+    require_dense,
+    whole_number,
+)
+from ._profile_files import list_profiles, load_profile, surrogate_path
+
+__all__ = [
+    "GpuSheet",
+    "arch_of",
+    "architectures_of",
+    "flag",
+    "gpu_sheet",
+    "hf_config",
+    "known_arch",
+    "list_profiles",
+    "load_profile",
+    "model_arch",
+    "other_gpu",
+    "other_model",
+    "read_arch",
+    "require_dense",
+    "surrogate_path",
+    "whole_number",
+]

@@ -1,0 +1,16 @@
+from ._decoder import Decoder, decoder_of, known_decoder
+from ._layers import layer_times
+from ._profile import compose_profile, operator_times, profile_of_times
+from ._tables import SYSTEMS, operator_tables
+
+__all__ = [
+    "SYSTEMS",
+    "Decoder",
+    "compose_profile",
+    "decoder_of",
+    "known_decoder",
+    "layer_times",
+    "operator_tables",
+    "operator_times",
+    "profile_of_times",
+]

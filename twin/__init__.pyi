@@ -1,0 +1,19 @@
+from ._sweep import Job, cores, sweep, sweep_detailed
+from .instance._metrics import SimulationResult
+from .instance._per_request import RequestTable
+from .instance._scenario import Scenario, build_scenario
+from .instance._simulate import DetailedResult, simulate, simulate_detailed
+
+__all__ = [
+    "DetailedResult",
+    "Job",
+    "RequestTable",
+    "Scenario",
+    "SimulationResult",
+    "build_scenario",
+    "cores",
+    "simulate",
+    "simulate_detailed",
+    "sweep",
+    "sweep_detailed",
+]

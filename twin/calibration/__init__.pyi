@@ -1,0 +1,10 @@
+from ._calibrate import CalibrationOptions, CalibrationResult, CalibrationTables, calibrate
+from ._fit import RunCalibration
+
+__all__ = [
+    "CalibrationOptions",
+    "CalibrationResult",
+    "CalibrationTables",
+    "RunCalibration",
+    "calibrate",
+]

@@ -1,0 +1,26 @@
+from ._python_loop import Candidate, PythonRouter, RoutedRequest
+from ._rebalancing import FleetMoves, Rebalancing
+from ._routers import MODELLED, NamedRouter, served_router, served_rule, workload_of
+from ._scenario import Instance
+from ._simulate import ClusterResult, simulate_cluster, simulate_without_adapters
+from ._transfers import Crash, Faults, TransferLink
+
+__all__ = [
+    "MODELLED",
+    "Candidate",
+    "ClusterResult",
+    "Crash",
+    "Faults",
+    "FleetMoves",
+    "Instance",
+    "NamedRouter",
+    "PythonRouter",
+    "Rebalancing",
+    "RoutedRequest",
+    "TransferLink",
+    "served_router",
+    "served_rule",
+    "simulate_cluster",
+    "simulate_without_adapters",
+    "workload_of",
+]
