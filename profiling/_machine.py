@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import torch
 
-from capplan import __version__
 from capplan.engine import cpu_model, cpuinfo
+from capplan.version import installed_version
 
 _GPU_FIELDS: Final = (
     "driver_version",
@@ -36,7 +36,7 @@ def describe(device: str, threads: int | None = None) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": device,
         "versions": {
-            "capplan": __version__,
+            "capplan": installed_version(),
             "python": platform.python_version(),
             **{package: _version(package) for package in ("torch", "triton", "numpy")},
         },

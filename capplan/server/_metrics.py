@@ -18,9 +18,9 @@ from prometheus_client.core import HistogramMetricFamily, SummaryMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from capplan import __version__
 from capplan.engine import CoreReady, Ended, Gauges, PoolGauges, StepRecord
 from capplan.server._output_stream import RequestState
+from capplan.version import installed_version
 
 _TTFT_S: Final = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
@@ -218,7 +218,7 @@ class Metrics:
 
     def _engine_info(self) -> Metric:
         """Return version and device as labels, which load tests compare with a profile."""
-        rows = [((__version__, self._ready.device), 1.0)]
+        rows = [((installed_version(), self._ready.device), 1.0)]
         labels = ("version", "device")
         return metric_family(Gauge, "capplan:engine_info", "Version and device of the engine", labels, rows)
 

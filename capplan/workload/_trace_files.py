@@ -665,8 +665,9 @@ def read_vllm_result(path: Path) -> dict[str, Any]:
         For a file that is none, or holds several runs.
     """
     with open_unpacked(path) as file:
-        content = read_at_most(file, _MAX_BYTES)
-    if len(content) > _MAX_BYTES:
+        is_larger = path.stat().st_size > _MAX_BYTES
+        content = b"" if is_larger else read_at_most(file, _MAX_BYTES)
+    if is_larger or len(content) > _MAX_BYTES:
         raise InputError(f"must not be larger than {_MAX_BYTES >> 20} MiB", location=str(path))
     try:
         values = _json_values(content.decode("utf-8-sig"), path)

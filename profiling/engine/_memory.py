@@ -12,7 +12,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from capplan import __version__
 from capplan.engine import Engine, EngineOptions, SamplingParams, Sizes, device_name, free_unused
 from capplan.engine.lora import MODULES, AdapterLayout
 from capplan.engine.models import ModelConfig, model_config
@@ -22,6 +21,7 @@ from capplan.profiling._tables import MIN_LOAD_MS, loading_row
 from capplan.profiling.engine._options import EngineProfilingOptions, SlotSetting
 from capplan.serving import kv_bytes_per_token, lora_elements_per_rank, weight_bytes
 from capplan.spec import Kernel, ModelArch, Profile
+from capplan.version import installed_version
 
 BLOCK_TOKENS: Final = 16
 _CPU_KV_BYTES: Final = 256 * 2**20
@@ -44,13 +44,13 @@ def base_profile(options: EngineProfilingOptions) -> Profile:
         gpu=chip,
         gpu_memory_bytes=_device_bytes(options, arch),
         engine="capplan",
-        engine_version=__version__,
+        engine_version=installed_version(),
         rules=options.rules,
     )
     profile = assumed_profile(arch, hardware)
     kernel = Kernel.BGMV if options.lora_kernel in _PADDED else Kernel.MBGMV
     engine = profile.engine.replace(kernel=kernel, block_size=BLOCK_TOKENS)
-    return profile.replace(name=f"{chip}/{arch.name}/capplan-{__version__}", engine=engine)
+    return profile.replace(name=f"{chip}/{arch.name}/capplan-{installed_version()}", engine=engine)
 
 
 def _device_bytes(options: EngineProfilingOptions, arch: ModelArch) -> int:

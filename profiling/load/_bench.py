@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from capplan import __version__
 from capplan.errors import InputError
 from capplan.processes import without_full_collections
 from capplan.profiling.load._client import CompletionClient, open_session
@@ -52,6 +51,7 @@ from capplan.profiling.load._result import (
     client_health,
     overall_metrics,
 )
+from capplan.version import installed_version
 
 if TYPE_CHECKING:
     from capplan.spec import Profile, Workload
@@ -183,7 +183,7 @@ def bench_result(
         if counts[kind]
     ]
     return BenchResult(
-        created_by=f"capplan {__version__}",
+        created_by=f"capplan {installed_version()}",
         started_at=started_at,
         url=target.shown,
         base_model=workload.base_model,

@@ -20,7 +20,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan import __version__
 from capplan.errors import InputError
 from capplan.profiling import _tables as files
 from capplan.profiling._tables import OUTPUT_TOKENS, MeasurementFolder, OnProgress, idle_run, require_same
@@ -46,6 +45,7 @@ from capplan.profiling.server._closed_loop import (
     first_tokens,
     open_sender,
 )
+from capplan.version import installed_version
 
 _MS_PER_S: Final = 1e3
 _LEAST_STEPS: Final = 8.0
@@ -489,7 +489,7 @@ class _ServerProfiler:
     def _facts(self) -> dict[str, Any]:
         """Return the provenance of the rows."""
         return {
-            "measured_by": f"capplan profile server, capplan {__version__}",
+            "measured_by": f"capplan profile server, capplan {installed_version()}",
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
             "url": self.server.target.shown,
             "base_model": self.server.target.base_model,

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -48,7 +49,7 @@ class Outcome:
     cpu_s: float
     """Processor time, with that of the processes it waited for."""
     peak_bytes: int
-    """Peak resident memory, modules included."""
+    """Peak resident memory, modules included, without what the parent has gathered since its first call."""
     left: int
     """Processes of its group that outlived it; they are killed."""
 
@@ -70,6 +71,7 @@ def isolated(call: Callable[[], int], folder: Path, limits: Limits) -> Outcome:
     outputs = [folder.with_name(f"{folder.name}.{name}") for name in OUTPUTS]
     sys.stdout.flush()
     sys.stderr.flush()
+    gathered_bytes = max(0, _memory(1) - _resident_at_first())
     started_s = time.monotonic()
     process = os.fork()
     if process == 0:
@@ -79,7 +81,12 @@ def isolated(call: Callable[[], int], folder: Path, limits: Limits) -> Outcome:
     stdout, stderr = (path.read_text(errors="replace") for path in outputs)
     exit_status = os.waitstatus_to_exitcode(status)
     cpu_s = usage.ru_utime + usage.ru_stime
-    return Outcome(exit_status, stdout, stderr, cpu_s, usage.ru_maxrss * 1024, left)
+    return Outcome(exit_status, stdout, stderr, cpu_s, usage.ru_maxrss * 1024 - gathered_bytes, left)
+
+
+@cache
+def _resident_at_first() -> int:
+    return _memory(1)
 
 
 def _child(call: Callable[[], int], folder: Path, outputs: list[Path], limits: Limits) -> None:
@@ -94,7 +101,7 @@ def _child(call: Callable[[], int], folder: Path, outputs: list[Path], limits: L
             os.close(file)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
-        most = _address_space() + limits.bytes
+        most = _memory(0) + limits.bytes
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         status = call()
@@ -109,8 +116,9 @@ def _child(call: Callable[[], int], folder: Path, outputs: list[Path], limits: L
         os._exit(status)
 
 
-def _address_space() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+def _memory(field: int) -> int:
+    """Return the address space of this process, field 0, or its resident memory, field 1."""
+    return int(Path("/proc/self/statm").read_text().split()[field]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _awaited(process: int, started_s: float, limits: Limits) -> tuple[int, resource.struct_rusage]:

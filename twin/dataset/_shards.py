@@ -30,7 +30,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-import capplan
 from capplan.errors import InfeasibleError, InputError
 from capplan.models.surrogates import FEATURES, feature_probe, profile_digest
 from capplan.models.training import (
@@ -57,6 +56,7 @@ from capplan.twin._sweep import OnProgress, imported_ray, in_parallel, require_w
 from capplan.twin.dataset._designs import DESIGNS, Sample, draw
 from capplan.twin.instance._metrics import SimulationResult
 from capplan.twin.instance._simulate import SimulateSettings, simulate
+from capplan.version import installed_version
 
 _MS_PER_S: Final = 1e3
 _GROUPS_OF_A_DESIGN: Final = 2**40
@@ -286,7 +286,7 @@ def _request(profile: Profile, design: str, scenarios: int, seed: int, duration_
         profile_digest=profile_digest(profile),
         features=FEATURES,
         probe=tuple(feature_probe(profile)),
-        capplan=capplan.__version__,
+        capplan=installed_version(),
     )
 
 
