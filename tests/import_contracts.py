@@ -13,7 +13,7 @@ class FacesContract(Contract):  # type: ignore[misc]
     type_name = "faces"
     visible_modules = fields.SetField(subfield=fields.StringField())
 
-    def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:  # noqa: ARG002
+    def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
         """Return the imports of modules that are neither faces nor visible."""
         visible: set[str] = self.visible_modules
         own = {each for each in graph.modules if each.startswith("capplan.")} - visible
