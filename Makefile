@@ -21,7 +21,7 @@ endef
 export UNBOUNDED
 
 .DEFAULT_GOAL := help
-.PHONY: help plan test test-slow test-newest coverage compile compile-slots compile-pool bench docs lint types style format clean gpu-campaign
+.PHONY: help plan test test-slow test-newest equal coverage compile compile-slots compile-pool bench docs lint types style format clean gpu-campaign
 
 help: ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ test-newest: ## the tests with the newest versions of everything, beyond the bou
 	$(NEWEST)/bin/python $(PIP) --no-deps --editable .
 	$(NEWEST)/bin/python -m pip list | grep -iE '^(llvmlite|numba|pydantic|torch|typer) '
 	$(NEWEST)/bin/python -m pytest $(PYTEST_FLAGS)
+
+equal: $(VENV)/.test ## compare plans, simulations, schemas, flags and figures with their recordings
+	$(BIN)/python -m tests.equal $(EQUAL_FLAGS)
 
 coverage: $(VENV)/.test ## the tests again, slower, with the lines that they run: 85 % at least
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) --cov --cov-report=term
