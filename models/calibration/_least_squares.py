@@ -166,19 +166,6 @@ def cross_validate(problem: LinearProblem, groups: ArrayLike, folds: int = 5) ->
     return smape(predicted, problem.y)
 
 
-def clustered_errors(
-    jacobian: NDArray[np.float64],
-    residuals: NDArray[np.float64],
-    free: NDArray[np.bool_],
-    groups: NDArray[np.int64],
-) -> NDArray[np.float64]:
-    """Return the standard error of each coefficient, NaN for those that are not free.
-
-    The square roots of the diagonal of `clustered_covariance`.
-    """
-    return np.sqrt(np.diag(clustered_covariance(jacobian, residuals, free, groups)))
-
-
 def clustered_covariance(
     jacobian: NDArray[np.float64],
     residuals: NDArray[np.float64],

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from capplan.models.calibration import LinearProblem, cross_validate, smape
 from capplan.models.calibration._least_squares import (
     LinearFit,
-    clustered_errors,
+    clustered_covariance,
     fit_linear,
     fit_mean,
     fitted_model,
@@ -90,11 +91,13 @@ def test_standard_errors_allow_for_correlated_residuals_within_a_run() -> None:
     jacobian = np.column_stack([np.ones_like(x), x])
     shared = rng.standard_normal(60)[groups]
     own = rng.standard_normal(groups.size)
-    free = np.array([True, True])
-    together = clustered_errors(jacobian, shared, free, groups)
-    apart = clustered_errors(jacobian, shared, free, np.arange(groups.size))
-    assert together == pytest.approx(np.sqrt(20) * apart, rel=0.25)
-    assert clustered_errors(jacobian, own, free, groups) == pytest.approx(
-        clustered_errors(jacobian, own, free, np.arange(groups.size)), rel=0.35
+
+    def errors(residuals: NDArray[np.float64], of: NDArray[np.int64], *free: bool) -> NDArray[np.float64]:
+        return np.sqrt(np.diag(clustered_covariance(jacobian, residuals, np.array(free), of)))
+
+    rows = np.arange(groups.size)
+    assert errors(shared, groups, True, True) == pytest.approx(
+        np.sqrt(20) * errors(shared, rows, True, True), rel=0.25
     )
-    assert np.isnan(clustered_errors(jacobian, own, np.array([True, False]), groups)[1])
+    assert errors(own, groups, True, True) == pytest.approx(errors(own, rows, True, True), rel=0.35)
+    assert np.isnan(errors(own, groups, True, False)[1])
