@@ -1,11 +1,13 @@
-from ._kernel_crossover import Crossover, crossover, read_crossover
 from ._kernel_fits import (
     ADDITIVE_KERNEL,
     COLUMNS,
     TOPPINGS_BGMV,
     TOPPINGS_MBGMV,
+    Crossover,
     KernelReport,
+    crossover,
     explain_kernels,
+    read_crossover,
     read_kernel_table,
 )
 from ._memory import KvBudget, disk_load_ms, gpu_load_ms, kv_budget, kv_tokens, load_share, require_kv_tokens

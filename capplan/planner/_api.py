@@ -21,8 +21,8 @@ from capplan.planner.problem._problem import (
     infeasible,
     make_problem,
     require_folders,
+    require_one_kind,
 )
-from capplan.planner.problem._validity import require_one_kind
 from capplan.planner.search._local_search import fleet_size_of, placement_cost
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers._base import DEFAULT_TIME_LIMIT_S, Solver

@@ -13,11 +13,12 @@ from ._rules import (
     Releases,
     ServingRules,
     rules_of_engine,
+    rules_of_scheduler,
     rules_of_version,
     serving_rules,
+    with_scheduling,
 )
 from ._scheduler import commit, finish, is_movable, schedule, submit, withdraw
-from ._scheduling import rules_of_scheduler, with_scheduling
 from ._structures import (
     Heap,
     Records,

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from capplan import InputError
 from capplan.engine.lora import AdapterLayout, PeftFolder
-from capplan.engine.lora._peft import read_tensors
+from capplan.engine.lora._adapter import read_tensors
 from capplan.spec import ADAPTER_CONFIG, WEIGHTS_FILE, SafetensorsFile
 from capplan.spec._peft_folder import _matches
 from tests.engine.engines import TINY_MODEL as TINY

@@ -1,7 +1,6 @@
-from ._adapter import GROUPS, MODULES, A, AdapterLayout, B, HostAdapter
+from ._adapter import GROUPS, MODULES, A, AdapterLayout, B, HostAdapter, PeftFolder
 from ._loader import LoadTimes
 from ._memory import Expand, RowTables, Shrink, SiteViews
-from ._peft import PeftFolder
 from ._store import AdapterStore, IncomingAdapter
 
 __all__ = [

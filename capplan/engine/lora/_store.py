@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from capplan.engine.lora._peft import PeftFolder
+from capplan.engine.lora._adapter import PeftFolder
 from capplan.errors import InputError
 from capplan.registry import ADAPTER_FILES, digest_of, file_digest
 from capplan.spec import ADAPTER_CONFIG, MAX_CONFIG_BYTES, WEIGHTS_FILE, open_regular, sync

@@ -15,9 +15,8 @@ from capplan.planner.problem._estimate import (
     make_surrogate,
 )
 from capplan.planner.problem._parallel import OutOfTimeError
-from capplan.planner.problem._problem import Assignment, Estimator, Problem, infeasible
+from capplan.planner.problem._problem import Assignment, Estimator, Problem, infeasible, require_valid
 from capplan.planner.problem._splitting import require_memory, split_hot_adapters
-from capplan.planner.problem._validity import require_valid
 from capplan.planner.search._local_search import fleet_cost, fleet_size_of
 from capplan.planner.search._placement import broken_when_spread
 from capplan.planner.solvers._base import RequiredEstimator, Requirement, Solver, SolverContext

@@ -9,12 +9,13 @@ from ._served import (
     by_rank,
     capacity,
     distinct_seeds,
+    equal_engine_args,
     fewest_instances,
     fleet_of_plan,
+    served_rebalancer,
     stored_adapters,
     with_bounds,
 )
-from ._served_rebalancing import equal_engine_args, served_rebalancer
 
 __all__ = [
     "REFERENCE_RUNS",

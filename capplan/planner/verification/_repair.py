@@ -10,10 +10,9 @@ from typing import Final, TypeAlias
 
 from capplan.errors import InfeasibleError
 from capplan.planner.problem._knobs import KNOBS, knob_grid, tune_knobs
-from capplan.planner.problem._problem import AdapterShare, Assignment, Estimator, Problem
+from capplan.planner.problem._problem import AdapterShare, Assignment, Estimator, Problem, broken_rules
 from capplan.planner.problem._queues import with_queues
 from capplan.planner.problem._slots import choose_slots, slot_candidates
-from capplan.planner.problem._validity import broken_rules
 from capplan.planner.search._data import AdapterGroup, adapter_groups
 from capplan.planner.verification._verify import InstanceVerification, Verifier
 

@@ -13,13 +13,14 @@ from capplan.reports.pages._figures import Axis, Chart, Curve, bar_chart, histog
 from capplan.reports.tables._calibration import (
     changed_models,
     coefficients_table,
+    fits_table,
     forms_table,
+    kernel_name,
     load_source,
     reason,
     residuals_table,
     runs_table,
 )
-from capplan.reports.tables._kernels import fits_table, kernel_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -2,7 +2,9 @@ from ._calibration import (
     COEFFICIENT_HEAD,
     changed_models,
     coefficients_table,
+    fits_table,
     forms_table,
+    kernel_name,
     load_source,
     reason,
     residuals_table,
@@ -20,7 +22,6 @@ from ._explanation import (
     verified,
     what_if_table,
 )
-from ._kernels import fits_table, kernel_name
 from ._load import adapter_table, doubts, facts_table, latency_table, warnings
 from ._notes import (
     Strict,
