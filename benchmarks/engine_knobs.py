@@ -35,8 +35,8 @@ from capplan import Lengths, Workload, load_profile, plan, simulate
 from capplan.datasets._profile_files import profiles_with_surrogates
 from capplan.errors import InfeasibleError
 from capplan.planner.problem._bound import busy_gpus
-from capplan.planner.problem._knobs import KnobSearch
-from capplan.planner.problem._problem import make_problem
+from capplan.planner.problem._problem import KnobSearch
+from capplan.planner.problem._setup import make_problem
 from capplan.spec import Slo, zipf
 
 GPUS: Final = 16

@@ -25,7 +25,7 @@ from capplan import Problem, Workload
 from capplan.errors import CapplanError
 from capplan.planner.problem._bound import lower_bound_gpus
 from capplan.planner.problem._estimate import TwinEstimator
-from capplan.planner.problem._problem import make_problem
+from capplan.planner.problem._setup import make_problem
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers._base import DEFAULT_TIME_LIMIT_S
 from capplan.planner.solvers._solve import SolverRun, solve

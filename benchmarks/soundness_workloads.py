@@ -19,7 +19,7 @@ from capplan.errors import CapplanError
 from capplan.models import EngineChoice, roofline_profile
 from capplan.planner import SOLVERS
 from capplan.planner.problem._bound import lower_bound
-from capplan.planner.problem._problem import make_problem
+from capplan.planner.problem._setup import make_problem
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers._base import Requirement
 from capplan.serving import RULES

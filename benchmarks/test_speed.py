@@ -18,7 +18,7 @@ from benchmarks import surrogate_latency as latency
 from benchmarks import twin_speed as speed
 from benchmarks.common import cpu_timed
 from benchmarks.twin_speed import Case, Cost
-from capplan.planner.problem._problem import make_problem
+from capplan.planner.problem._setup import make_problem
 from tests.oracle import run_reference
 
 NOISE = 0.6

@@ -3,17 +3,9 @@
 Nothing is imported here but what Ctrl-C needs: the imports of a command take longer than most of them.
 """
 
-import os
 import signal
-from types import FrameType
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-
-
-def quit_at_once(_: int, __: FrameType | None) -> None:
-    """End the process at SIGINT while nothing has been begun: an exception would pass through imports."""
-    os.write(2, b"interrupted\n")
-    os._exit(INTERRUPTED)
+from capplan.interrupt import quit_at_once
 
 
 def main() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import typer
+from capplan.interrupt import INTERRUPTED
 
-from capplan.__main__ import INTERRUPTED
 from capplan.cli.options import (
     FAILED,
     ApiKey,

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
+from capplan.interrupt import INTERRUPTED
 
-from capplan.__main__ import INTERRUPTED
 from capplan.cli.options import (
     ENGINE,
     FAILED,

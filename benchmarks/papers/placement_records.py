@@ -16,7 +16,7 @@ from capplan.datasets.published._runs import LENGTHS, PUBLISHED
 from capplan.planner import RequiredEstimator, Solver, SolverContext, SolverResult, compare
 from capplan.planner.problem import AdapterShare
 from capplan.planner.problem._bound import busy_gpus, lower_bound_gpus
-from capplan.planner.problem._problem import make_problem
+from capplan.planner.problem._setup import make_problem
 from capplan.planner.solvers import REGISTRY, find_solver
 from capplan.planner.solvers._milp import MOST_GPUS, MOST_PARTS
 from capplan.spec import Slo, write_text_atomic

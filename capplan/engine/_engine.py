@@ -34,8 +34,8 @@ from capplan.engine._timing import EngineClock, StepRecord, VirtualClock, WallCl
 from capplan.engine._tokenizer import Tokenizer, load_tokenizer
 from capplan.engine._worker import Sizes, Worker
 from capplan.engine.lora._adapter import AdapterSource, PeftFolder, RandomAdapter
-from capplan.engine.lora._loader import AdapterLoader, ThreadLoader, VirtualLoader, measured_load_times
-from capplan.engine.lora._manager import AdapterLoads, AdapterNumbers
+from capplan.engine.lora._loader import AdapterLoader, ThreadLoader, VirtualLoader
+from capplan.engine.lora._manager import AdapterLoads, AdapterNumbers, measured_load_times
 from capplan.engine.models import ModelConfig
 from capplan.engine.parallel._leader import start_worker
 from capplan.errors import InfeasibleError, InputError

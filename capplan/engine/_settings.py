@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, Self
 import torch
 from pydantic import Field
 
-from capplan.engine.lora._loader import LoadTimes
+from capplan.engine.lora._load_times import LoadTimes
 from capplan.engine.models._config import ModelConfig
 from capplan.errors import InputError
 from capplan.serving import Limits, ServingRules, rules_of_scheduler, serving_rules, with_scheduling

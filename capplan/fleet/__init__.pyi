@@ -1,10 +1,10 @@
 from ._app import run_router
+from ._fleet import RouterConfig
 from ._instances import InstanceSpec, ServingOptions, instances_of, spread_over_gpus
 from ._launcher import Launcher, LocalLauncher, RayLauncher
 from ._rebalancing import RebalancingConfig
 from ._registered_adapters import RegistrySettings
 from ._routing import RoutingSettings
-from ._supervisor import RouterConfig
 
 __all__ = [
     "InstanceSpec",

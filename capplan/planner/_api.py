@@ -9,20 +9,20 @@ from typing import NamedTuple
 from capplan.errors import InfeasibleError, InputError
 from capplan.planner.document._assemble import build_plan
 from capplan.planner.problem._bound import lower_bound_gpus
+from capplan.planner.problem._deadline import OutOfTimeError, TimeBudget
 from capplan.planner.problem._estimate import TwinEstimator
 from capplan.planner.problem._evaluate import evaluate, evaluate_cluster
-from capplan.planner.problem._knobs import KnobSearch
-from capplan.planner.problem._parallel import OutOfTimeError, Progress, TimeBudget, no_progress
+from capplan.planner.problem._parallel import Progress, no_progress
 from capplan.planner.problem._previous import PreviousInstance, previous_instances, read_previous
 from capplan.planner.problem._problem import (
     OPEN_FACTOR,
     Assignment,
+    KnobSearch,
     Problem,
     infeasible,
-    make_problem,
-    require_folders,
     require_one_kind,
 )
+from capplan.planner.problem._setup import make_problem, require_folders
 from capplan.planner.search._local_search import fleet_size_of, placement_cost
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers._base import DEFAULT_TIME_LIMIT_S, Solver

@@ -15,13 +15,8 @@ from capplan.planner.problem._estimate import TwinEstimator
 from capplan.planner.problem._evaluate import known_values
 from capplan.planner.problem._parallel import Progress, no_progress
 from capplan.planner.problem._previous import read_previous
-from capplan.planner.problem._problem import (
-    Assignment,
-    Problem,
-    distinct_adapters,
-    make_problem,
-    require_folders,
-)
+from capplan.planner.problem._problem import Assignment, Problem, distinct_adapters
+from capplan.planner.problem._setup import make_problem, require_folders
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers._base import DEFAULT_TIME_LIMIT_S, Solver
 from capplan.planner.solvers._solve import SolverRun, solve

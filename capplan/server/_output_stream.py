@@ -10,14 +10,13 @@ import asyncio
 import codecs
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from capplan.engine import ByteTokenizer, Ended, FinishReason, SamplingParams, Tokenizer, TokenLogprobs
 from capplan.server._protocol import ApiError, aborted
 
 if TYPE_CHECKING:
-    from capplan.server._async_engine import AsyncEngine
     from capplan.server._http_protocol import ClientLink
 
 _MAX_HELD: Final = 3
@@ -253,6 +252,20 @@ class RequestState:
         )
 
 
+class PromptQueue(Protocol):
+    """What takes the prompts of a stream: an `AsyncEngine`."""
+
+    def submit(self, states: Iterable[RequestState]) -> None:
+        """Queue prompts; their streams receive outputs until each has finished."""
+
+    def cancel(self, states: Iterable[RequestState], reason: FinishReason = "abort") -> None:
+        """Cancel the unfinished ones of some prompts."""
+
+    def now_ns(self) -> int:
+        """Return the time of the engine's clock."""
+        ...
+
+
 class OutputStream:
     """Outputs of all prompts of one HTTP request.
 
@@ -268,7 +281,7 @@ class OutputStream:
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        engine: PromptQueue,
         tokenizer: Tokenizer,
         prompts: Sequence[Sequence[int]],
         adapter: str | None,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ from capplan.profiling.load._record import (
     FINISHED,
     NOT_FAILURES,
     REJECTED,
-    LogHistogram,
+    EventLoopLag,
     MeasurementWindow,
     RequestFile,
     RequestRecorder,
@@ -226,8 +225,6 @@ def stopped_by_signals(stop: asyncio.Event) -> Iterator[None]:
             loop.remove_signal_handler(each)
 
 
-_LAG_INTERVAL_S: Final = 0.02
-
 _MS_PER_S: Final = 1e3
 
 _LEAD_S: Final = 0.05
@@ -241,29 +238,6 @@ _CANCEL_S: Final = 5.0
 _SENT_IN_A_ROW: Final = 32
 
 """Overdue requests that are sent before answers are read again."""
-
-
-class EventLoopLag:
-    """Lateness of the event loop, sampled 50 times a second.
-
-    Times that the loop takes, such as those of tokens, are late by as much.
-    """
-
-    def __init__(self) -> None:
-        self.late = LogHistogram()
-
-    async def watch(self) -> None:
-        """Sample until cancelled."""
-        loop = asyncio.get_running_loop()
-        while True:
-            before_s = loop.time()
-            await asyncio.sleep(_LAG_INTERVAL_S)
-            self.late.add(np.array([max(0.0, loop.time() - before_s - _LAG_INTERVAL_S)]))
-
-    def percentile_ms(self, percentile: float) -> float | None:
-        """Return a percentile in milliseconds; None without any sample."""
-        (late_s,) = self.late.percentiles_s((percentile,))
-        return None if math.isnan(late_s) else _MS_PER_S * late_s
 
 
 @dataclass(frozen=True)

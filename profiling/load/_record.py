@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import os
@@ -45,6 +46,7 @@ _BUFFERED_GAPS: Final = 4
 """Fewer tokens may arrive at once at a busy client."""
 _PENDING_EVENTS: Final = 1 << 15
 _PENDING_REQUESTS: Final = 1 << 10
+_LAG_INTERVAL_S: Final = 0.02
 
 
 class RequestOutcome(NamedTuple):
@@ -357,3 +359,26 @@ class RequestRecorder:
         if self._file is not None:
             records = replace(self._all.take(numbers), kinds=self._kinds)
             self._file.write(records, numbers, times, lengths)
+
+
+class EventLoopLag:
+    """Lateness of the event loop, sampled 50 times a second.
+
+    Times that the loop takes, such as those of tokens, are late by as much.
+    """
+
+    def __init__(self) -> None:
+        self.late = LogHistogram()
+
+    async def watch(self) -> None:
+        """Sample until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            before_s = loop.time()
+            await asyncio.sleep(_LAG_INTERVAL_S)
+            self.late.add(np.array([max(0.0, loop.time() - before_s - _LAG_INTERVAL_S)]))
+
+    def percentile_ms(self, percentile: float) -> float | None:
+        """Return a percentile in milliseconds; None without any sample."""
+        (late_s,) = self.late.percentiles_s((percentile,))
+        return None if math.isnan(late_s) else _MS_PER_S * late_s

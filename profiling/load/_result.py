@@ -34,7 +34,7 @@ from capplan.spec import (
 )
 
 if TYPE_CHECKING:
-    from capplan.profiling.load._bench import EventLoopLag
+    from capplan.profiling.load._record import EventLoopLag
 
 Number = float | None
 """Null without measurements."""

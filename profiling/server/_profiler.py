@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from capplan.errors import InputError
 from capplan.profiling import _tables as files
 from capplan.profiling._tables import OUTPUT_TOKENS, MeasurementFolder, OnProgress, idle_run, require_same
-from capplan.profiling.load._bench import EventLoopLag, stopped_by_signals
+from capplan.profiling.load._bench import stopped_by_signals
 from capplan.profiling.load._preflight import (
     EngineInfo,
     Preflight,
@@ -31,7 +31,7 @@ from capplan.profiling.load._preflight import (
     fetch_engine_info,
     preflight,
 )
-from capplan.profiling.load._record import FINISHED, RequestOutcome
+from capplan.profiling.load._record import FINISHED, EventLoopLag, RequestOutcome
 from capplan.profiling.load._requests import BASE, DEFAULT_MAX_MODEL_LEN, PromptForm, Target
 from capplan.profiling.server._closed_loop import (
     ClosedLoopRequest,

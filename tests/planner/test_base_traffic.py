@@ -9,7 +9,7 @@ from capplan.planner import SOLVERS
 from capplan.planner.explain import explain
 from capplan.planner.problem import Assignment
 from capplan.planner.problem._bound import lower_bound
-from capplan.planner.problem._problem import make_problem
+from capplan.planner.problem._setup import make_problem
 from capplan.spec import BaseTraffic, QueueConfig
 from tests.twin.examples import profile as tiny_profile
 

@@ -8,7 +8,7 @@ import pytest
 
 from capplan import Assignment, EngineConfig, Problem, Slo, Workload, plan
 from capplan.planner.problem._estimate import TwinEstimator
-from capplan.planner.problem._problem import make_problem
+from capplan.planner.problem._setup import make_problem
 from capplan.planner.verification._verify import Verifier, further_seeds, make_verifier
 from tests.planner.test_plan import CARELESS, LONG, crowd
 from tests.planner.test_time_limit import Countdown

@@ -26,8 +26,8 @@ from capplan.planner.explain._explain import explain_slots
 from capplan.planner.explain._what_if import one_fewer, one_more
 from capplan.planner.problem import Estimate
 from capplan.planner.problem._evaluate import evaluate
-from capplan.planner.problem._problem import make_problem
 from capplan.planner.problem._rebuild import rebuild
+from capplan.planner.problem._setup import make_problem
 from capplan.planner.problem._slots import best_slots
 from capplan.spec import QueueConfig, Trace
 from capplan.twin.instance import PAIRED_SEEDS

@@ -22,15 +22,9 @@ from capplan.planner.explain import CurveRuns
 from capplan.planner.explain._curve import knob_curves
 from capplan.planner.problem import Estimate, Problem, split_hot_adapters
 from capplan.planner.problem._estimate import TwinEstimator
-from capplan.planner.problem._knobs import (
-    KNOBS,
-    RUNNING_REQUESTS,
-    TOKEN_BUDGETS,
-    KnobSearch,
-    knob_grid,
-    tune_knobs,
-)
-from capplan.planner.problem._problem import make_problem
+from capplan.planner.problem._knobs import KNOBS, RUNNING_REQUESTS, TOKEN_BUDGETS, knob_grid, tune_knobs
+from capplan.planner.problem._problem import KnobSearch
+from capplan.planner.problem._setup import make_problem
 from capplan.planner.solvers import REGISTRY
 from capplan.spec import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, Slo, zipf
 from capplan.testing import example_problem

@@ -23,7 +23,7 @@ from capplan.planner import SolverContext
 from capplan.planner.problem import AdapterShare, distinct_adapters
 from capplan.planner.problem._estimate import TwinEstimator
 from capplan.planner.problem._operating_points import OperatingPoints
-from capplan.planner.problem._problem import make_problem
+from capplan.planner.problem._setup import make_problem
 from capplan.planner.problem._slots import most_slots
 from capplan.planner.solvers import REGISTRY
 from capplan.planner.solvers._loraserve import solve_loraserve

@@ -8,7 +8,8 @@ import pytest
 from capplan import InfeasibleError, InputError, Workload, plan
 from capplan.planner import SOLVERS, compare
 from capplan.planner.problem._bound import lower_bound_instances
-from capplan.planner.problem._problem import OPEN_FACTOR, make_problem
+from capplan.planner.problem._problem import OPEN_FACTOR
+from capplan.planner.problem._setup import make_problem
 from capplan.planner.solvers import find_solver
 
 Make = Callable[..., Workload]

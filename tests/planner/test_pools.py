@@ -21,7 +21,7 @@ from capplan import (
 from capplan.planner import SolverContext
 from capplan.planner.problem import Estimate, GpuPool
 from capplan.planner.problem._bound import lower_bound, lower_bound_gpus
-from capplan.planner.problem._problem import make_problem
+from capplan.planner.problem._setup import make_problem
 from capplan.planner.solvers import REGISTRY
 from capplan.spec import EngineConfig, Objective
 from capplan.testing import Capacity, example_problem

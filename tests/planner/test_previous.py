@@ -21,7 +21,7 @@ from capplan.planner.problem._previous import (
     name_groups,
     previous_instances,
 )
-from capplan.planner.problem._problem import make_problem
+from capplan.planner.problem._setup import make_problem
 from capplan.planner.search._data import SearchData, build_search_data
 from capplan.planner.search._evaluator import Evaluator
 from capplan.planner.search._local_search import LocalSearch, MoveSearch

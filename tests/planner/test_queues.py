@@ -8,8 +8,8 @@ import pytest
 
 from capplan import Assignment, InfeasibleError, Lengths, Profile, Slo, Workload, simulate
 from capplan.planner.problem import AdapterShare
-from capplan.planner.problem._problem import make_problem
 from capplan.planner.problem._queues import group_queues, time_bound_s
+from capplan.planner.problem._setup import make_problem
 from capplan.spec import QueueConfig, Queues, Trace
 
 Make = Callable[..., Workload]

@@ -12,9 +12,9 @@ from capplan.planner.explain import CurveRuns, slot_curve
 from capplan.planner.problem import Assignment
 from capplan.planner.problem._estimate import TwinEstimator
 from capplan.planner.problem._evaluate import describe_failure
-from capplan.planner.problem._problem import make_problem
 from capplan.planner.problem._queues import group_queues
 from capplan.planner.problem._rebuild import rebuild
+from capplan.planner.problem._setup import make_problem
 from capplan.planner.problem._slots import slot_grid
 from capplan.spec import Cache, Group, Scheduler
 from capplan.twin.instance import keywords_of

@@ -14,8 +14,8 @@ from capplan.datasets import gpu_sheet, model_arch
 from capplan.models import EngineChoice, roofline_profile
 from capplan.planner import SolverContext
 from capplan.planner.problem import Estimate, Estimator
-from capplan.planner.problem._knobs import KnobSearch
-from capplan.planner.problem._problem import make_problem
+from capplan.planner.problem._problem import KnobSearch
+from capplan.planner.problem._setup import make_problem
 from capplan.planner.problem._splitting import split_evenly
 from capplan.planner.search._data import build_search_data, split_heavy_adapters
 from capplan.planner.search._evaluator import Evaluator

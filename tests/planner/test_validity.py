@@ -8,7 +8,8 @@ import pytest
 from capplan import Adapter, Assignment, InputError, Problem, Workload, plan
 from capplan.planner import Solver
 from capplan.planner.problem import AdapterShare
-from capplan.planner.problem._problem import broken_rules, make_problem
+from capplan.planner.problem._problem import broken_rules
+from capplan.planner.problem._setup import make_problem
 from tests.planner.conftest import PROFILE
 
 Make = Callable[..., Workload]

@@ -9,7 +9,7 @@ import pytest
 from capplan import Adapter, Lengths, Plan, Profile, Workload, load_workload, plan, simulate
 from capplan.errors import InfeasibleError, InputError
 from capplan.planner.problem._bound import lower_bound_gpus
-from capplan.planner.problem._problem import make_problem
+from capplan.planner.problem._setup import make_problem
 from capplan.spec import Renewal, Slo, Trace, Unpredictable
 from capplan.workload import deciding_time
 

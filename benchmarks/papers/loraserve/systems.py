@@ -26,7 +26,7 @@ from capplan.errors import InfeasibleError
 from capplan.planner.problem import AdapterShare
 from capplan.planner.problem._estimate import TwinEstimator
 from capplan.planner.problem._operating_points import OperatingPoints
-from capplan.planner.problem._problem import make_problem
+from capplan.planner.problem._setup import make_problem
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers._random_placement import contiguous_by_rank, shuffled_runs
 from capplan.planner.solvers._solve import solve

@@ -1,5 +1,5 @@
 from ._adapter import GROUPS, MODULES, A, AdapterLayout, B, HostAdapter, PeftFolder
-from ._loader import LoadTimes
+from ._load_times import LoadTimes
 from ._memory import Expand, RowTables, Shrink, SiteViews
 from ._store import AdapterStore, IncomingAdapter
 

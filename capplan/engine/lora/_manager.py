@@ -6,9 +6,11 @@ manager copies the bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+import time
+from collections.abc import Callable, Sequence, Set
 from functools import partial
-from typing import Any, Final
+from statistics import median
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -17,12 +19,17 @@ from numpy.typing import NDArray
 from capplan.engine._scheduler_output import describe_adapter, evict_unused
 from capplan.engine._timing import EngineClock, PhaseTimer
 from capplan.engine.lora._adapter import AdapterLayout, AdapterSource, HostAdapter, require_rank
-from capplan.engine.lora._loader import AdapterLoader, CopyStream, LoadJob, LoadResult, LoadTimes
+from capplan.engine.lora._load_times import LoadTimes
+from capplan.engine.lora._loader import AdapterLoader, CopyStream, LoadJob, LoadResult
 from capplan.engine.lora._memory import AdapterMemory, AdapterPlacement, RowTables, SiteViews
 from capplan.errors import InputError
 from capplan.serving import Limits, State, adapter_loaded
 from capplan.serving import state as s
 from capplan.serving.state import POOLED, SLORA
+
+if TYPE_CHECKING:
+    from capplan.engine.lora._manager import LoRAManager
+
 
 _NS_PER_MS: Final = 1e6
 
@@ -352,3 +359,40 @@ class AdapterLoads:
                 timer.lap("load")
                 timer.extend_to("load", ready_ns - self._clock.now_ns())
         return {adapter: error for adapter, error in errors.items() if error is not None}
+
+
+_REPEATS: Final = 5
+
+
+def measured_load_times(lora: LoRAManager, numbers: Sequence[int]) -> LoadTimes | None:
+    """Return the times by loads of the smallest and the largest of some adapters; None without any.
+
+    A single size gives the time by rank alone.
+    """
+    if not numbers:
+        return None
+    ends = (min(numbers, key=lora.bytes), max(numbers, key=lora.bytes))
+    times_ms = [median(_load_ms(lora, number) for _ in range(_REPEATS)) for number in ends]
+    parts = [_parts(lora, number) for number in ends]
+    (low_fixed, low), (high_fixed, high) = parts
+    if low_fixed * high > high_fixed * low:
+        base_ms, ms_per_rank = np.linalg.solve(np.array(parts), np.array(times_ms)).tolist()
+        if base_ms >= 0.0 and ms_per_rank >= 0.0:
+            return LoadTimes(base_ms=base_ms, ms_per_rank=ms_per_rank)
+    return LoadTimes(base_ms=0.0, ms_per_rank=sum(times_ms) / max(1.0, low + high))
+
+
+def _parts(lora: LoRAManager, number: int) -> tuple[float, float]:
+    """Return the multiples of the fixed time and of the time per rank in the load of an adapter."""
+    matrices, elements = lora.shares(number)
+    return matrices, elements * int(lora.rank_of[number])
+
+
+def _load_ms(lora: LoRAManager, number: int) -> float:
+    """Return the time of a load into memory that no adapter uses yet; the adapter is removed again."""
+    load = lora.new_load(number)
+    began_s = time.perf_counter()
+    load()
+    passed_ms = 1e3 * (time.perf_counter() - began_s)
+    lora.memory.release(lora.evict(number))
+    return passed_ms

@@ -9,8 +9,7 @@ from typing import Final
 
 from capplan.planner.problem._bound import busy_gpus
 from capplan.planner.problem._evaluate import evaluate, known_value, kv_share
-from capplan.planner.problem._knobs import KnobSearch
-from capplan.planner.problem._problem import Assignment, Problem, distinct_adapters
+from capplan.planner.problem._problem import Assignment, KnobSearch, Problem, distinct_adapters
 from capplan.spec import Binds
 from capplan.twin import SimulationResult
 from capplan.twin.instance import bound_value

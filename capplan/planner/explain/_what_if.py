@@ -13,8 +13,9 @@ from capplan.planner._api import PlanOptions, plan_problem
 from capplan.planner.problem._estimate import TwinEstimator
 from capplan.planner.problem._evaluate import evaluate
 from capplan.planner.problem._parallel import Progress, parallel_map
-from capplan.planner.problem._problem import Assignment, Problem, infeasible, make_problem
+from capplan.planner.problem._problem import Assignment, Problem, infeasible
 from capplan.planner.problem._rebuild import RebuiltPlan
+from capplan.planner.problem._setup import make_problem
 from capplan.planner.problem._slots import rank_slots
 from capplan.planner.search._data import build_search_data
 from capplan.planner.search._placement import balanced

@@ -21,8 +21,9 @@ from capplan.models.surrogates import (
     compile_surrogate,
     unsupported_workload,
 )
+from capplan.planner.problem._deadline import NEVER, Deadline
 from capplan.planner.problem._evaluate import SAFE_SERVED_FRACTION, Evaluation, evaluate
-from capplan.planner.problem._parallel import NEVER, Deadline, estimate_all
+from capplan.planner.problem._parallel import estimate_all
 from capplan.planner.problem._problem import AdapterShare, Assignment, Estimate, Estimator, Problem
 from capplan.planner.problem._queues import with_queues
 from capplan.spec import STARVED_BELOW, Workload

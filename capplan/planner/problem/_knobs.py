@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from capplan.errors import InputError
 from capplan.planner.problem._parallel import estimate_all
+from capplan.planner.problem._problem import KnobSearch
 from capplan.spec import Profile
 from capplan.twin.instance import MODELS, SLACK
 
@@ -29,30 +28,6 @@ _FALLBACKS: Final = (128, 512)
 KNOBS: Final = ("max_num_batched_tokens", "max_num_seqs")
 _ROUNDS: Final = 2
 """Passes over both knobs."""
-
-
-class KnobSearch(StrEnum):
-    """Values of open engine knobs that the planner may choose."""
-
-    DEFAULT = "default"
-    """The defaults only."""
-    FITTED = "fitted"
-    """Values inside the fitted range of the profile."""
-    ANY = "any"
-    """All values of the grids."""
-
-    @classmethod
-    def named(cls, name: str) -> KnobSearch:
-        """Return the member of a name.
-
-        Raises
-        ------
-        InputError
-            If there is none.
-        """
-        if name not in (*cls,):
-            raise InputError(f"must be one of {', '.join(cls)}", name, "knobs")
-        return cls(name)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from itertools import product
 
 from capplan.datasets import list_profiles
 from capplan.errors import InputError
-from capplan.planner.problem._knobs import KnobSearch
-from capplan.planner.problem._problem import AdapterShare, Assignment, Problem, make_problem
+from capplan.planner.problem._problem import AdapterShare, Assignment, KnobSearch, Problem
+from capplan.planner.problem._setup import make_problem
 from capplan.spec import Group, Plan, Profile, QueueConfig, Workload
 
 

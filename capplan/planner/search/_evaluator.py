@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
+from capplan.planner.problem._deadline import NEVER, Deadline
 from capplan.planner.problem._knobs import fallback_running_requests, knob_grid, tune_knobs
-from capplan.planner.problem._parallel import NEVER, Deadline, estimate_all, parallel_map
+from capplan.planner.problem._parallel import estimate_all, parallel_map
 from capplan.planner.problem._problem import Assignment, Estimator
 from capplan.planner.problem._slots import best_slots, neighbouring_slots, rank_slots
 from capplan.planner.search._data import SearchData

@@ -15,8 +15,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from capplan.planner.problem._deadline import OutOfTimeError
 from capplan.planner.problem._evaluate import NOTHING_BREAKS, describe_failure
-from capplan.planner.problem._parallel import OutOfTimeError
 from capplan.planner.problem._problem import AdapterShare, Assignment, Problem, distinct_adapters
 from capplan.planner.problem._slots import max_fitting_slots
 from capplan.planner.search._data import SearchData, build_search_data

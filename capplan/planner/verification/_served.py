@@ -19,8 +19,9 @@ from capplan.errors import InfeasibleError, InputError
 from capplan.planner.problem._evaluate import violated_bounds
 from capplan.planner.problem._operating_points import OperatingPoints, rebalancing_of
 from capplan.planner.problem._parallel import parallel_map
-from capplan.planner.problem._problem import AdapterShare, Problem, make_problem
+from capplan.planner.problem._problem import AdapterShare, Problem
 from capplan.planner.problem._rebuild import rebuild
+from capplan.planner.problem._setup import make_problem
 from capplan.serving import adapter_bytes
 from capplan.serving.rebalancing import AdapterDemand, Rebalancer, Replan
 from capplan.spec import (

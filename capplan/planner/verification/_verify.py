@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from capplan.errors import InputError
 from capplan.models import DRAWS, drawn_profiles
+from capplan.planner.problem._deadline import NEVER, Deadline, OutOfTimeError
 from capplan.planner.problem._estimate import TwinEstimator
 from capplan.planner.problem._evaluate import (
     SAFE_SERVED_FRACTION,
@@ -22,14 +23,7 @@ from capplan.planner.problem._evaluate import (
     simulate_instances,
 )
 from capplan.planner.problem._operating_points import rebalancing_of
-from capplan.planner.problem._parallel import (
-    NEVER,
-    Deadline,
-    OutOfTimeError,
-    no_progress,
-    parallel_map,
-    parallel_until,
-)
+from capplan.planner.problem._parallel import no_progress, parallel_map, parallel_until
 from capplan.planner.problem._problem import (
     Assignment,
     Estimate,

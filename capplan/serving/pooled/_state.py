@@ -6,7 +6,7 @@ It extends `capplan.serving.state` under these rules alone. Terms are those of C
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +14,6 @@ from numpy.typing import NDArray
 from capplan._jit import by_reference, inner_with
 from capplan.serving._structures import ABSENT, Heap, Records, int_fields, new_heap, new_record
 from capplan.spec import CHAMELEON_WEIGHTS, MOST_QUEUES, PROMPT_WEIGHT
-
-if TYPE_CHECKING:
-    from capplan.serving.state import State
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -175,7 +172,7 @@ def with_pool(otherwise: object) -> Callable[[F], F]:
 
 
 @with_pool(False)
-def has_pool(_state: State) -> bool:
+def has_pool(_state: Any) -> bool:
     """Return whether the rules are those for one pool."""
     return True
 

@@ -5,8 +5,7 @@ import pytest
 
 from capplan import Profile, simulate_detailed
 from capplan.profiling.load import LoadMetrics
-from capplan.profiling.load._bench import EventLoopLag
-from capplan.profiling.load._record import LogHistogram, MeasurementWindow, RequestRecords
+from capplan.profiling.load._record import EventLoopLag, LogHistogram, MeasurementWindow, RequestRecords
 from capplan.profiling.load._result import LagLimits, adapter_metrics, client_health, overall_metrics
 from capplan.twin import DetailedResult
 from tests.cli.examples import profile_document
