@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from capplan.spec import FittedModel, NonNegative, SpecModel
-
-if TYPE_CHECKING:
-    pass
 
 
 class LoadTimes(SpecModel):

@@ -17,14 +17,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from capplan.engine._timing import EngineClock
-
-if TYPE_CHECKING:
-    pass
 
 
 class CopyStream:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence, Set
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -26,10 +26,6 @@ from capplan.errors import InputError
 from capplan.serving import Limits, State, adapter_loaded
 from capplan.serving import state as s
 from capplan.serving.state import POOLED, SLORA
-
-if TYPE_CHECKING:
-    from capplan.engine.lora._manager import LoRAManager
-
 
 _NS_PER_MS: Final = 1e6
 

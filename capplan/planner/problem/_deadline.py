@@ -6,10 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, Self
-
-if TYPE_CHECKING:
-    pass
+from typing import Final, Self
 
 
 class OutOfTimeError(Exception):
