@@ -1,6 +1,8 @@
+import ast
 import json
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -93,3 +95,39 @@ def test_a_program_passes_strict_mypy_without_plugins(tmp_path: Path) -> None:
         [*command, str(cache), str(program)], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout
+
+
+def modules() -> dict[str, Path]:
+    files = {path.resolve(): path for path in (ROOT / "capplan").rglob("*.py")}
+    for link in (path for path in (ROOT / "capplan").iterdir() if path.is_symlink()):
+        files |= {path.resolve(): path for path in link.resolve().rglob("*.py")}
+    real = {path: path.relative_to(ROOT) for path in files}
+    names = {
+        path: ".".join(part for part in ("capplan", *name.with_suffix("").parts) if part != "__init__")
+        for path, name in real.items()
+    }
+    return {name.replace("capplan.capplan", "capplan", 1): path for path, name in names.items()}
+
+
+def rooms(face: Path) -> dict[str, str]:
+    """Names of a face with the rooms that they are from, relative to the package."""
+    stub = face.with_suffix(".pyi")
+    tree = ast.parse(stub.read_text(encoding="utf-8")) if stub.is_file() else ast.Module([], [])
+    froms = [each for each in tree.body if isinstance(each, ast.ImportFrom)]
+    return {name.name: str(each.module) for each in froms for name in each.names}
+
+
+def test_no_imports_go_round_in_a_circle() -> None:
+    """Imports for types only and inside functions count, and names of faces lead to their rooms."""
+    found = modules()
+    faces = {name: rooms(path) for name, path in found.items() if path.name == "__init__.py"}
+    graph: dict[str, set[str]] = {name: set() for name in found}
+    for name, path in found.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module in found:
+                for each in node.names:
+                    room = faces.get(node.module, {}).get(each.name, each.name)
+                    target = f"{node.module}.{room}"
+                    graph[name].add(target if target in found else node.module)
+    order = TopologicalSorter({name: targets - {name} for name, targets in graph.items()})
+    order.prepare()  # raises CycleError, which names the circle
