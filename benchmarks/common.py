@@ -33,7 +33,8 @@ _PROGRESS_EVERY = 100
 
 def command_line(doc: str | None) -> argparse.ArgumentParser:
     """Return a parser whose help is the docstring of the benchmark."""
-    name = f"python -m benchmarks.{Path(sys.argv[0]).stem}"
+    spec = sys.modules["__main__"].__spec__
+    name = None if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
     return argparse.ArgumentParser(
         prog=name, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
