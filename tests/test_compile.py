@@ -45,7 +45,7 @@ def answer(copy: Path) -> str:
 def test_an_edited_rule_takes_effect_in_the_functions_that_call_it(tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, tmp_path / "capplan", ignore=shutil.ignore_patterns("__pycache__"))
     assert answer(tmp_path) == "[1, 3]"
-    rule = tmp_path / "capplan" / "serving" / "structures.py"
+    rule = tmp_path / "capplan" / "serving" / "_structures.py"
     before = rule.read_text()
     # The victim is chosen here, in a function that compiled code of another file calls.
     edited = before.replace("links[_AFTER, sentinel]\n    return", "links[_BEFORE, sentinel]\n    return")

@@ -15,7 +15,7 @@ import pytest
 from capplan.processes import PARENT, attached, collect_rarely, without_full_collections
 
 _POOL = """
-from capplan.twin import sweep
+from capplan.twin import _sweep as sweep
 from tests.test_processes import sleep
 sweep.is_compiled = lambda: True  # nothing is simulated here
 list(sweep.in_parallel(sleep, range(2), workers=2, chunk=1))

@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+import capplan.models.surrogates as files
 from capplan.models.surrogates import FEATURES, LOG_OVER_EXPECTED, Tree
-from capplan.models.surrogates import _files as files
 from capplan.models.surrogates._tree import PROBABILITY
 from tests.cli.conftest import Run, error_line
 

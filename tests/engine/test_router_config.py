@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
+import capplan.fleet
 from capplan import InputError
 from capplan.cli.serve_plan import PlanProfiles
 from capplan.datasets import _profile_files as profile_files
 from capplan.datasets import load_profile
 from capplan.engine import EngineOptions
 from capplan.fleet import RouterConfig, ServingOptions, instances_of, spread_over_gpus
-from capplan.fleet import _app as router_process
 from capplan.fleet._app import merged
 from capplan.fleet._instances import gpus_of
 from capplan.fleet._routing import InstanceRouter
@@ -236,7 +236,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[RouterConfig]:
         ready("http://127.0.0.1:1")
         return 0
 
-    monkeypatch.setattr(router_process, "run_router", start)
+    monkeypatch.setattr(capplan.fleet, "run_router", start)
     return clusters
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from capplan import InputError
 from capplan.models import COLUMNS, TOPPINGS_BGMV, TOPPINGS_MBGMV, explain_kernels, read_kernel_table
-from capplan.models._kernel_fits import ADDITIVE, FORMS, fit_kernel
+from capplan.models._kernel_fits import ADDITIVE_KERNEL, FORMS, fit_kernel
 
 ALPHAS = st.floats(0.01, 10.0)
 BETAS = st.floats(0.0, 500.0)
@@ -90,7 +90,7 @@ def test_no_toppings_form_explains_prompts_of_all_lengths() -> None:
     for report in explain_kernels(pd.concat(tables, ignore_index=True)):
         assert report.explained_by is None
         assert report.verdict().startswith("neither form of Toppings explains it")
-        assert report.fits[ADDITIVE].held_out_r2 > 0.99
+        assert report.fits[ADDITIVE_KERNEL].held_out_r2 > 0.99
 
 
 @settings(max_examples=10)
@@ -99,7 +99,9 @@ def test_launches_and_shared_weights_are_for_the_additive_form(
     seed: int, alpha: float, launch_us: float
 ) -> None:
     rows = batches(seed)
-    fit = fit_kernel(timed(rows, launch_us * rows["adapters"] + alpha * rows["adapter_rank_sum"]), ADDITIVE)
+    fit = fit_kernel(
+        timed(rows, launch_us * rows["adapters"] + alpha * rows["adapter_rank_sum"]), ADDITIVE_KERNEL
+    )
     assert fit.held_out_error < 0.01
     assert fit.coefficients["us_per_adapter"] == pytest.approx(launch_us, rel=0.02)
     assert fit.coefficients["us_per_adapter_rank"] == pytest.approx(alpha, rel=0.02)
