@@ -213,8 +213,9 @@ def _sha256(data: bytes) -> str:
 
 
 def _digest(requests: pd.DataFrame) -> str:
-    columns = [name.encode() + requests[name].to_numpy().tobytes() for name in sorted(requests)]
-    return _sha256(b"".join(columns))
+    """Return the digest of all values, those of text columns by their text."""
+    ordered = requests[sorted(requests)]
+    return _sha256(pd.util.hash_pandas_object(ordered, index=False).to_numpy().tobytes())
 
 
 def _bare(schema: Any) -> Any:
