@@ -53,8 +53,11 @@ def main() -> int:
         parser.error(f"{', '.join(sorted(unknown))}: is not a part; these are: {', '.join(PARTS)}")
     different = 0
     for name in given.parts or PARTS:
-        found = figures(given.reference) if name == "figures" else PARTS[name]()
         file = RECORDED / f"{name}.json"
+        if not (given.record or file.is_file()):
+            sys.stdout.write(f"{name}: not recorded; --record does so\n")
+            continue
+        found = figures(given.reference) if name == "figures" else PARTS[name]()
         if given.record:
             RECORDED.mkdir(exist_ok=True)
             file.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
