@@ -113,9 +113,7 @@ def _sources() -> tuple[dict[str, bytes], dict[str, dict[str, str]]]:
             name = ".".join(("capplan", folder.name, *parts)).removesuffix(".__init__")
             if file.suffix == ".pyi":
                 rooms = _STUB.findall(file.read_text(encoding="utf-8"))
-                pairs = (
-                    (word, f"{name}.{room}") for room, words in rooms for word in re.findall(r"\w+", words)
-                )
+                pairs = ((word, f"{name}.{room}") for room, words in rooms for word in _WORD.findall(words))
                 faces[name] = dict(pairs)
             elif file.suffix == ".py":
                 sources[name] = file.read_bytes()

@@ -1,5 +1,6 @@
 import ast
 import json
+import os
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -98,15 +99,10 @@ def test_a_program_passes_strict_mypy_without_plugins(tmp_path: Path) -> None:
 
 
 def modules() -> dict[str, Path]:
-    files = {path.resolve(): path for path in (ROOT / "capplan").rglob("*.py")}
-    for link in (path for path in (ROOT / "capplan").iterdir() if path.is_symlink()):
-        files |= {path.resolve(): path for path in link.resolve().rglob("*.py")}
-    real = {path: path.relative_to(ROOT) for path in files}
-    names = {
-        path: ".".join(part for part in ("capplan", *name.with_suffix("").parts) if part != "__init__")
-        for path, name in real.items()
-    }
-    return {name.replace("capplan.capplan", "capplan", 1): path for path, name in names.items()}
+    folders = os.walk(ROOT / "capplan", followlinks=True)
+    files = [Path(folder, name) for folder, _, names in folders for name in names if name.endswith(".py")]
+    named = (".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files)
+    return {name.removesuffix(".__init__"): path for name, path in zip(named, files, strict=True)}
 
 
 def rooms(face: Path) -> dict[str, str]:

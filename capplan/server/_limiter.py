@@ -1,7 +1,4 @@
-"""Checks of requests before they are handled: key, queue length, size and time of the body.
-
-Byte budget: the memory of requests of all connections before they are submitted or forwarded.
-"""
+"""Checks of requests before they are handled: key, queue length, size and time of the body."""
 
 from __future__ import annotations
 

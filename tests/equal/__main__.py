@@ -21,6 +21,8 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -73,7 +75,7 @@ def plans() -> Found:
     """Return the plans of the examples, of presets, and of other solvers and features."""
     examples = {path.parent.name: f"plan {path}" for path in sorted(ROOT.glob("examples/*/workload.yaml"))}
     presets = {name: f"plan {name}.yaml" for name in PLANNED_PRESETS}
-    with _Folder() as folder:
+    with _folder(_small_plan()) as folder:
         for name in PLANNED_PRESETS:
             _capplan(folder, f"workload preset {name} --profile {LLAMA} -o {name}.yaml")
 
@@ -91,15 +93,14 @@ def traces() -> Found:
 
     def simulate(item: tuple[str, str]) -> tuple[str, object]:
         name, words = item
-        with _Folder(small_plan) as folder:
+        with _folder(small_plan) as folder:
             status, text = _capplan(folder, words)
             requests = folder / "requests.parquet"
             digest = _digest(pd.read_parquet(requests)) if requests.exists() else None
         result = re.sub(r'"(wall_s|requests_out|requests)": [^,\n]*', r'"\1": null', text)
         return name, {"status": status, "result": _sha256(result.encode()), "requests": digest}
 
-    with _Folder() as folder:
-        small_plan = (folder / "small.plan.json").read_text(encoding="utf-8")
+    small_plan = _small_plan()
     return dict(_in_parallel(simulate, TRACES.items(), "traces"))
 
 
@@ -113,8 +114,7 @@ def golden() -> Found:
 
 def schemas() -> Found:
     """Return the JSON Schemas without titles, descriptions and names of definitions."""
-    with _Folder() as folder:
-        texts = {name: _capplan(folder, f"schema {name}")[1] for name in ("plan", "workload", "profile")}
+    texts = {name: _capplan(ROOT, f"schema {name}")[1] for name in ("plan", "workload", "profile")}
     return {name: _bare(json.loads(text)) for name, text in texts.items()}
 
 
@@ -138,11 +138,10 @@ def statuses() -> Found:
     """Return the exit status of command lines, good and bad."""
 
     def status(words: str) -> tuple[str, object]:
-        with _Folder(small_plan) as folder:
+        with _folder(small_plan) as folder:
             return words, _capplan(folder, words)[0]
 
-    with _Folder() as folder:
-        small_plan = (folder / "small.plan.json").read_text(encoding="utf-8")
+    small_plan = _small_plan()
     return dict(_in_parallel(status, STATUSES, "statuses"))
 
 
@@ -169,41 +168,36 @@ PARTS: Final[Mapping[str, Callable[..., Found]]] = {
 }
 
 
-class _Folder(tempfile.TemporaryDirectory[str]):
-    """Temporary folder with the files of the command lines, and the plan that some of them read."""
+@contextmanager
+def _folder(small_plan: str = "") -> Iterator[Path]:
+    """Yield a temporary folder with the files of the command lines, and the plan that some of them read."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for file, text in {**FILES, "small.plan.json": small_plan}.items():
+            (folder / file).write_text(text, encoding="utf-8")
+        yield folder
 
-    def __init__(self, small_plan: str | None = None) -> None:
-        super().__init__()
-        self.small_plan = small_plan
 
-    def __enter__(self) -> Path:  # type: ignore[override]
-        folder = Path(super().__enter__())
-        for name, text in FILES.items():
-            (folder / name).write_text(text, encoding="utf-8")
-        if self.small_plan is None:
-            _capplan(folder, SMALL_PLAN)
-        else:
-            (folder / "small.plan.json").write_text(self.small_plan, encoding="utf-8")
-        return folder
+@cache
+def _small_plan() -> str:
+    with _folder() as folder:
+        _capplan(folder, SMALL_PLAN)
+        return (folder / "small.plan.json").read_text(encoding="utf-8")
 
 
 def _capplan(folder: Path, words: str) -> tuple[int, str]:
     """Return exit status and output of a command line."""
-    command = [sys.executable, "-m", "capplan", *_words(words)]
+    command = [sys.executable, "-m", "capplan", *words.split()]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout
-
-
-def _words(words: str) -> list[str]:
-    return words.split(" ") if words else []
 
 
 def _in_parallel(
     function: Callable[[Any], tuple[str, object]], items: Any, name: str
 ) -> Iterator[tuple[str, object]]:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield from track(pool.map(function, items), name, total=len(items), console=None)
+        yield from track(pool.map(function, items), name, total=len(items))
 
 
 def _masked(text: str) -> list[str]:

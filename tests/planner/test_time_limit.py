@@ -16,7 +16,7 @@ from capplan.planner.problem._evaluate import Evaluation, evaluate, evaluate_clu
 from capplan.planner.problem._parallel import parallel_until
 from capplan.planner.problem._queues import with_queues
 from capplan.planner.problem._setup import make_problem
-from capplan.planner.search._placement import broken_when_spread
+from capplan.planner.search._shortage import broken_when_spread
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers._solve import solve
 from capplan.planner.verification._verify import make_verifier

@@ -1,11 +1,8 @@
 """Adapter loaders: copies of adapters concurrent with the batch, one at a time.
 
-Times of adapter loads, the cost of a load in the cache policy ``gdsf``.
-
-Stream of adapter copies beside the computation.
-
-A copy waits on the device for the steps that may read what its memory held before. Steps do not wait for
-copies: an adapter is in no step before its copy has ended, which the loader's thread waits for.
+A copy runs on a stream beside the computation. It waits on the device for the steps that may read what its
+memory held before. Steps do not wait for copies: an adapter is in no step before its copy has ended, which
+the loader's thread waits for.
 """
 
 from __future__ import annotations

@@ -261,9 +261,14 @@ NOTHING_BREAKS: Final = "no bound breaks on one seed of the twin"
 
 
 def describe_failure(problem: Problem, assignment: Assignment) -> str:
+    """Return the result of `failure_of` as text, also if nothing breaks."""
+    return failure_of(problem, assignment) or NOTHING_BREAKS
+
+
+def failure_of(problem: Problem, assignment: Assignment) -> str:
     """Return the bound that an instance breaks by the twin at the load over (1 - headroom), as text.
 
-    It may also be that the quotas of its queues do not fit.
+    It may also be that the quotas of its queues do not fit. Empty if nothing breaks on one seed.
 
     Raises
     ------
@@ -276,7 +281,7 @@ def describe_failure(problem: Problem, assignment: Assignment) -> str:
     except InfeasibleError as error:
         return error.message
     evaluation = evaluate(problem.pessimistic, assignment, 0, scale)
-    return describe_violation(problem, evaluation) or NOTHING_BREAKS
+    return describe_violation(problem, evaluation)
 
 
 def equal_instances(problem: Problem, assignments: Sequence[Assignment]) -> list[Assignment]:

@@ -1,7 +1,4 @@
-"""Parallel evaluation of instances, in threads: compiled simulations release the GIL.
-
-Deadlines of planning, and the division of a time limit among its stages.
-"""
+"""Parallel evaluation of instances, in threads: compiled simulations release the GIL."""
 
 from __future__ import annotations
 

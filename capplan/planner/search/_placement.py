@@ -2,67 +2,17 @@
 
 Balanced instances have equal slack, with hot and cold adapters that share slots well. By rank, requests of
 small ranks take neither the memory nor, with a kernel that pads, the time of the largest rank.
-
-Bound that breaks on GPUs that do not suffice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.planner.problem._deadline import OutOfTimeError
-from capplan.planner.problem._evaluate import NOTHING_BREAKS, describe_failure
-from capplan.planner.problem._problem import AdapterShare, Assignment, Problem, distinct_adapters
-from capplan.planner.problem._slots import max_fitting_slots
-from capplan.planner.search._data import SearchData, build_search_data
-
-_MAX_INSTANCES: Final = 64
-"""Instances up to which the load is spread."""
-
-
-def broken_when_spread(problem: Problem) -> str:
-    """Return the bound that breaks with the load spread evenly, as text, on the fullest instance with one.
-
-    An instance has a slot for each adapter, as far as memory allows. Empty if the constraints allow no even
-    spread, there are many instances, or the deadline of the problem passes.
-    """
-    pools = [number for number, pool in enumerate(problem.pools) for _ in range(pool.instances)]
-    if len(pools) > _MAX_INSTANCES:
-        return ""
-    data = build_search_data(problem)
-    state = balanced(data, pools)
-    if state is None:
-        return ""
-    fullest_first = np.argsort(-state.loads(), kind="stable").tolist()
-    contents = [(frozenset(state.members[i]), int(state.pools[i])) for i in fullest_first]
-    different = {(data.kind_key(members), pool): (members, pool) for members, pool in reversed(contents)}
-    instances = reversed(different.values())
-    try:
-        failures = (_failure(problem, data.shares(members), pool) for members, pool in instances)
-        return f"spread evenly, {next(filter(None, failures), NOTHING_BREAKS)}"
-    except OutOfTimeError:
-        return ""
-
-
-def _failure(problem: Problem, shares: tuple[AdapterShare, ...], pool: int) -> str:
-    """Return what an instance with these shares breaks, as text; empty if nothing."""
-    adapters = distinct_adapters(shares)
-    one_slot = Assignment(shares, min(1, adapters), pool=pool)
-    slots = problem.fixed_a_max or max_fitting_slots(problem, one_slot, adapters)
-    instance = replace(one_slot, a_max=slots)
-    if slots < one_slot.a_max or not problem.fits_in_memory(instance):
-        return "the adapter slots leave no room for one request"
-    failure = describe_failure(problem, instance)
-    if failure == NOTHING_BREAKS:
-        return ""
-    crowd = f" with {adapters} adapters in {slots} slot(s)" if slots < adapters else ""
-    return f"{failure} at the load over (1 - headroom){crowd}"
-
+from capplan.planner.search._data import SearchData
 
 _WIDENING: Final = 1.25
 _LEVEL_PRECISION: Final = 0.01

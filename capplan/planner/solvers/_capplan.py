@@ -31,13 +31,8 @@ from capplan.planner.search._local_search import (
     fleet_size_of,
     fleet_sizes,
 )
-from capplan.planner.search._placement import (
-    INITIAL_SOLUTIONS,
-    InitialSolution,
-    PlacementState,
-    broken_when_spread,
-    placement_of,
-)
+from capplan.planner.search._placement import INITIAL_SOLUTIONS, InitialSolution, PlacementState, placement_of
+from capplan.planner.search._shortage import broken_when_spread
 from capplan.planner.search._warm_start import keep_shares, levelled_start, relieved_start, warm_start
 from capplan.planner.solvers._base import RequiredEstimator, Requirement, Solver, SolverContext
 from capplan.planner.solvers._greedy import solve_greedy

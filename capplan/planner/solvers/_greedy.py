@@ -46,7 +46,7 @@ from capplan.planner.problem._problem import (
     distinct_adapters,
     infeasible,
 )
-from capplan.planner.search._placement import broken_when_spread
+from capplan.planner.search._shortage import broken_when_spread
 from capplan.planner.solvers._base import RequiredEstimator, Solver, SolverContext
 
 _NO_LIMIT: Final = 2**31

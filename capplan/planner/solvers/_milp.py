@@ -28,7 +28,7 @@ from capplan.errors import InfeasibleReason, InputError
 from capplan.planner.problem._bound import busy_gpus
 from capplan.planner.problem._problem import AdapterShare, Assignment, Problem, infeasible
 from capplan.planner.problem._slots import choose_slots
-from capplan.planner.search._placement import broken_when_spread
+from capplan.planner.search._shortage import broken_when_spread
 from capplan.planner.solvers._base import RequiredEstimator, Solver, SolverContext
 
 MOST_PARTS: Final = 24

@@ -18,7 +18,7 @@ from capplan.planner.problem._estimate import (
 from capplan.planner.problem._problem import Assignment, Estimator, Problem, infeasible, require_valid
 from capplan.planner.problem._splitting import require_memory, split_hot_adapters
 from capplan.planner.search._local_search import fleet_cost, fleet_size_of
-from capplan.planner.search._placement import broken_when_spread
+from capplan.planner.search._shortage import broken_when_spread
 from capplan.planner.solvers._base import RequiredEstimator, Requirement, Solver, SolverContext
 from capplan.spec import Objective, Plan, Workload
 
