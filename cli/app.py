@@ -16,12 +16,12 @@ from importlib import import_module
 from typing import Annotated, Any, Final, cast
 
 import typer
-from capplan.interrupt import INTERRUPTED, quit_at_once
 from pydantic import ValidationError
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from capplan.errors import NO_VALUE, CapplanError, InputError
+from capplan.interrupt import INTERRUPTED, quit_at_once
 from capplan.processes import end_with_parent
 from capplan.spec import InputLimits, input_error, limited
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import typer
-from capplan.interrupt import INTERRUPTED
 
 from capplan.cli.options import (
     FAILED,
@@ -27,6 +26,7 @@ from capplan.cli.options import (
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import load_progress
 from capplan.errors import InputError
+from capplan.interrupt import INTERRUPTED
 from capplan.reports import print_json, print_table
 from capplan.reports.tables import adapter_table, doubts, facts_table, latency_table, warnings
 from capplan.spec import parse_json

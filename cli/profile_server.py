@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import typer
-from capplan.interrupt import INTERRUPTED
 
 from capplan.cli.options import (
     FAILED,
@@ -19,6 +18,7 @@ from capplan.cli.options import (
 )
 from capplan.cli.progress import progress_bars
 from capplan.errors import InputError
+from capplan.interrupt import INTERRUPTED
 from capplan.reports import Table, counted, number, print_json, print_table
 
 if TYPE_CHECKING:

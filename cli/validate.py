@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
-from capplan.interrupt import INTERRUPTED
 
 from capplan.cli.options import (
     ENGINE,
@@ -25,6 +24,7 @@ from capplan.cli.options import (
 from capplan.cli.output import require_writable_files, write_json
 from capplan.cli.progress import announce_compilation, load_progress
 from capplan.errors import InputError
+from capplan.interrupt import INTERRUPTED
 from capplan.reports import print_json, print_table
 from capplan.reports.tables import group_table, group_verdict, heading, speed_note
 from capplan.spec import EngineArgs
