@@ -17,7 +17,7 @@ from capplan.planner import RequiredEstimator, Solver, SolverContext, SolverResu
 from capplan.planner.problem import AdapterShare
 from capplan.planner.problem._bound import busy_gpus, lower_bound_gpus
 from capplan.planner.problem._setup import make_problem
-from capplan.planner.solvers import REGISTRY, find_solver
+from capplan.planner.solvers import find_solver, registry
 from capplan.planner.solvers._milp import MOST_GPUS, MOST_PARTS
 from capplan.spec import Slo, write_text_atomic
 
@@ -73,7 +73,7 @@ PLAN: Final = Solver(
     required_estimator=RequiredEstimator.TWIN,
     divides=True,
 )
-ALL: Final = MappingProxyType({**REGISTRY, PROPOSED.name: PROPOSED, PLAN.name: PLAN})
+ALL: Final = MappingProxyType({**registry(), PROPOSED.name: PROPOSED, PLAN.name: PLAN})
 
 
 def find_all(names: Iterable[str]) -> list[Solver]:

@@ -4,8 +4,7 @@ from ._tuning import Settings, TuneOptions, TuningResult, fragment, tune
 from .document._without_scheduling import verify_without_scheduling
 from .problem._problem import Assignment, Problem
 from .solvers._base import RequiredEstimator, Solver, SolverContext
-
-SOLVERS: tuple[str, ...]
+from .solvers._registry import SOLVERS
 
 __all__ = [
     "SOLVERS",

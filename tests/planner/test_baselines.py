@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from capplan import Assignment, InfeasibleError, Lengths, Problem, Profile, Workload
 from capplan.planner import SolverContext
 from capplan.planner.problem import GpuPool, distinct_adapters, whole_adapters
-from capplan.planner.solvers import REGISTRY
+from capplan.planner.solvers import registry
 from capplan.planner.solvers._maxbase import base_model_tok_s, fill_gpus
 from capplan.planner.solvers._random_placement import contiguous_by_rank
 from capplan.testing import Capacity, example_problem
@@ -25,7 +25,9 @@ ANY = Capacity(rps=1e6, adapters_per_slot=1e6)
 
 
 def placed(name: str, problem: Problem, estimator: Capacity = ANY, seed: int = 0) -> list[Assignment]:
-    return list(REGISTRY[name].place(problem, SolverContext(estimator=estimator, twin=estimator, seed=seed)))
+    return list(
+        registry()[name].place(problem, SolverContext(estimator=estimator, twin=estimator, seed=seed))
+    )
 
 
 def problem_of(workload: Workload, profile: Profile, gpus: int) -> Problem:

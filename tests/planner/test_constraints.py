@@ -11,7 +11,7 @@ from capplan import Adapter, Assignment, EngineConfig, InfeasibleError, InputErr
 from capplan.planner import SolverContext
 from capplan.planner.problem import GpuPool, split_hot_adapters, whole_adapters
 from capplan.planner.problem._problem import read_constraints
-from capplan.planner.solvers import REGISTRY
+from capplan.planner.solvers import registry
 from capplan.testing import Capacity, example_problem
 
 SMALL = Capacity(rps=4.0, rps_per_slot_of_rank_16=0.01)
@@ -38,7 +38,7 @@ def solved(problem: Problem, estimator: Capacity = SMALL) -> Sequence[Assignment
 
 
 def placed(problem: Problem, estimator: Capacity) -> Sequence[Assignment]:
-    return REGISTRY["capplan"].place(problem, SolverContext(estimator=estimator, twin=estimator))
+    return registry()["capplan"].place(problem, SolverContext(estimator=estimator, twin=estimator))
 
 
 def names_of(assignment: Assignment) -> set[str]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from capplan import Assignment, InfeasibleError, Problem, Workload, plan
 from capplan.planner import SolverContext
-from capplan.planner.solvers import REGISTRY
+from capplan.planner.solvers import registry
 from capplan.planner.solvers._dlora import BurstTolerance, replicate
 from capplan.testing import Capacity, example_problem
 
@@ -23,7 +23,7 @@ Make = Callable[..., Workload]
 def placed(problem: Problem, time_limit_s: float = 60.0) -> list[Assignment]:
     nobody = Capacity(rps=0.0)
     context = SolverContext(estimator=nobody, twin=nobody, time_limit_s=time_limit_s)
-    return list(REGISTRY["dlora-proactive"].place(problem, context))
+    return list(registry()["dlora-proactive"].place(problem, context))
 
 
 def with_rates(problem: Problem, rates_rps: list[float]) -> Problem:

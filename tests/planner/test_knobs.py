@@ -25,7 +25,7 @@ from capplan.planner.problem._estimate import TwinEstimator
 from capplan.planner.problem._knobs import KNOBS, RUNNING_REQUESTS, TOKEN_BUDGETS, knob_grid, tune_knobs
 from capplan.planner.problem._problem import KnobSearch
 from capplan.planner.problem._setup import make_problem
-from capplan.planner.solvers import REGISTRY
+from capplan.planner.solvers import registry
 from capplan.spec import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, Slo, zipf
 from capplan.testing import example_problem
 
@@ -125,7 +125,7 @@ class CapacityByKnobs:
 
 
 def gpus_of(problem: Problem, estimator: CapacityByKnobs) -> int:
-    return len(REGISTRY["capplan"].place(problem, SolverContext(estimator=estimator, twin=estimator)))
+    return len(registry()["capplan"].place(problem, SolverContext(estimator=estimator, twin=estimator)))
 
 
 @settings(max_examples=15, derandomize=True)

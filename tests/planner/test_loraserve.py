@@ -25,7 +25,7 @@ from capplan.planner.problem._estimate import TwinEstimator
 from capplan.planner.problem._operating_points import OperatingPoints
 from capplan.planner.problem._setup import make_problem
 from capplan.planner.problem._slots import most_slots
-from capplan.planner.solvers import REGISTRY
+from capplan.planner.solvers import registry
 from capplan.planner.solvers._loraserve import solve_loraserve
 from capplan.spec import Gpus, Trace
 from capplan.testing import Capacity, example_problem
@@ -36,7 +36,7 @@ POINTS = {8: 5000.0, 16: 4800.0, 32: 4400.0, 64: 3500.0}
 
 def placed(problem: Problem) -> list[Assignment]:
     nobody = Capacity(rps=0.0)
-    return list(REGISTRY["loraserve"].place(problem, SolverContext(estimator=nobody, twin=nobody)))
+    return list(registry()["loraserve"].place(problem, SolverContext(estimator=nobody, twin=nobody)))
 
 
 def alone(workload: Workload, profile: Profile, gpus: int = 1) -> Problem:
@@ -161,7 +161,7 @@ def test_the_plan_in_force_labels_the_servers(workload: Make, profile: Profile) 
     before = plan(spec, solver="loraserve", verify=False)
     turned = before.model_copy(update={"groups": (*before.groups[1:], before.groups[0])})
     nobody = Capacity(rps=0.0)
-    answer = REGISTRY["loraserve"].place(problem, SolverContext(nobody, nobody, previous=turned))
+    answer = registry()["loraserve"].place(problem, SolverContext(nobody, nobody, previous=turned))
     assert names(answer) == [{adapter.name for adapter in group.adapters} for group in turned.groups]
 
 

@@ -13,12 +13,12 @@ from capplan import Assignment, InfeasibleError, InputError, Problem
 from capplan.planner import SolverContext
 from capplan.planner.problem import AdapterShare, Estimator
 from capplan.planner.problem._slots import choose_slots
-from capplan.planner.solvers import REGISTRY
+from capplan.planner.solvers import registry
 from capplan.testing import Capacity, example_problem
 
 
 def placed(problem: Problem, estimator: Estimator, time_limit_s: float = 60.0) -> Sequence[Assignment]:
-    return REGISTRY["milp"].place(
+    return registry()["milp"].place(
         problem, SolverContext(estimator=estimator, twin=estimator, time_limit_s=time_limit_s)
     )
 
@@ -64,7 +64,7 @@ def test_uses_the_fewest_gpus_of_all_divisions(
 @pytest.mark.parametrize("seed", range(12))
 def test_never_needs_more_gpus_than_a_heuristic(seed: int) -> None:
     problem, estimator = example_problem(seed, adapters=2 * seed + 2, gpus=4), Capacity(4.5, 0.02)
-    ours = REGISTRY["capplan"].place(problem, SolverContext(estimator=estimator, twin=estimator))
+    ours = registry()["capplan"].place(problem, SolverContext(estimator=estimator, twin=estimator))
     assert len(placed(problem, estimator)) <= len(ours)
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from capplan import Assignment, Problem, Workload, plan
 from capplan.planner import SolverContext
 from capplan.planner.problem import Estimate, Estimator
-from capplan.planner.solvers import REGISTRY
+from capplan.planner.solvers import registry
 from capplan.spec import Objective
 from capplan.testing import Capacity, example_problem
 
@@ -13,7 +13,7 @@ Make = Callable[..., Workload]
 
 def solved(problem: Problem, objective: Objective, estimator: Estimator) -> Sequence[Assignment]:
     changed = replace(problem, workload=problem.workload.replace(objective=objective))
-    return REGISTRY["capplan"].place(changed, SolverContext(estimator=estimator, twin=estimator))
+    return registry()["capplan"].place(changed, SolverContext(estimator=estimator, twin=estimator))
 
 
 def test_the_least_latency_uses_every_gpu() -> None:
@@ -58,5 +58,7 @@ def test_max_throughput_compares_slots_with_the_twin() -> None:
 
     problem = example_problem(2, adapters=8, gpus=1)
     changed = replace(problem, workload=problem.workload.replace(objective=Objective.MAX_THROUGHPUT))
-    [chosen] = REGISTRY["capplan"].place(changed, SolverContext(estimator=preferring(2), twin=preferring(4)))
+    [chosen] = registry()["capplan"].place(
+        changed, SolverContext(estimator=preferring(2), twin=preferring(4))
+    )
     assert chosen.a_max == 4

@@ -22,7 +22,7 @@ from capplan.planner import SolverContext
 from capplan.planner.problem import Estimate, GpuPool
 from capplan.planner.problem._bound import lower_bound, lower_bound_gpus
 from capplan.planner.problem._setup import make_problem
-from capplan.planner.solvers import REGISTRY
+from capplan.planner.solvers import registry
 from capplan.spec import EngineConfig, Objective
 from capplan.testing import Capacity, example_problem
 
@@ -58,7 +58,7 @@ def pool_config(name: str, count: int, usd_per_hour: float | None) -> dict[str, 
 def solved(problem: Problem, objective: Objective, rps: float) -> Sequence[Assignment]:
     estimator = TwoKinds(rps)
     changed = replace(problem, workload=problem.workload.replace(objective=objective))
-    return REGISTRY["capplan"].place(changed, SolverContext(estimator=estimator, twin=estimator))
+    return registry()["capplan"].place(changed, SolverContext(estimator=estimator, twin=estimator))
 
 
 def price(problem: Problem, answer: Sequence[Assignment]) -> float:
@@ -167,7 +167,7 @@ def test_pools_with_and_without_an_adapter_cache_are_refused_before_the_search(
     def never(problem: Problem, context: SolverContext) -> Sequence[Assignment]:
         raise AssertionError("searched")
 
-    solver = replace(REGISTRY["capplan"], place=never, splits_hot=False)
+    solver = replace(registry()["capplan"], place=never, splits_hot=False)
     rule = "pools: cached.profile: must serve with a scheduler and an adapter cache, or without"
     with pytest.raises(InputError, match=rule):
         plan(heavy.replace(pools=pools), solver=solver)

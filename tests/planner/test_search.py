@@ -21,7 +21,7 @@ from capplan.planner.search._data import build_search_data, split_heavy_adapters
 from capplan.planner.search._evaluator import Evaluator
 from capplan.planner.search._local_search import improve
 from capplan.planner.search._placement import INITIAL_SOLUTIONS, InitialSolution, balanced, by_rank
-from capplan.planner.solvers import REGISTRY
+from capplan.planner.solvers import registry
 from capplan.planner.solvers._greedy import solve_greedy
 from capplan.spec import Kernel, Slo
 from capplan.testing import Capacity, example_problem
@@ -42,7 +42,7 @@ class UpToRate:
 
 
 def capplan(problem: Problem, estimator: Estimator) -> Sequence[Assignment]:
-    return REGISTRY["capplan"].place(problem, SolverContext(estimator=estimator, twin=estimator))
+    return registry()["capplan"].place(problem, SolverContext(estimator=estimator, twin=estimator))
 
 
 def uniform(seed: int, adapters: int, gpus: int) -> Problem:
@@ -222,5 +222,5 @@ def test_fleets_on_which_every_instance_is_refused_cost_few_estimates() -> None:
     problem = replace(problem, shares=tuple(replace(share, rate_rps=1.0) for share in problem.shares))
     twin = UpToRate(2.0)
     context = SolverContext(estimator=UpToRate(12.0), twin=twin)
-    assert len(REGISTRY["capplan"].place(problem, context)) == 12
+    assert len(registry()["capplan"].place(problem, context)) == 12
     assert len(twin.calls) < 250

@@ -10,7 +10,7 @@ import pytest
 from capplan import Assignment, InputError, Problem, Workload, plan
 from capplan.planner import SOLVERS, RequiredEstimator, Solver, SolverContext
 from capplan.planner.problem import Estimator
-from capplan.planner.solvers import REGISTRY, find_solver
+from capplan.planner.solvers import find_solver, registry
 from capplan.planner.solvers._loraserve import solve_loraserve
 from capplan.testing import SolverContract
 
@@ -21,7 +21,7 @@ def called(name: str) -> Any:
     """Return a registered solver as the contract calls it, with one estimator for all."""
 
     def solve(problem: Problem, estimator: Estimator) -> Sequence[Assignment]:
-        return REGISTRY[name].place(problem, SolverContext(estimator=estimator, twin=estimator))
+        return registry()[name].place(problem, SolverContext(estimator=estimator, twin=estimator))
 
     return solve
 
@@ -32,8 +32,8 @@ class Registered(SolverContract):
     name: ClassVar[str]
 
     def __init_subclass__(cls, **_: Any) -> None:
-        cls.confirms, cls.divides = REGISTRY[cls.name].confirms, REGISTRY[cls.name].divides
-        cls.takes_shares = REGISTRY[cls.name].splits_hot
+        cls.confirms, cls.divides = registry()[cls.name].confirms, registry()[cls.name].divides
+        cls.takes_shares = registry()[cls.name].splits_hot
 
     @pytest.fixture
     def solver(self) -> Any:
@@ -102,11 +102,11 @@ class TestMilp(Registered):
 
 def test_every_solver_is_tested_and_named() -> None:
     assert {each.name for each in Registered.__subclasses__()} == set(SOLVERS)
-    assert tuple(REGISTRY) == SOLVERS
-    assert all(name == solver.name for name, solver in REGISTRY.items())
+    assert tuple(registry()) == SOLVERS
+    assert all(name == solver.name for name, solver in registry().items())
 
 
-@pytest.mark.parametrize("solver", REGISTRY.values(), ids=lambda solver: solver.name)
+@pytest.mark.parametrize("solver", registry().values(), ids=lambda solver: solver.name)
 def test_descriptions_are_one_line_with_a_source(solver: Solver) -> None:
     assert solver.summary
     assert solver.source
@@ -127,7 +127,7 @@ def test_every_solver_makes_a_plan_that_the_twin_confirms(workload: Make, name: 
     assert made.verification.ok
     assert made.provenance["solver"] == name
     assert made.provenance["estimator"] == (
-        "none" if REGISTRY[name].required_estimator is RequiredEstimator.NONE else "twin"
+        "none" if registry()[name].required_estimator is RequiredEstimator.NONE else "twin"
     )
 
 
@@ -155,7 +155,7 @@ def test_an_unsupported_fixed_number_of_slots_is_rejected(workload: Make) -> Non
         "own",
         "one line",
         "a test",
-        REGISTRY["random"].place,
+        registry()["random"].place,
         required_estimator=RequiredEstimator.NONE,
         fixed_a_max=False,
     )

@@ -6,7 +6,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Final
 
-from capplan.planner.solvers import REGISTRY
+from capplan.planner.solvers import registry
 from capplan.reports._console import Cell, Mark, Table, counted, number, percent
 from capplan.reports.pages import _page as page
 from capplan.reports.pages._figures import Axis, bar_rows, bounds_of
@@ -158,7 +158,7 @@ def _solvers(rows: Sequence[SolverResult]) -> page.Section:
             _counts(row.slots_per_gpu),
         )
         for row in rows
-        if (solver := REGISTRY.get(row.solver)) is not None
+        if (solver := registry().get(row.solver)) is not None
     ]
     head = ("solver", "what it does", "from", "estimator", "adapters per GPU", "slots per GPU")
     return page.section("Solvers", Table(head, table, numbers_from=None))
