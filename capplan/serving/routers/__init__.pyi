@@ -1,14 +1,5 @@
 from ._choose import (
-    ASK_ADAPTER,
-    ASK_RANKS,
-    BLIND,
-    DLORA,
-    GATEWAY,
-    LEAST_WORK_LEFT,
     ROUTERS,
-    SMOOTH_SHARES,
-    TOPPINGS,
-    RoutingRule,
     choose_blindly,
     choose_by_state,
     note,
@@ -40,19 +31,14 @@ from ._fleet import (
 )
 from ._gateway import Gateway
 from ._least_work_left import LeastWorkLeft, WorkModel
+from ._rule import RoutingRule
 from ._smooth_shares import by_credit, carried_credit, first_credit
 from ._toppings import BGMV, MBGMV, PREFILL_TOKEN, RANK_BLIND, Performance, Toppings
 
 __all__ = [
     "ACTIVE",
-    "ASK_ADAPTER",
-    "ASK_RANKS",
     "AWAITED",
     "BGMV",
-    "BLIND",
-    "DLORA",
-    "GATEWAY",
-    "LEAST_WORK_LEFT",
     "MBGMV",
     "NEVER_SEEN",
     "PREFILL_TOKEN",
@@ -62,8 +48,6 @@ __all__ = [
     "RANK_BLIND",
     "RESIDENT",
     "ROUTERS",
-    "SMOOTH_SHARES",
-    "TOPPINGS",
     "ArrivingRequest",
     "Dlora",
     "Fleet",

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from capplan._jit import inner
 from capplan.errors import InputError
 from capplan.serving.routers._fleet import Fleet
+from capplan.serving.routers._least_loaded import least_loaded
+from capplan.serving.routers._rule import Router
 
 
 @dataclass(frozen=True)
@@ -98,3 +100,13 @@ def to_move(here: int, there: int, request_s: float, migration_s: float) -> int:
 @inner
 def _longer(here: int, there: int, n: int, request_s: float, migration_s: float) -> float:
     return max((here - n) * request_s, (there + n) * request_s + n * migration_s)
+
+
+ROUTERS = {
+    "dlora": Router(
+        least_loaded,
+        "least loaded; every 10 s waiting requests migrate from the most to the least loaded instance if it "
+        "has 16 more than the mean (`Dlora(...)`)",
+        "dLoRA's program, `engine_manager.py`, `migration_ilp.py`",
+    )
+}

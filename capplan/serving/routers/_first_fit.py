@@ -6,14 +6,27 @@ If no holder has room, which the source leaves open, the request goes to the lea
 from __future__ import annotations
 
 from capplan._jit import inner
-from capplan.serving.routers._fleet import Fleet, Placement, has_room
+from capplan.serving.routers._fleet import ArrivingRequest, Fleet, Placement, has_room
 from capplan.serving.routers._least_loaded import least_loaded
+from capplan.serving.routers._rule import Router, RoutingRule
 
 
 @inner
-def first_fit(fleet: Fleet, placement: Placement, first: int, last: int, prompt: int, turn: int) -> int:
-    """Return the first holder with room for a prompt."""
+def first_fit(
+    rule: RoutingRule, fleet: Fleet, placement: Placement, first: int, last: int, request: ArrivingRequest
+) -> int:
+    """Return the first holder with room for the prompt."""
     for place in range(first, last):
-        if has_room(fleet, placement.instance[place], prompt):
+        if has_room(fleet, placement.instance[place], request.prompt_tokens):
             return place
-    return least_loaded(fleet, placement, first, last, turn)
+    return least_loaded(rule, fleet, placement, first, last, request)
+
+
+ROUTERS = {
+    "first-fit": Router(
+        first_fit,
+        "the first holder with room in batch and memory; none: the least loaded",
+        "Toppings 7.4",
+        reads_ranks=True,
+    )
+}

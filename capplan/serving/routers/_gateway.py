@@ -12,13 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from capplan._jit import inner
 from capplan.errors import InputError
-from capplan.serving.routers._fleet import Fleet, Placement, after
+from capplan.serving.routers._fleet import ArrivingRequest, Fleet, Placement, after
 from capplan.serving.routers._lora_affinity import affinity
+from capplan.serving.routers._rule import Router, RoutingRule
 
 
 @dataclass(frozen=True)
@@ -37,12 +35,10 @@ class Gateway:
 
 @inner
 def highest_score(
-    fleet: Fleet, placement: Placement, first: int, last: int, turn: int, weights: NDArray[np.float64]
+    rule: RoutingRule, fleet: Fleet, placement: Placement, first: int, last: int, request: ArrivingRequest
 ) -> int:
-    """Return the holder with the highest score, of several the first behind instance `turn`.
-
-    `weights` are those of queue, KV cache and LoRA.
-    """
+    """Return the holder with the highest score, of several the first behind the last chosen instance."""
+    weights = rule.weights  # of queue, KV cache and LoRA
     shortest, longest = 2**62, 0
     for place in range(first, last):
         queue = fleet.instances.queued[placement.instance[place]]
@@ -60,7 +56,7 @@ def highest_score(
             + weights[1] * free
             + weights[2] * _lora_score(affinity(fleet, placement, place))
         )
-        distance = after(instance, turn, fleet.instances.size)
+        distance = after(instance, rule.turn[0], fleet.instances.size)
         if score > highest or (score == highest and distance < least_distance):
             chosen, highest, least_distance = place, score, distance
     return chosen
@@ -73,3 +69,13 @@ def _lora_score(kind: int) -> float:
     if kind == 1:
         return 0.8
     return 0.6 if kind == 2 else 0.0
+
+
+ROUTERS = {
+    "inference-gateway": Router(
+        highest_score,
+        "sum of the scores for queue, KV cache and LoRA (`Gateway(queue, kv_cache, lora)`; 1 each)",
+        "kubernetes-sigs/gateway-api-inference-extension, `pkg/epp/scheduling/framework/plugins/scorer`",
+        reads_adapter=True,
+    )
+}

@@ -47,6 +47,7 @@ from capplan.serving.routers._fleet import (
     Placement,
     queued_tokens,
 )
+from capplan.serving.routers._rule import Router, RoutingRule
 from capplan.serving.routers._smooth_shares import by_credit
 
 # Columns of the models' array.
@@ -147,23 +148,17 @@ class LeastWorkLeft:
 
 @inner
 def least_added_work(
-    fleet: Fleet,
-    placement: Placement,
-    first: int,
-    last: int,
-    request: ArrivingRequest,
-    models: NDArray[np.float64],
-    parameters: NDArray[np.float64],
-    credit: NDArray[np.float64],
+    rule: RoutingRule, fleet: Fleet, placement: Placement, first: int, last: int, request: ArrivingRequest
 ) -> int:
     """Return the holder with the lowest score; of several, the one with the largest share."""
+    parameters = rule.weights
     if _is_stale(fleet, placement, first, last, request.now_ns, parameters[MAX_AGE_NS]):
-        return by_credit(placement, first, last, credit)
+        return by_credit(placement, first, last, rule.credit)
     chosen = first
     least = np.inf
     for place in range(first, last):
         instance = placement.instance[place]
-        model = models[instance]
+        model = rule.models[instance]
         tokens = queued_tokens(fleet, instance)
         standing = fleet.standing[place]
         before_ms, after_ms, largest_rank = _work_ms(fleet, instance, tokens, request, model, standing)
@@ -180,19 +175,13 @@ def least_added_work(
 
 
 @inner
-def turn_ns(
-    fleet: Fleet,
-    instance: int,
-    request: ArrivingRequest,
-    models: NDArray[np.float64],
-    parameters: NDArray[np.float64],
-) -> int:
+def turn_ns(rule: RoutingRule, fleet: Fleet, instance: int, request: ArrivingRequest) -> int:
     """Return the time at which an instance gets a request that is not among those known there yet.
 
     Requests of one turn follow each other by rank, a nanosecond apart per unit of rank.
     """
+    parameters, model = rule.weights, rule.models[instance]
     now_ns, period_ns = request.now_ns, int(parameters[TURN_NS])
-    model = models[instance]
     age_ns = now_ns - fleet.instances.seen_ns[instance]
     if period_ns == 0 or model[PADDED] == 0.0 or age_ns > parameters[MAX_AGE_NS]:
         return int(now_ns)
@@ -351,3 +340,17 @@ def _delay_ms(
         if active >= record.max_loras and not standing & AWAITED:
             wait_ms += (active + 1 - record.max_loras) * answer_ms / max(1, record.max_loras)
     return float(wait_ms)
+
+
+ROUTERS = {
+    "least-work-left": Router(
+        least_added_work,
+        "the holder whose expected work grows the least, weighted by the work that it has; without recent "
+        "state `smooth-shares` (`LeastWorkLeft(...)`)",
+        "Harchol-Balter, Performance Modeling and Design of Computer Systems, 2013, chapter 24",
+        reads_ranks=True,
+        reads_adapter=True,
+        keeps_credit=True,
+        sent_ns=turn_ns,
+    )
+}

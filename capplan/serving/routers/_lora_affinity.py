@@ -12,7 +12,8 @@ rotate.
 from __future__ import annotations
 
 from capplan._jit import inner
-from capplan.serving.routers._fleet import ACTIVE, AWAITED, Fleet, Placement, after
+from capplan.serving.routers._fleet import ACTIVE, AWAITED, ArrivingRequest, Fleet, Placement, after
+from capplan.serving.routers._rule import Router, RoutingRule
 
 
 @inner
@@ -27,7 +28,9 @@ def affinity(fleet: Fleet, placement: Placement, place: int) -> int:
 
 
 @inner
-def nearest(fleet: Fleet, placement: Placement, first: int, last: int, turn: int) -> int:
+def nearest(
+    rule: RoutingRule, fleet: Fleet, placement: Placement, first: int, last: int, request: ArrivingRequest
+) -> int:
     """Return the holder of the best class, of several the one with the shortest queue."""
     chosen = first
     best = shortest = least_distance = 2**62
@@ -35,8 +38,18 @@ def nearest(fleet: Fleet, placement: Placement, first: int, last: int, turn: int
         instance = placement.instance[place]
         kind = affinity(fleet, placement, place)
         queue = fleet.instances.queued[instance]
-        distance = after(instance, turn, fleet.instances.size)
+        distance = after(instance, rule.turn[0], fleet.instances.size)
         better = kind < best or (kind == best and queue < shortest)
         if better or (kind == best and queue == shortest and distance < least_distance):
             chosen, best, shortest, least_distance = place, kind, queue, distance
     return chosen
+
+
+ROUTERS = {
+    "lora-affinity": Router(
+        nearest,
+        "instances running the adapter, else with a free slot, else that wait for it; ties: queue length",
+        "`lora-affinity-scorer` of kubernetes-sigs/gateway-api-inference-extension",
+        reads_adapter=True,
+    )
+}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from capplan._jit import inner
-from capplan.serving.routers._fleet import Placement
+from capplan.serving.routers._fleet import Fleet, Placement
+from capplan.serving.routers._rule import Router, RoutingRule
 
 
 @inner
-def by_share(placement: Placement, first: int, last: int, draw: float) -> int:
+def by_share(
+    rule: RoutingRule, fleet: Fleet, placement: Placement, first: int, last: int, draw: float
+) -> int:
     """Return the holder drawn by `draw`, uniform in [0, 1)."""
     upto = 0.0
     for place in range(first, last - 1):
@@ -19,3 +22,8 @@ def by_share(placement: Placement, first: int, last: int, draw: float) -> int:
     while place > first and placement.share[place] == 0.0:
         place -= 1
     return place
+
+
+ROUTERS = {
+    "plan-shares": Router(by_share, "random by the adapter's shares", "LoRAServe IV", reads_state=False)
+}

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from capplan._jit import inner
+from capplan.serving.routers._fleet import Fleet, Placement
+from capplan.serving.routers._rule import Router, RoutingRule
 
 
 @inner
-def any_holder(first: int, last: int, draw: float) -> int:
+def any_holder(
+    rule: RoutingRule, fleet: Fleet, placement: Placement, first: int, last: int, draw: float
+) -> int:
     """Return the holder drawn by `draw`, uniform in [0, 1)."""
     return min(last - 1, first + int(draw * (last - first)))
+
+
+ROUTERS = {"random": Router(any_holder, "any holder", "Toppings 7.4", reads_state=False)}

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan._jit import inner
-from capplan.serving.routers._fleet import Placement, adapter_of_places, places_in_both
+from capplan.serving.routers._fleet import Fleet, Placement, adapter_of_places, places_in_both
+from capplan.serving.routers._rule import Router, RoutingRule
 
 
 def first_credit(placement: Placement) -> NDArray[np.float64]:
@@ -57,3 +58,22 @@ def by_credit(placement: Placement, first: int, last: int, credit: NDArray[np.fl
     chosen = int(own.argmax())
     own[chosen] -= 1.0
     return first + chosen
+
+
+@inner
+def smooth_share(
+    rule: RoutingRule, fleet: Fleet, placement: Placement, first: int, last: int, draw: float
+) -> int:
+    """Return the holder with most credit, as `by_credit` does."""
+    return by_credit(placement, first, last, rule.credit)
+
+
+ROUTERS = {
+    "smooth-shares": Router(
+        smooth_share,
+        "the same shares by smooth weighted round robin",
+        "nginx",
+        reads_state=False,
+        keeps_credit=True,
+    )
+}

@@ -30,7 +30,16 @@ from numpy.typing import NDArray
 
 from capplan._jit import inner
 from capplan.errors import InputError
-from capplan.serving.routers._fleet import PRESENT, QUEUED, Fleet, Placement, after, fits_memory
+from capplan.serving.routers._fleet import (
+    PRESENT,
+    QUEUED,
+    ArrivingRequest,
+    Fleet,
+    Placement,
+    after,
+    fits_memory,
+)
+from capplan.serving.routers._rule import Router, RoutingRule
 
 BGMV = 0
 MBGMV = 1
@@ -102,33 +111,10 @@ class Toppings:
 
 @inner
 def rank_aware(
-    fleet: Fleet,
-    placement: Placement,
-    first: int,
-    last: int,
-    rank: int,
-    prompt: int,
-    turn: int,
-    kernel: int,
-    models: NDArray[np.float64],
-    slo_ms: float,
-    mean_answer: float,
+    rule: RoutingRule, fleet: Fleet, placement: Placement, first: int, last: int, request: ArrivingRequest
 ) -> int:
-    """Return the holder with the lowest score for a request of this rank and prompt.
-
-    Parameters
-    ----------
-    fleet, placement, first, last
-        The holders of the adapter.
-    rank, prompt
-        Rank of the request's adapter, 0 for the base model, and its prompt tokens.
-    turn
-        The last chosen instance, for ties.
-    kernel, models, slo_ms
-        As in `Toppings`; models of shape (instances, 5).
-    mean_answer
-        Mean output tokens of the finished requests.
-    """
+    """Return the holder with the lowest score for a request."""
+    rank, prompt, kernel, models = request.rank, request.prompt_tokens, rule.kernel, rule.models
     chosen = first
     least_barred = least_broken = 2
     least = least_cost = np.inf
@@ -140,11 +126,11 @@ def rank_aware(
         before_ms, decode_ms = _perf(fleet, i, PRESENT, rank, kernel, models[i, DECODE_ALPHA:])
         queue_ms, prefill_ms = _perf(fleet, i, QUEUED, rank, kernel, models[i, PREFILL_ALPHA:])
         prefill_ms += models[i, PREFILL_TOKEN] * prompt
-        cost = decode_ms - before_ms + (prefill_ms - queue_ms) / mean_answer
+        cost = decode_ms - before_ms + (prefill_ms - queue_ms) / request.mean_answer
         barred = 0 if fits_memory(fleet, i, prompt) else 1
-        broken = 1 if decode_ms > slo_ms else 0
+        broken = 1 if decode_ms > rule.slo_ms else 0
         score = cost * requests
-        distance = after(i, turn, fleet.instances.size)
+        distance = after(i, rule.turn[0], fleet.instances.size)
         if barred != least_barred:
             better = barred < least_barred
         elif broken != least_broken:
@@ -192,3 +178,19 @@ def _eq_2(kernel: int, adapters: int, largest: int, total: int, alpha: float, be
     if kernel == RANK_BLIND:
         return alpha * adapters + beta
     return alpha * (total if kernel == MBGMV else adapters * largest) + beta
+
+
+ROUTERS = {
+    "toppings": Router(
+        rank_aware,
+        "the holder with the least predicted slowdown, from the ranks it serves (`Toppings(...)`)",
+        "Toppings 5, Algorithm 1",
+        reads_ranks=True,
+    ),
+    "toppings-rank-blind": Router(
+        rank_aware,
+        "the same with one rank for all adapters (`Toppings(rank_aware=False)`)",
+        "LoRAServe V-D, which compares with it",
+        reads_ranks=True,
+    ),
+}

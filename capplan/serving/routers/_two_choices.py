@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from capplan._jit import inner
-from capplan.serving.routers._fleet import Fleet, Placement
+from capplan.serving.routers._fleet import ArrivingRequest, Fleet, Placement
+from capplan.serving.routers._rule import Router, RoutingRule
 
 
 @inner
-def less_loaded_of_two(fleet: Fleet, placement: Placement, first: int, last: int, draw: float) -> int:
+def less_loaded_of_two(
+    rule: RoutingRule, fleet: Fleet, placement: Placement, first: int, last: int, request: ArrivingRequest
+) -> int:
     """Return the holder with fewer requests, running and waiting, of an ordered pair; ties: its first."""
     holders = last - first
     if holders == 1:
         return first
     pairs = holders * (holders - 1)
-    one, other = divmod(min(int(draw * pairs), pairs - 1), holders - 1)
+    one, other = divmod(min(int(request.draw * pairs), pairs - 1), holders - 1)
     if other >= one:
         other += 1
     instances = fleet.instances
@@ -21,3 +24,12 @@ def less_loaded_of_two(fleet: Fleet, placement: Placement, first: int, last: int
     if instances.running[there] + instances.queued[there] < instances.running[here] + instances.queued[here]:
         return first + other
     return first + one
+
+
+ROUTERS = {
+    "two-choices": Router(
+        less_loaded_of_two,
+        "the one with fewer requests of two holders drawn at random",
+        "Mitzenmacher, The Power of Two Choices in Randomized Load Balancing, 2001",
+    )
+}
