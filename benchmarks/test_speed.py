@@ -7,7 +7,6 @@ exponents of growth have no such margin.
 from __future__ import annotations
 
 import itertools
-from functools import partial
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from benchmarks import twin_speed as speed
 from benchmarks.common import cpu_timed
 from benchmarks.twin_speed import Case, Cost
 from capplan.planner.problem._setup import make_problem
-from tests.oracle import run_reference
 
 NOISE = 0.6
 SCIKIT_OVER_COMPILED = 20.0  # one answer, from Python
@@ -144,7 +142,7 @@ def test_time_grows_no_faster_than_requests(benchmark: BenchmarkFixture) -> None
 def test_the_compiled_twin_beside_the_reference(benchmark: BenchmarkFixture) -> None:
     small = speed.small_case()
     compiled = measure(benchmark, [small], rounds=5)
-    reference_s, _ = cpu_timed(partial(small.run, run_reference))
+    reference_s, _ = cpu_timed(small.run_reference)
     benchmark.extra_info["reference_over_compiled"] = reference_s / compiled.cpu_s
     assert reference_s > REFERENCE_OVER_COMPILED * compiled.cpu_s
 

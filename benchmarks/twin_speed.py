@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial, reduce
 from pathlib import Path
@@ -31,11 +31,11 @@ from benchmarks.common import (
 )
 from capplan import Lengths, SimulationResult, Workload, load_profile, simulate
 from capplan.spec import DEFAULT_MAX_MODEL_LEN
-from capplan.twin import Scenario, cores
-from capplan.twin.instance import TwinTrace, run
+from capplan.twin import cores
+from capplan.twin.instance import SimulateSettings
 from capplan.twin.instance._scenario import with_length_correlation
 from capplan.workload import Requests, draw_requests
-from tests.oracle import run_reference
+from tests.oracle import simulate_with_reference
 
 PROFILE = load_profile(H100_LLAMA)
 HOUR_S = 3600.0
@@ -63,18 +63,22 @@ class Case:
     rules: str | None = None
     """Rules other than those of the profile."""
 
-    def run(self, runner: Callable[[Scenario], TwinTrace] = run) -> SimulationResult:
-        return simulate(
-            self.workload,
-            PROFILE,
-            a_max=self.a_max,
-            s_max=8,
-            duration_s=self.duration_s,
-            seed=self.seed,
-            max_in_flight=self.max_in_flight,
-            rules=self.rules,
-            runner=runner,
-        )
+    @property
+    def settings(self) -> SimulateSettings:
+        return {
+            "a_max": self.a_max,
+            "s_max": 8,
+            "duration_s": self.duration_s,
+            "seed": self.seed,
+            "max_in_flight": self.max_in_flight,
+            "rules": self.rules,
+        }
+
+    def run(self) -> SimulationResult:
+        return simulate(self.workload, PROFILE, **self.settings)
+
+    def run_reference(self) -> SimulationResult:
+        return simulate_with_reference(self.workload, PROFILE, **self.settings)
 
     def draw(self) -> Requests:
         correlated = with_length_correlation(self.workload, PROFILE)
@@ -247,7 +251,7 @@ def overload_table(repeat: int) -> str:
 def baseline_table(repeat: int) -> str:
     small = small_case()
     compiled = cost(small, max(repeat, 5))
-    reference_s, _ = cpu_timed(partial(small.run, run_reference))
+    reference_s, _ = cpu_timed(small.run_reference)
     faster = f"{1e3 * compiled.cpu_s:.2f} CPU ms, {reference_s / compiled.cpu_s:,.0f} times faster"
     reference = f"reference twin, {compiled.steps:,} steps, {compiled.requests} requests"
     peak = f"{peak_rss_mb():.0f} MB (bar {RSS_BAR_MB:.0f})"

@@ -18,7 +18,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from capplan.errors import InputError
 from capplan.serving.routers import (
     ACTIVE,
-    ASK_RANKS,
     AWAITED,
     NEVER_SEEN,
     ArrivingRequest,
@@ -285,7 +284,7 @@ class InstanceRouter:
         self._answers = np.zeros((len(held), 2), np.int64)
         self._mean_answer = 1.0
         if settings.rule is not None:
-            by_rank = settings.rule.code in ASK_RANKS
+            by_rank = settings.rule.reads_ranks
             self._rule = settings.rule._replace(credit=self._credit, turn=np.full(1, -1, np.int64))
             self._mean_answer = self._rule.prior_output_tokens
             self._fleet = new_fleet(len(held), np.array(self._rank), by_rank, self._credit.size)

@@ -33,8 +33,7 @@ from capplan.profiling.validation._compare import (
     slowdown_of,
 )
 from capplan.spec import Group, Plan, Profile, Workload
-from capplan.twin import simulate
-from capplan.twin.instance import chosen_rules, keywords_of
+from capplan.twin.instance import Run, chosen_rules, simulate_run
 
 _DRAIN_S: Final = 1.0
 _MORE_CONNECTIONS: Final = 64
@@ -158,12 +157,12 @@ def _scheduling_flags(plan: Plan, group: Group, rules: str | None) -> dict[str, 
     return {flag: None if part is None else part.model_dump_json() for flag, part in parts}
 
 
-def _scheduling_fields(plan: Plan, group: Group, rules: str | None) -> dict[str, Any]:
-    """Return the settings of a simulation for the same."""
+def _run(plan: Plan, group: Group, options: ValidationOptions) -> Run:
+    """Return the simulation of the same."""
     if group.scheduling is None:
-        return {"rules": rules or plan.engine_of(group).rules}
+        return Run(options.duration_s, options.seed, rules=options.rules or plan.engine_of(group).rules)
     scheduler, cache = group.scheduling
-    return {"scheduler": scheduler, "cache": cache, "queues": group.queues}
+    return Run(options.duration_s, options.seed, scheduler=scheduler, cache=cache, queues=group.queues)
 
 
 def _sources(group: Group) -> Mapping[str, str | int]:
@@ -277,23 +276,23 @@ def _validate_group(
     """Simulate and load one instance of a group; compare with the twin and the baselines."""
     args = group.engine_args.replace(**options.engine_args)
     offered, planned = (group_workload(group, workload, rate) for rate in (options.rate_scale, 1.0))
-    fields: dict[str, Any] = {**keywords_of(args), **_scheduling_fields(plan, group, options.rules)}
-    fields |= {"duration_s": options.duration_s, "seed": options.seed}
-    as_profiled = simulate(offered, profile, **fields)
+    simulated = _run(plan, group, options)
+    as_profiled = simulate_run(offered, profile, args, simulated)
     server, result = _measured(plan, group, offered, profile, as_profiled.kv_tokens, options, on_tick)
     slowdown = slowdown_of(result, profile)
     now, predicted = profile, as_profiled
     if slowdown is not None:
         now = with_step_times(profile, slowdown)
-        predicted = simulate(offered, now, **fields)
-    baseline = simulate(offered, constant_step(now, simulate(planned, now, **fields)), **fields)
+        predicted = simulate_run(offered, now, args, simulated)
+    constant = constant_step(now, simulate_run(planned, now, args, simulated))
+    baseline = simulate_run(offered, constant, args, simulated)
     predictions = {
         "predicted": predicted_values(predicted),
         "as_profiled": predicted_values(as_profiled),
         "constant_step": predicted_values(baseline),
         "offered_load": offered_values(predicted),
     }
-    caching = chosen_rules(profile, fields.get("rules"), args.enable_prefix_caching).prefix_caching
+    caching = chosen_rules(profile, simulated.rules, args.enable_prefix_caching).prefix_caching
     known = args.replace(enable_prefix_caching=caching)
     measured = measured_values(result, profile, server.settings.kv_tokens, predicted.kv_tokens)
     validated = GroupValidation(

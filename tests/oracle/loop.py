@@ -7,7 +7,7 @@ is slow: like the engine it scans the whole waiting queue in every step, and it 
 from __future__ import annotations
 
 from collections import deque
-from typing import TypeAlias
+from typing import TypeAlias, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,15 @@ from numpy.typing import NDArray
 from capplan.models import StepFeatures, StepRanks, rank_ms, step_ms
 from capplan.serving import Limits
 from capplan.serving.state import POOLED, SLORA
-from capplan.twin.instance import Scenario
+from capplan.spec import Profile, Workload
+from capplan.twin.instance import (
+    Scenario,
+    SimulateSettings,
+    SimulationResult,
+    result_of,
+    scenario_of,
+    typed_settings,
+)
 from capplan.twin.instance import _trace as t
 from capplan.twin.instance import _trace as trace
 from capplan.twin.instance._clock import with_reloads_ns
@@ -24,6 +32,14 @@ from tests.oracle.pooled import ReferencePooled
 from tests.oracle.scheduler import ReferenceRequest, ReferenceScheduler, ReferenceStep
 from tests.oracle.set_up import reference_pool, refreshed_queues
 from tests.oracle.slora import ReferenceSlora
+
+
+def simulate_with_reference(
+    workload: Workload, profile: Profile, **settings: Unpack[SimulateSettings]
+) -> SimulationResult:
+    """Return the result of `simulate`, computed by `run_reference`."""
+    scenario = scenario_of(workload, profile, *typed_settings(workload, profile, settings))
+    return result_of(profile, scenario, run_reference(scenario))
 
 
 def run_reference(scenario: Scenario) -> t.TwinTrace:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from capplan import InfeasibleError, InputError, Lengths, Plan, Profile, Workload, plan, simulate
+from capplan import InfeasibleError, InputError, Lengths, Plan, Profile, Workload, plan
 from capplan.planner import verify_without_scheduling
 from capplan.planner.explain import CurveRuns, slot_curve
 from capplan.planner.problem import Assignment
@@ -17,7 +17,7 @@ from capplan.planner.problem._rebuild import rebuild
 from capplan.planner.problem._setup import make_problem
 from capplan.planner.problem._slots import slot_grid
 from capplan.spec import Cache, Group, Scheduler
-from capplan.twin.instance import keywords_of
+from capplan.twin.instance import Run, simulate_run
 
 Make = Callable[..., Workload]
 
@@ -41,11 +41,15 @@ def test_a_plan_says_what_its_verification_simulated(spec: Workload, profile: Pr
     assert (group.scheduler, group.cache) == spec.scheduling
     assert group.queues is not None
     assert (check.ok, check.not_simulated) == (True, ())
-    options = {"seed": check.seeds[0], "duration_s": check.duration_s}
     # The plan alone decides: the workload has neither scheduler nor cache.
     bare = spec.replace(scheduler=None, cache=None)
     policies = {"scheduler": group.scheduler, "cache": group.cache, "queues": group.queues}
-    again = simulate(bare, profile, **options, **policies, **keywords_of(group.engine_args))  # type: ignore[arg-type]
+    again = simulate_run(
+        bare,
+        profile,
+        group.engine_args,
+        Run(check.duration_s, check.seeds[0], **policies),  # type: ignore[arg-type]
+    )
     assert check.groups[0].throughput_tok_s == again.throughput_tok_s
     assert check.groups[0].ttft_p99_s == again.ttft_s_p99
     assert again.pool is not None
@@ -119,8 +123,8 @@ def test_a_plan_is_verified_again_for_an_engine_without_scheduler_and_cache(
     assert group.id == planned.groups[0].id
     assert again.moves == ()
     bare = spec.replace(scheduler=None, cache=None)
-    options = {"seed": again.verification.seeds[0], "duration_s": again.verification.duration_s}
-    own = simulate(bare, profile, **options, **keywords_of(group.engine_args))  # type: ignore[arg-type]
+    options = Run(again.verification.duration_s, again.verification.seeds[0])
+    own = simulate_run(bare, profile, group.engine_args, options)
     assert again.verification.groups[0].throughput_tok_s == own.throughput_tok_s
     assert own.pool is None
 

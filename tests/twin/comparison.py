@@ -10,10 +10,9 @@ from capplan.testing import check_integrity
 from capplan.twin import Scenario
 from capplan.twin.instance import _trace as t
 from capplan.twin.instance import run
-from capplan.twin.instance._clock import TwinClock, new_clock
-from capplan.twin.instance._core import advance, mark_running, record_pool, refresh_queues
+from capplan.twin.instance._clock import TwinClock
+from capplan.twin.instance._core import advance, idle_engine, mark_running, record_pool, refresh_queues
 from capplan.twin.instance._host_link import NEVER_NS
-from capplan.twin.instance._scenario import new_engine
 from tests.oracle import run_reference
 
 # State of the compiled twin alone; the reference stores every token instead.
@@ -40,39 +39,22 @@ def assert_forms_agree(scenario: Scenario) -> None:
 
 def run_stopping(scenario: Scenario) -> t.TwinTrace:
     """Simulate as `run` does, but stop after every step and check the state."""
-    limits, requests, horizon_ns = scenario.limits, scenario.requests, scenario.horizon_ns
-    in_flight = scenario.max_in_flight
-    rows = max(1, min(requests.arrival_ns.size, in_flight))
-    state = new_engine(scenario, rows)
-    count, waits = requests.arrival_ns.size, scenario.pool is not None
-    trace = t.new_trace(count, scenario.adapters, scenario.buckets, horizon_ns, waits)
-    clock = new_clock(scenario.adapters)
+    engine, horizon_ns = idle_engine(scenario), scenario.horizon_ns
+    state, clock, trace = engine.state, engine.clock, engine.trace
     refreshes_ns = deque([*scenario.refreshes_ns, horizon_ns])
     until_ns = 1
     while True:
         until_ns = min(until_ns, refreshes_ns[0])
-        shared = scenario.shared_prefix_tokens
-        advance(
-            state,
-            limits,
-            requests,
-            shared,
-            scenario.costs,
-            clock,
-            trace,
-            in_flight,
-            until_ns,
-            fast_forward=False,
-        )
-        check_integrity(state, limits, scenario.num_blocks)
+        advance(engine, scenario.requests, until_ns, fast_forward=False)
+        check_integrity(state, scenario.limits, scenario.num_blocks)
         check_requests(state, trace)
         if trace.counts.now_ns >= refreshes_ns[0] or (clock.at.idle and until_ns == refreshes_ns[0]):
             at_ns = refreshes_ns.popleft()
             if at_ns == horizon_ns:
-                mark_running(state, trace)
-                record_pool(state, clock, trace)
+                mark_running(engine)
+                record_pool(engine)
                 return trace
-            refresh_queues(scenario, state, clock, trace, at_ns)
+            refresh_queues(scenario, engine, at_ns)
         elif clock.at.idle:
             until_ns = _next_event_ns(scenario, clock, trace) + 1
         else:

@@ -8,7 +8,7 @@ import pytest
 
 from capplan import Workload, errors, simulate, simulate_detailed
 from capplan.spec import Trace
-from tests.oracle import run_reference
+from tests.oracle import simulate_with_reference
 from tests.twin.examples import profile, workload
 
 SETTINGS: dict[str, Any] = {"a_max": 4, "s_max": 8, "duration_s": 20.0, "max_model_len": 512}
@@ -107,11 +107,10 @@ def test_an_invalid_trace_is_refused(changes: dict[str, Any], message: str) -> N
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("runner", [None, run_reference])
-def test_recorded_prompts_that_leave_no_room_are_rejected_and_counted(runner: Any) -> None:
+@pytest.mark.parametrize("simulated", [simulate, simulate_with_reference])
+def test_recorded_prompts_that_leave_no_room_are_rejected_and_counted(simulated: Any) -> None:
     """As the engine does: a prompt of max_model_len tokens leaves no room for an answer."""
-    given = {} if runner is None else {"runner": runner}
-    result = simulate(replayed(), profile(), **SETTINGS, **given)
+    result = simulated(replayed(), profile(), **SETTINGS)
     assert (result.submitted, result.completed, result.rejected) == (4, 2, 2)
     # The prompt of 511 tokens is answered by the one token that max_model_len leaves.
     assert result.output_tok_s == pytest.approx((4 + 1) / 20.0)

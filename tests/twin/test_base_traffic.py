@@ -15,7 +15,7 @@ from capplan.serving.routers import ROUTERS
 from capplan.spec import BaseTraffic, Trace
 from capplan.twin import Scenario
 from capplan.twin.cluster import Instance, simulate_cluster
-from tests.oracle import run_reference
+from tests.oracle import simulate_with_reference
 from tests.twin.comparison import assert_forms_agree
 from tests.twin.examples import profile, workload
 from tests.twin.scenarios import scenarios
@@ -33,8 +33,8 @@ def base_only(base_rps: float = 2.0) -> Workload:
     return mixed(base_rps).replace(adapters=())
 
 
-def answer(served: Workload, **changes: Any) -> SimulationResult:
-    result = simulate(served, profile(load_ms=5.0, disk_ms=20.0), **(SETTINGS | changes))
+def answer(served: Workload, twin: Any = simulate, **changes: Any) -> SimulationResult:
+    result = twin(served, profile(load_ms=5.0, disk_ms=20.0), **(SETTINGS | changes))
     return dataclasses.replace(result, wall_s=0.0)
 
 
@@ -80,7 +80,7 @@ def test_mixed_traffic_is_served_as_by_the_reference_and_none_is_lost(
     served = mixed(base_rps)
     fields = {"a_max": a_max, "seed": seed, "rules": rules, "max_num_seqs": seqs, "duration_s": 10.0}
     compiled = answer(served, **fields)
-    assert repr(compiled) == repr(answer(served, runner=run_reference, **fields))
+    assert repr(compiled) == repr(answer(served, twin=simulate_with_reference, **fields))
     detail = simulate_detailed(served, profile(), **(SETTINGS | fields))
     table = detail.requests
     assert len(table) == compiled.submitted == sum(np.bincount(table.status, minlength=4))

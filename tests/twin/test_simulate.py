@@ -16,7 +16,7 @@ from capplan.twin.instance import STATUS_REJECTED, run, summarize
 from capplan.twin.instance._scenario import NS_PER_MS, Costs
 from capplan.twin.instance._trace import STATUS_RUNNING, gap_bin, gap_percentiles_ms, new_trace
 from capplan.workload import Requests
-from tests.oracle import run_reference
+from tests.oracle import run_reference, simulate_with_reference
 from tests.twin.examples import profile, workload
 
 SETTINGS: dict[str, Any] = {"a_max": 4, "s_max": 8, "duration_s": 60.0, "max_model_len": 512}
@@ -107,14 +107,11 @@ def test_the_same_seed_gives_the_same_result_and_another_one_does_not() -> None:
 
 
 def test_simulate_gives_equal_results_with_the_compiled_and_the_reference_twin() -> None:
-    settings = {"a_max": 2, "max_num_seqs": 3, "max_num_batched_tokens": 40, "max_in_flight": 20}
+    settings = SETTINGS | {"a_max": 2, "max_num_seqs": 3, "max_num_batched_tokens": 40}
+    settings |= {"max_in_flight": 20, "max_cpu_loras": 3}
     busy = workload(adapters=5, rate_rps=0.6)
-    ours = simulate(busy, profile(load_ms=3, disk_ms=7), **(SETTINGS | settings | {"max_cpu_loras": 3}))
-    theirs = simulate(
-        busy,
-        profile(load_ms=3, disk_ms=7),
-        **(SETTINGS | settings | {"max_cpu_loras": 3, "runner": run_reference}),
-    )
+    ours = simulate(busy, profile(load_ms=3, disk_ms=7), **settings)
+    theirs = simulate_with_reference(busy, profile(load_ms=3, disk_ms=7), **settings)
     assert ours.disk_loads > 0
     assert dataclasses.replace(ours, wall_s=0.0) == dataclasses.replace(theirs, wall_s=0.0)
 

@@ -45,9 +45,8 @@ from capplan.spec import Coefficient, FittedModel, Profile
 from capplan.twin.calibration._runs import TARGETS, MeasuredRun, measured_targets
 from capplan.twin.instance._core import run as run_compiled
 from capplan.twin.instance._metrics import SimulationResult
-from capplan.twin.instance._scenario import Scenario
 from capplan.twin.instance._scrapes import ScrapeLoad, itl_factor, scrape_load
-from capplan.twin.instance._trace import TwinTrace
+from capplan.twin.instance._simulate import result_of
 
 Progress = Callable[[int, int], None]
 
@@ -338,14 +337,9 @@ def simulate_runs(
 
 
 def _simulate_run(run: MeasuredRun, profile: Profile, seed: int) -> SimulatedRun:
-    loads = []
-
-    def runner(scenario: Scenario) -> TwinTrace:
-        trace = run_compiled(scenario)
-        loads.append(scrape_load(scenario, trace))
-        return trace
-
-    return SimulatedRun(run.simulate(profile, seed, runner), loads[0])
+    scenario = run.scenario(profile, seed)
+    trace = run_compiled(scenario)
+    return SimulatedRun(result_of(profile, scenario, trace), scrape_load(scenario, trace))
 
 
 def predict_targets(simulated: SimulatedRun, before: FittedModel, after: FittedModel) -> tuple[float, ...]:

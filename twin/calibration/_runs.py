@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,7 @@ from capplan.spec import Adapter, Lengths, Profile, Workload, read_columns
 from capplan.twin.instance._core import run as run_compiled
 from capplan.twin.instance._metrics import SimulationResult
 from capplan.twin.instance._scenario import Scenario
-from capplan.twin.instance._simulate import simulate
-from capplan.twin.instance._trace import TwinTrace
+from capplan.twin.instance._simulate import SimulateSettings, result_of, scenario_of, typed_settings
 from capplan.workload import load_workload
 
 TARGETS: Final = (
@@ -71,7 +70,7 @@ class MeasuredRun:
 
     name: str
     workload: Workload
-    settings: Mapping[str, Any]
+    settings: SimulateSettings
     """Arguments of `simulate`."""
     measured: Mapping[str, float]
     """Measured metrics, a subset of `TARGETS`."""
@@ -80,10 +79,8 @@ class MeasuredRun:
     location: str = ""
     """File and row, for errors."""
 
-    def simulate(
-        self, profile: Profile, seed: int, runner: Callable[[Scenario], TwinTrace] = run_compiled
-    ) -> SimulationResult:
-        """Simulate the run.
+    def scenario(self, profile: Profile, seed: int) -> Scenario:
+        """Return what the twin simulates of the run.
 
         Raises
         ------
@@ -91,11 +88,17 @@ class MeasuredRun:
             For a setting that breaks a rule, or a run that the profile's memory model rules out.
         """
         try:
-            return simulate(self.workload, profile, seed=seed, runner=runner, **self.settings)
+            args, options = typed_settings(self.workload, profile, {**self.settings, "seed": seed})
+            return scenario_of(self.workload, profile, args, options)
         except InfeasibleError as error:
             raise InputError(f"was measured, but the profile says: {error}", location=self.location) from None
         except InputError as error:
             raise InputError(error.rule, error.value, f"{self.location}: {error.location}") from None
+
+    def simulate(self, profile: Profile, seed: int) -> SimulationResult:
+        """Simulate the run; errors are those of `scenario`."""
+        scenario = self.scenario(profile, seed)
+        return result_of(profile, scenario, run_compiled(scenario))
 
 
 def measured_targets(runs: tuple[MeasuredRun, ...]) -> NDArray[np.float64]:
@@ -191,7 +194,7 @@ def _run(row: _Row, base_model: str) -> MeasuredRun:
     return MeasuredRun(
         name=_name(row),
         workload=_workload(row, base_model),
-        settings=settings,
+        settings=cast("SimulateSettings", settings),
         measured=measured,
         regime=str(row.cells["regime"]) if row.given("regime") else "",
         kv_tokens_per_request=row.real("kv_tokens_per_request", above=True) if kv_known else None,

@@ -13,7 +13,6 @@ from capplan.serving.state import POOLED
 from capplan.twin.cluster._scenario import ClusterScenario, take_requests
 from capplan.twin.cluster._steps import (
     Cluster,
-    ClusterMember,
     new_memory,
     new_progress,
     places_by_instance,
@@ -21,6 +20,7 @@ from capplan.twin.cluster._steps import (
 )
 from capplan.twin.instance import _trace as t
 from capplan.twin.instance._clock import TwinClock, new_answered, new_clock
+from capplan.twin.instance._core import SimulatedEngine
 from capplan.twin.instance._host_link import NEVER_NS, HostLink, new_link
 from capplan.twin.instance._scenario import Scenario, new_engine
 
@@ -33,7 +33,7 @@ class Laid(NamedTuple):
 
     engines: tuple[Scenario, ...]
     cluster: Cluster
-    members: list[ClusterMember]
+    members: list[SimulatedEngine]
     answered: np.record
 
 
@@ -67,7 +67,7 @@ def lay_out(
         rows = max(1, min(count, engine.max_in_flight, max(first_rows, engine.limits.max_num_seqs)))
         own = t.new_trace(0)
         own.counts.next_request = count
-        member = ClusterMember(
+        member = SimulatedEngine(
             state=new_engine(engine, rows),
             limits=engine.limits,
             costs=engine.costs,
@@ -76,6 +76,7 @@ def lay_out(
             ),
             trace=shared._replace(gaps=own.gaps, counts=own.counts, sums=own.sums, pool=own.pool),
             max_in_flight=engine.max_in_flight,
+            shared_prefix_tokens=scenario.shared_prefix_tokens,
         )
         store_member(memory, i, member)
         _describe(fleet, i, member)
@@ -98,7 +99,6 @@ def lay_out(
         fetching=np.zeros(stored.shape, np.int32),
         own_places=own_places,
         own_start=own_start,
-        shared_prefix_tokens=scenario.shared_prefix_tokens,
         horizon_ns=scenario.horizon_ns,
     )
     return Laid(scenario.engines, cluster, members, answered)
@@ -147,7 +147,7 @@ def _neighbours(link: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.stack([np.searchsorted(link, link, side) for side in ("left", "right")], axis=1)
 
 
-def _describe(fleet: Fleet, instance: int, member: ClusterMember) -> None:
+def _describe(fleet: Fleet, instance: int, member: SimulatedEngine) -> None:
     record = fleet.instances[instance]
     record.free_blocks = record.blocks = member.state.counters.free_blocks
     record.max_num_seqs = member.limits.max_num_seqs

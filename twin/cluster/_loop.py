@@ -144,8 +144,7 @@ def serve(
         if lacking != NONE or cursor.is_single:
             return lacking
     for instance in range(cluster.progress.size):
-        member = load_member(cluster.memory, instance)
-        mark_running(member.state, member.trace)
+        mark_running(load_member(cluster.memory, instance))
     return NONE
 
 
@@ -238,7 +237,7 @@ def _observe_and_choose(
         if cursor.report_period_ns > 0:
             break
         cluster.fleet.instances.seen_ns[placement.instance[place]] = now_ns
-        if rule.asks_adapter:
+        if rule.reads_adapter:
             observe_adapter(cluster, place)
     request = ArrivingRequest(
         adapter,

@@ -14,14 +14,8 @@ from numpy.typing import NDArray
 
 from capplan.errors import InputError
 from capplan.serving.routers import (
-    ASK_ADAPTER,
-    BLIND,
-    DLORA,
-    GATEWAY,
-    LEAST_WORK_LEFT,
     PREFILL_TOKEN,
-    SMOOTH_SHARES,
-    TOPPINGS,
+    ROUTERS,
     Dlora,
     Gateway,
     LeastWorkLeft,
@@ -125,8 +119,13 @@ DEFAULTS: Final = MappingProxyType(
 )
 """Parameters of the routers that have any."""
 
-_CODES: Final[Mapping[type, int]] = MappingProxyType(
-    {Dlora: DLORA, Gateway: GATEWAY, LeastWorkLeft: LEAST_WORK_LEFT, Toppings: TOPPINGS}
+_OF_PARAMETERS: Final[Mapping[type, str]] = MappingProxyType(
+    {
+        Dlora: "dlora",
+        Gateway: "inference-gateway",
+        LeastWorkLeft: "least-work-left",
+        Toppings: "toppings",
+    }
 )
 
 MODELLED: Final = ("least-work-left", "toppings", "toppings-rank-blind")
@@ -173,7 +172,7 @@ def build_rule(router: NamedRouter, scenario: ClusterScenario) -> RoutingRule:
         return rule._replace(models=_performance(chosen, scenario), slo_ms=float(slo_ms))
     if isinstance(chosen, LeastWorkLeft):
         rule = rule._replace(models=_models(chosen.models, scenario, fit_work, "LeastWorkLeft.models"))
-    if rule.code in (SMOOTH_SHARES, LEAST_WORK_LEFT):
+    if ROUTERS[_name(chosen)].keeps_credit:
         return rule._replace(credit=first_credit(scenario.placement))
     return rule
 
@@ -196,11 +195,12 @@ def plain_rule(router: NamedRouter, prior_output_tokens: float) -> RoutingRule:
     if not isinstance(router, NamedRouter):
         raise InputError("must be the name of a router, or its parameters", router, "router")
     chosen = DEFAULTS.get(router, router) if isinstance(router, str) else router
-    code = router_code(chosen) if isinstance(chosen, str) else _CODES[type(chosen)]
+    name = _name(chosen)
     rule = RoutingRule(
-        code=code,
-        reads_state=code not in BLIND,
-        asks_adapter=code in ASK_ADAPTER,
+        code=router_code(name),
+        reads_state=ROUTERS[name].reads_state,
+        reads_ranks=ROUTERS[name].reads_ranks,
+        reads_adapter=ROUTERS[name].reads_adapter,
         turn=np.full(1, -1, np.int64),
         credit=np.zeros(0),
         weights=np.zeros(0),
@@ -225,6 +225,10 @@ def plain_rule(router: NamedRouter, prior_output_tokens: float) -> RoutingRule:
     if isinstance(chosen, LeastWorkLeft):
         return rule._replace(weights=chosen.parameters)
     return rule
+
+
+def _name(router: object) -> str:
+    return router if isinstance(router, str) else _OF_PARAMETERS[type(router)]
 
 
 def _performance(router: Toppings, scenario: ClusterScenario) -> NDArray[np.float64]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from capplan.errors import InputError
 from capplan.serving import NONE, new_heap
 from capplan.serving.pooled import refresh
-from capplan.serving.routers import ASK_RANKS, Placement, RoutingRule, carried_credit
+from capplan.serving.routers import Placement, RoutingRule, carried_credit
 from capplan.twin.cluster._layout import FIRST_ROWS, Laid, grow, lay_out
 from capplan.twin.cluster._loop import FETCH_DUE, REFRESH_DUE, new_cursor, serve
 from capplan.twin.cluster._rebalancing import FleetChanges, FleetMoves, Rebalancing
@@ -71,7 +71,7 @@ def run_cluster(
     report_ns = report_period_ns(state_period_s) if rule.reads_state else 0
     if rebalancing is None:
         scenario = replace(scenario, movable=None)
-    laid = lay_out(scenario, rule.code in ASK_RANKS, first_rows, rule.asks_adapter, report_ns)
+    laid = lay_out(scenario, rule.reads_ranks, first_rows, rule.reads_adapter, report_ns)
     if rebalancing is None:
         return trace_of(laid, run_laid(laid, rule, seed, interrupt, report_ns))
     if 0 < rule.period_ns < scenario.horizon_ns:
@@ -190,7 +190,7 @@ def refresh_members(laid: Laid, at_ns: int) -> None:
 def trace_of(laid: Laid, migrations: int) -> ClusterTrace:
     """Return the record of a simulated cluster."""
     for member in laid.members:
-        record_pool(member.state, member.clock, member.trace)
+        record_pool(member)
     return ClusterTrace(laid.cluster.instance, tuple(m.trace for m in laid.members), migrations)
 
 

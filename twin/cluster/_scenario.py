@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,17 +31,17 @@ from capplan.twin.instance._scenario import (
     NS_PER_S,
     CacheLike,
     Policies,
+    Run,
     Scenario,
     SchedulerLike,
     build_scenario,
-    choose_policies,
     draw_for,
     on_shared_link,
-    require_settings,
+    require_documents,
     with_length_correlation,
     with_predictions,
 )
-from capplan.twin.instance._simulate import EngineKeywords, engine_args, keywords_of
+from capplan.twin.instance._simulate import SimulateSettings, typed_settings
 from capplan.workload import Requests
 
 
@@ -96,31 +96,42 @@ class Instance:
     ) -> Instance:
         """Return an instance with these engine settings, scheduler and cache, and queues."""
         scheduler, cache = scheduling or (None, None)
-        keywords = cast("Any", keywords_of(args))
-        return cls(profile, adapters=adapters, scheduler=scheduler, cache=cache, queues=queues, **keywords)
+        return cls(
+            profile,
+            a_max=args.max_loras,
+            s_max=args.max_lora_rank,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            max_model_len=args.max_model_len,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            max_cpu_loras=args.max_cpu_loras,
+            prefix_caching=args.enable_prefix_caching,
+            adapters=adapters,
+            scheduler=scheduler,
+            cache=cache,
+            queues=queues,
+        )
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> SimulateSettings:
         """The settings of its engine, by their names in `capplan.simulate`."""
-        left_out = ("profile", "adapters")
-        return {name: value for name, value in vars(self).items() if name not in left_out}
+        named = {name: value for name, value in vars(self).items() if name not in ("profile", "adapters")}
+        return cast("SimulateSettings", named)
 
     def engine_args(self, workload: Workload) -> EngineArgs:
         """Return its engine settings, checked."""
-        require_settings(workload, self.profile, self.settings)
-        return engine_args(workload, cast("EngineKeywords", self.settings), self.profile)
+        return typed_settings(workload, self.profile, self.settings)[0]
 
     def policies(self, workload: Workload) -> Policies:
         """Return how it serves, beside its engine settings."""
-        return choose_policies(
-            workload,
-            self.profile,
+        options = Run(
+            max_in_flight=self.max_in_flight,
             rules=self.rules,
-            prefix_caching=self.prefix_caching,
             scheduler=self.scheduler,
             cache=self.cache,
             queues=self.queues,
         )
+        return options.policies(workload, self.profile, self.prefix_caching)
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,8 +209,8 @@ def build_cluster(
         if not isinstance(instance, Instance):
             raise InputError("must be of class Instance", instance, "instances")
     first = instances[0]
-    whole = {"duration_s": duration_s, "seed": seed, "gpus_per_link": gpus_per_link}
-    require_settings(workload, first.profile, whole)
+    require_documents(workload, first.profile)
+    Run(duration_s, seed, gpus_per_link=gpus_per_link)  # checks them
     held = _held(workload, instances)
     shares = [_shares(workload, instance) for instance in instances]
     placement = place(held, shares, len(workload.adapters), _base_shares(workload, instances))

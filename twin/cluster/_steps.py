@@ -20,25 +20,13 @@ from capplan.serving.pooled import has_pool, with_pool
 from capplan.serving.routers import ACTIVE, AWAITED, RESIDENT, Fleet, Placement, add_waiting
 from capplan.serving.state import LOADING, NO_CLAIM, POOLED, VLLM
 from capplan.serving.stored import is_pooled, line_access, new_lines
-from capplan.twin.instance._clock import TwinClock, count_present, count_queued, keeps_stats, new_clock
-from capplan.twin.instance._core import advance, next_event_ns, take_arrivals_before
+from capplan.twin.instance._clock import count_present, count_queued, keeps_stats, new_clock
+from capplan.twin.instance._core import SimulatedEngine, advance, next_event_ns, take_arrivals_before
 from capplan.twin.instance._scenario import Costs
-from capplan.twin.instance._trace import TwinTrace, new_trace
+from capplan.twin.instance._trace import new_trace
 from capplan.workload import Requests
 
 _typeof: Any = numba.typeof
-
-
-@by_reference
-class ClusterMember(NamedTuple):
-    """One instance of a cluster: the state of the twin of one GPU without the requests."""
-
-    state: State
-    limits: Limits
-    costs: Costs
-    clock: TwinClock
-    trace: TwinTrace
-    max_in_flight: int
 
 
 @functools.cache
@@ -47,15 +35,17 @@ def _member_type(pooled: bool) -> Any:
     numbers = np.zeros(1, np.int64)
     limits = Limits(1, 1, 1, 1, 1, 1, 0, 0, 0, policy=POOLED if pooled else VLLM)
     costs = Costs(0, np.zeros(1), 1, 1, 1.0, 1, numbers, numbers, numbers, False, False, numbers)
-    return _typeof(ClusterMember(new_state(1, 0, 1, limits), limits, costs, new_clock(0), new_trace(1), 1))
+    return _typeof(
+        SimulatedEngine(new_state(1, 0, 1, limits), limits, costs, new_clock(0), new_trace(1), 1, 0)
+    )
 
 
 if TYPE_CHECKING:
 
-    def load_member(memory: NDArray[np.int64], slot: int) -> ClusterMember:
+    def load_member(memory: NDArray[np.int64], slot: int) -> SimulatedEngine:
         """Return the member in a line; for compiled functions only."""
 
-    def _store(memory: NDArray[np.int64], slot: int, member: ClusterMember) -> None: ...
+    def _store(memory: NDArray[np.int64], slot: int, member: SimulatedEngine) -> None: ...
 
     def _size(memory: NDArray[np.int64]) -> int: ...
 
@@ -64,7 +54,7 @@ else:
 
 
 @jit
-def _write(memory: NDArray[np.int64], slot: int, member: ClusterMember) -> None:
+def _write(memory: NDArray[np.int64], slot: int, member: SimulatedEngine) -> None:
     _store(memory, slot, member)
 
 
@@ -78,7 +68,7 @@ def new_memory(members: int, pooled: bool = False) -> NDArray[np.int64]:
     return new_lines(members, pooled, _bytes)
 
 
-def store_member(memory: NDArray[np.int64], slot: int, member: ClusterMember) -> None:
+def store_member(memory: NDArray[np.int64], slot: int, member: SimulatedEngine) -> None:
     """Store a member; its arrays must stay alive while `memory` is used, and be writable."""
     if _typeof(member) != _member_type(is_pooled(memory)):
         raise TypeError(f"not the type of a member: {_typeof(member)}")
@@ -130,7 +120,6 @@ class Cluster(NamedTuple):
     """Places of the placement in the order of their instances; none for routers that do not read adapters."""
     own_start: NDArray[np.int64]
     """Shape (instances + 1,): those of instance i are own_places[own_start[i]] .. [own_start[i + 1] - 1]."""
-    shared_prefix_tokens: int
     horizon_ns: int
 
 
@@ -192,7 +181,7 @@ def _update_wake(cluster: Cluster, instance: int) -> None:
     progress = cluster.progress[instance]
     if progress.resting:
         member = load_member(cluster.memory, instance)
-        progress.wake_ns = next_event_ns(cluster.stream, member.clock, member.trace)
+        progress.wake_ns = next_event_ns(member, cluster.stream)
 
 
 @inner
@@ -201,22 +190,11 @@ def _advance_member(cluster: Cluster, instance: int, until_ns: int) -> None:
     progress = cluster.progress[instance]
     member = load_member(cluster.memory, instance)
     counts = member.trace.counts
-    advance(
-        member.state,
-        member.limits,
-        cluster.stream,
-        cluster.shared_prefix_tokens,
-        member.costs,
-        member.clock,
-        member.trace,
-        member.max_in_flight,
-        until_ns,
-        True,
-    )
+    advance(member, cluster.stream, until_ns, True)
     progress.resting = counts.now_ns < until_ns
     progress.wake_ns = counts.now_ns
     if progress.resting:
-        progress.wake_ns = next_event_ns(cluster.stream, member.clock, member.trace)
+        progress.wake_ns = next_event_ns(member, cluster.stream)
     observe(cluster, instance, member)
 
 
@@ -269,29 +247,19 @@ def _change_wait(cluster: Cluster, instance: int, request: int, change: int) -> 
 def show_arrivals(cluster: Cluster, instance: int, at_ns: int) -> None:
     """Submit the requests handed to an instance before a refresh."""
     member = load_member(cluster.memory, instance)
-    take_arrivals_before(
-        member.state,
-        member.limits,
-        cluster.stream,
-        cluster.shared_prefix_tokens,
-        member.costs,
-        member.clock,
-        member.trace,
-        member.max_in_flight,
-        at_ns,
-    )
+    take_arrivals_before(member, cluster.stream, at_ns)
     observe(cluster, instance, member)
 
 
 @inner
-def unseen(cluster: Cluster, instance: int, member: ClusterMember) -> int:
+def unseen(cluster: Cluster, instance: int, member: SimulatedEngine) -> int:
     """Return the number of requests handed over that the scheduler has not seen."""
     seen = member.state.counters.submitted + member.trace.counts.rejected
     return int(cluster.progress.handed[instance] - seen)
 
 
 @inner
-def observe(cluster: Cluster, instance: int, member: ClusterMember) -> None:
+def observe(cluster: Cluster, instance: int, member: SimulatedEngine) -> None:
     """Record the state of an instance for routers."""
     c = member.state.counters
     record = cluster.fleet.instances[instance]
@@ -364,7 +332,7 @@ def report_state(cluster: Cluster, instance: int, at_ns: int) -> None:
 
 
 @inner
-def _awaited_adapters(member: ClusterMember) -> int:
+def _awaited_adapters(member: SimulatedEngine) -> int:
     """Return the number of adapters that are being loaded or have waiting requests."""
     adapters = member.state.adapters
     awaited = 0
@@ -374,7 +342,7 @@ def _awaited_adapters(member: ClusterMember) -> int:
 
 
 @inner
-def lacks_rows(cluster: Cluster, instance: int, member: ClusterMember, requests: int) -> bool:
+def lacks_rows(cluster: Cluster, instance: int, member: SimulatedEngine, requests: int) -> bool:
     """Return whether an instance needs a larger table for this number of further requests."""
     free = member.state.counters.n_free_rows - unseen(cluster, instance, member)
     return bool(free < requests and member.state.rows.size < member.max_in_flight)
@@ -382,7 +350,7 @@ def lacks_rows(cluster: Cluster, instance: int, member: ClusterMember, requests:
 
 @inner
 def hand_over(
-    cluster: Cluster, instance: int, local: int, request: int, at_ns: int, member: ClusterMember
+    cluster: Cluster, instance: int, local: int, request: int, at_ns: int, member: SimulatedEngine
 ) -> None:
     """Hand a request to a member, where its adapter has number `local`; its scheduler sees it at `at_ns`."""
     stream = cluster.stream

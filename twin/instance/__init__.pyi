@@ -15,6 +15,7 @@ from ._per_request import (
 )
 from ._scenario import (
     NS_PER_S,
+    Run,
     Scenario,
     build_scenario,
     choose_policies,
@@ -22,7 +23,17 @@ from ._scenario import (
     draw_for,
     with_predictions,
 )
-from ._simulate import SimulateSettings, engine_args, keywords_of, tpt_attainment
+from ._simulate import (
+    SimulateSettings,
+    detailed_result,
+    engine_args,
+    result_of,
+    scenario_of,
+    simulate_run,
+    tpt_attainment,
+    typed_settings,
+    with_buckets,
+)
 from ._trace import NEVER, STATUS_REJECTED, TwinTrace
 
 __all__ = [
@@ -42,6 +53,7 @@ __all__ = [
     "GroupMetrics",
     "PairedOrder",
     "PoolMetrics",
+    "Run",
     "Scenario",
     "SimulateSettings",
     "SimulationResult",
@@ -50,20 +62,25 @@ __all__ = [
     "build_scenario",
     "choose_policies",
     "chosen_rules",
+    "detailed_result",
     "draw_for",
     "engine_args",
     "extrapolations",
-    "keywords_of",
     "mean_with_error",
     "merged",
     "paired_difference",
     "paired_order",
     "request_status",
+    "result_of",
     "run",
+    "scenario_of",
     "several_tables",
+    "simulate_run",
     "summarize",
     "tpt_attainment",
+    "typed_settings",
     "values_of",
+    "with_buckets",
     "with_predictions",
     "write_parquet",
 ]

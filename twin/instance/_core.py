@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan._jit import inner, jit
+from capplan._jit import by_reference, inner, jit
 from capplan.models import no_line
 from capplan.serving import NONE, Limits, State, commit, schedule, submit
 from capplan.serving.pooled import PooledState, has_pool, refresh
@@ -51,6 +52,19 @@ from capplan.twin.instance._trace import (
 from capplan.workload import Requests
 
 
+@by_reference
+class SimulatedEngine(NamedTuple):
+    """One engine of the twin: all that its loop reads and writes beside the requests."""
+
+    state: State
+    limits: Limits
+    costs: Costs
+    clock: TwinClock
+    trace: TwinTrace
+    max_in_flight: int
+    shared_prefix_tokens: int
+
+
 def run(
     scenario: Scenario, fast_forward: bool = True, interrupt: Callable[[], None] | None = None
 ) -> TwinTrace:
@@ -58,71 +72,68 @@ def run(
 
     An `interrupt` is called every simulated minute or sooner (see `Pauses`), and may end it by an exception.
     """
-    limits, requests, costs = scenario.limits, scenario.requests, scenario.costs
-    shared, most, count = scenario.shared_prefix_tokens, scenario.max_in_flight, requests.arrival_ns.size
-    state = new_engine(scenario, max(1, min(count, most)))
-    waits = scenario.pool is not None
-    trace = new_trace(count, scenario.adapters, scenario.buckets, scenario.horizon_ns, waits)
-    clock = new_clock(scenario.adapters)
+    engine = idle_engine(scenario)
     refreshes_ns, until_ns = scenario.refreshes_ns, 0
     pauses = Pauses(interrupt)
     while until_ns < scenario.horizon_ns:
         refresh_ns = (until_ns // refreshes_ns.step + 1) * refreshes_ns.step if refreshes_ns else NEVER_NS
         until_ns = min(pauses.next_ns, refresh_ns, scenario.horizon_ns)
-        advance(state, limits, requests, shared, costs, clock, trace, most, until_ns, fast_forward)
+        advance(engine, scenario.requests, until_ns, fast_forward)
         if until_ns in refreshes_ns:
-            refresh_queues(scenario, state, clock, trace, until_ns)
+            refresh_queues(scenario, engine, until_ns)
         if until_ns == pauses.next_ns:
             pauses.call()
-    mark_running(state, trace)
-    record_pool(state, clock, trace)
-    return trace
+    mark_running(engine)
+    record_pool(engine)
+    return engine.trace
 
 
-def refresh_queues(scenario: Scenario, state: State, clock: TwinClock, trace: TwinTrace, at_ns: int) -> None:
+def idle_engine(scenario: Scenario) -> SimulatedEngine:
+    """Return the engine of a scenario before its first request."""
+    count, most = scenario.requests.arrival_ns.size, scenario.max_in_flight
+    waits = scenario.pool is not None
+    return SimulatedEngine(
+        state=new_engine(scenario, max(1, min(count, most))),
+        limits=scenario.limits,
+        costs=scenario.costs,
+        clock=new_clock(scenario.adapters),
+        trace=new_trace(count, scenario.adapters, scenario.buckets, scenario.horizon_ns, waits),
+        max_in_flight=most,
+        shared_prefix_tokens=scenario.shared_prefix_tokens,
+    )
+
+
+def refresh_queues(scenario: Scenario, engine: SimulatedEngine, at_ns: int) -> None:
     """Replace the queues by those of the last window's requests, and begin the next window."""
     if scenario.scheduler is None:
         return
-    limits, requests, costs = scenario.limits, scenario.requests, scenario.costs
-    shared, most = scenario.shared_prefix_tokens, scenario.max_in_flight
-    take_arrivals_before(state, limits, requests, shared, costs, clock, trace, most, at_ns)
-    refresh(state, limits, scenario.scheduler, at_ns)
+    take_arrivals_before(engine, scenario.requests, at_ns)
+    refresh(engine.state, engine.limits, scenario.scheduler, at_ns)
 
 
-def record_pool(state: State, clock: TwinClock, trace: TwinTrace) -> None:
+def record_pool(engine: SimulatedEngine) -> None:
     """Record the counts of the pool and its link at the end of a simulation."""
-    if isinstance(state.pooled, PooledState):
+    pooled, pool, link = engine.state.pooled, engine.trace.pool, engine.clock.link
+    if isinstance(pooled, PooledState):
         for name in POOL_COUNTS:
-            trace.pool[name] = state.pooled.counts[name]
-    waiting = clock.link.prefetches.asked_ns != NEVER_NS
-    trace.pool.link_ns = clock.link.at.busy_ns + int(clock.link.prefetches.copy_ns[waiting].sum())
+            pool[name] = pooled.counts[name]
+    waiting = link.prefetches.asked_ns != NEVER_NS
+    pool.link_ns = link.at.busy_ns + int(link.prefetches.copy_ns[waiting].sum())
 
 
 @jit
-def advance(
-    state: State,
-    limits: Limits,
-    requests: Requests,
-    shared_prefix_tokens: int,
-    costs: Costs,
-    clock: TwinClock,
-    trace: TwinTrace,
-    max_in_flight: int,
-    until_ns: int,
-    fast_forward: bool,
-) -> None:
+def advance(engine: SimulatedEngine, requests: Requests, until_ns: int, fast_forward: bool) -> None:
     """Run steps until the clock reaches `until_ns` or no event is left before it."""
+    state, limits, costs, clock, trace = engine.state, engine.limits, engine.costs, engine.clock, engine.trace
     counts = trace.counts
-    if clock.at.idle and not _resume(requests, clock, trace, until_ns):
+    if clock.at.idle and not _resume(engine, requests, until_ns):
         return
     while counts.now_ns < until_ns:
         visible_ns = clock.at.visible_ns
-        _take_arrivals(
-            state, limits, requests, shared_prefix_tokens, costs, clock, trace, max_in_flight, visible_ns
-        )
+        _take_arrivals(engine, requests, visible_ns)
         take_copies(state, clock)
         state.counters.now_ns = counts.now_ns
-        if fast_forward and _fast_forward(state, limits, requests, costs, clock, trace, until_ns):
+        if fast_forward and _fast_forward(engine, requests, until_ns):
             continue
         tokens = schedule(state, limits)
         if tokens == 0:
@@ -130,20 +141,21 @@ def advance(
                 loads_ns(state, limits, costs, clock, trace, counts.now_ns)
                 record_loads(trace, counts.now_ns, state.counters.n_loads)
             if has_pool(state):
-                _note_admissions_only(state, costs, clock, trace)
-            if not _wait(state, limits, requests, costs, clock, trace, until_ns):
+                _note_admissions_only(engine)
+            if not _wait(engine, requests, until_ns):
                 break
             continue
-        _charge(state, limits, requests, costs, clock, trace, tokens)
+        _charge(engine, requests, tokens)
         commit(state, limits)
-        record_tokens(state, trace)
+        record_tokens(engine)
         if keeps_stats(clock):
             count_finished(state, costs, clock)
 
 
 @jit
-def mark_running(state: State, trace: TwinTrace) -> None:
+def mark_running(engine: SimulatedEngine) -> None:
     """Mark the requests that run at the end of the simulation."""
+    state, trace = engine.state, engine.trace
     row = state.counters.run_head
     while row != NONE:
         if trace.finish_ns[state.rows.request[row]] == NEVER:
@@ -152,40 +164,22 @@ def mark_running(state: State, trace: TwinTrace) -> None:
 
 
 @jit
-def take_arrivals_before(
-    state: State,
-    limits: Limits,
-    requests: Requests,
-    shared: int,
-    costs: Costs,
-    clock: TwinClock,
-    trace: TwinTrace,
-    max_in_flight: int,
-    at_ns: int,
-) -> None:
+def take_arrivals_before(engine: SimulatedEngine, requests: Requests, at_ns: int) -> None:
     """Submit the requests that arrived before a refresh, also those during the step that goes on then."""
-    _take_arrivals(state, limits, requests, shared, costs, clock, trace, max_in_flight, at_ns - 1)
+    _take_arrivals(engine, requests, at_ns - 1)
 
 
 @inner
-def _take_arrivals(
-    state: State,
-    limits: Limits,
-    requests: Requests,
-    shared: int,
-    costs: Costs,
-    clock: TwinClock,
-    trace: TwinTrace,
-    max_in_flight: int,
-    until_ns: int,
-) -> None:
-    """Submit the requests that have arrived; those beyond `max_in_flight` are rejected."""
+def _take_arrivals(engine: SimulatedEngine, requests: Requests, until_ns: int) -> None:
+    """Submit the requests that have arrived; those beyond the engine's `max_in_flight` are rejected."""
+    state, limits, clock, trace = engine.state, engine.limits, engine.clock, engine.trace
+    shared = engine.shared_prefix_tokens
     counts = trace.counts
     c = state.counters
     i = counts.next_request
     while i < requests.arrival_ns.size and requests.arrival_ns[i] <= until_ns:
         row = NONE
-        if c.n_running + c.n_waiting < max_in_flight:
+        if c.n_running + c.n_waiting < engine.max_in_flight:
             adapter = requests.adapter[i]
             prompt, output = requests.prompt_tokens[i], requests.output_tokens[i]
             predicted = requests.predicted_tokens[i] if requests.predicted_tokens.size > 0 else 0
@@ -194,7 +188,7 @@ def _take_arrivals(
         if row == NONE:
             record_rejection(trace, i)
             if keeps_stats(clock):
-                rank = costs.rank[requests.adapter[i]]
+                rank = engine.costs.rank[requests.adapter[i]]
                 count_present(clock, rank, -1)
                 count_queued(clock, rank, -1, -requests.prompt_tokens[i])
         i = clock.following[i] if clock.following.size > 0 else i + 1
@@ -202,34 +196,28 @@ def _take_arrivals(
 
 
 @inner
-def _wait(
-    state: State,
-    limits: Limits,
-    requests: Requests,
-    costs: Costs,
-    clock: TwinClock,
-    trace: TwinTrace,
-    until_ns: int,
-) -> bool:
+def _wait(engine: SimulatedEngine, requests: Requests, until_ns: int) -> bool:
     """Advance the clock when nothing can run; return False without an event before `until_ns`."""
+    state, limits, costs, clock, trace = engine.state, engine.limits, engine.costs, engine.clock, engine.trace
     counts = trace.counts
     at = clock.at
     if state.counters.n_ending > 0 or at.visible_ns < counts.now_ns:
         # Async scheduling: a step is still running, and its end may allow another one.
-        note_stalls(state, clock, trace)
+        note_stalls(engine)
         counts.preemptions += state.counters.n_preempted
         if keeps_stats(clock):
             count_step(state, costs, clock)
         commit(state, limits)
         at.visible_ns = counts.now_ns
         return True
-    return _resume(requests, clock, trace, until_ns)
+    return _resume(engine, requests, until_ns)
 
 
 @inner
-def _resume(requests: Requests, clock: TwinClock, trace: TwinTrace, until_ns: int) -> bool:
+def _resume(engine: SimulatedEngine, requests: Requests, until_ns: int) -> bool:
     """Advance an idle clock to the next event; return False without one before `until_ns`."""
-    upcoming = next_event_ns(requests, clock, trace)
+    clock, trace = engine.clock, engine.trace
+    upcoming = next_event_ns(engine, requests)
     clock.at.idle = upcoming >= until_ns
     if upcoming >= until_ns:
         return False
@@ -238,18 +226,20 @@ def _resume(requests: Requests, clock: TwinClock, trace: TwinTrace, until_ns: in
 
 
 @inner
-def _note_admissions_only(state: State, costs: Costs, clock: TwinClock, trace: TwinTrace) -> None:
+def _note_admissions_only(engine: SimulatedEngine) -> None:
     """Note what a schedule without tokens did: requests that now wait for their adapters, and preemptions."""
-    note_stalls(state, clock, trace)
+    state, costs, clock, trace = engine.state, engine.costs, engine.clock, engine.trace
+    note_stalls(engine)
     trace.counts.preemptions += state.counters.n_preempted
     if keeps_stats(clock):
         count_step(state, costs, clock)
-    record_admissions(state, clock, trace, trace.counts.now_ns)
+    record_admissions(engine, trace.counts.now_ns)
 
 
 @inner
-def next_event_ns(requests: Requests, clock: TwinClock, trace: TwinTrace) -> int:
+def next_event_ns(engine: SimulatedEngine, requests: Requests) -> int:
     """Return the time of the next arrival of a request or adapter; NEVER_NS without any."""
+    clock, trace = engine.clock, engine.trace
     event_ns = next_copy_ns(clock)
     upcoming = trace.counts.next_request
     if upcoming < requests.arrival_ns.size:
@@ -258,22 +248,15 @@ def next_event_ns(requests: Requests, clock: TwinClock, trace: TwinTrace) -> int
 
 
 @inner
-def _fast_forward(
-    state: State,
-    limits: Limits,
-    requests: Requests,
-    costs: Costs,
-    clock: TwinClock,
-    trace: TwinTrace,
-    until_ns: int,
-) -> bool:
+def _fast_forward(engine: SimulatedEngine, requests: Requests, until_ns: int) -> bool:
     """Run the decode-only steps up to the next event; return whether there was one."""
+    state, limits, costs, clock, trace = engine.state, engine.limits, engine.costs, engine.clock, engine.trace
     counts = trace.counts
     c = state.counters
     steps = left = steps_ahead(state, limits)
     if steps <= 0:
         return False
-    event_ns = next_event_ns(requests, clock, trace)
+    event_ns = next_event_ns(engine, requests)
     constant_ms, line = 0.0, no_line(-1.0)
     while left > 0 and counts.now_ns < until_ns and clock.at.visible_ns < event_ns:
         needed = state.phase[(-c.tick) % limits.block_size]
@@ -286,7 +269,7 @@ def _fast_forward(
         if c.kv_tokens >= line.end:
             line = tables_line(c, costs, c.n_decoding)
         duration_ns = compute_ns(c, costs, c.n_decoding, line, constant_ms)
-        _elapse(state, limits, requests, clock, trace, duration_ns, 0, c.n_decoding)
+        _elapse(engine, requests, duration_ns, 0, c.n_decoding)
         c.tick += 1
         c.kv_tokens += c.n_decoding
         left -= 1
@@ -294,19 +277,12 @@ def _fast_forward(
 
 
 @inner
-def _charge(
-    state: State,
-    limits: Limits,
-    requests: Requests,
-    costs: Costs,
-    clock: TwinClock,
-    trace: TwinTrace,
-    tokens: int,
-) -> None:
+def _charge(engine: SimulatedEngine, requests: Requests, tokens: int) -> None:
     """Compute the duration of the decided step, and advance the clock by it."""
+    state, limits, costs, clock, trace = engine.state, engine.limits, engine.costs, engine.clock, engine.trace
     c = state.counters
     counts = trace.counts
-    note_stalls(state, clock, trace)
+    note_stalls(engine)
     if keeps_stats(clock):
         count_step(state, costs, clock)
     load_ns = 0
@@ -318,40 +294,33 @@ def _charge(
     else:
         step_ns = compute_ns(c, costs, tokens, tables_line(c, costs, tokens), ranks_ms(state, costs))
     duration_ns = load_ns + step_ns
-    _elapse(state, limits, requests, clock, trace, duration_ns, load_ns, tokens)
+    _elapse(engine, requests, duration_ns, load_ns, tokens)
 
 
 @inner
-def _elapse(
-    state: State,
-    limits: Limits,
-    requests: Requests,
-    clock: TwinClock,
-    trace: TwinTrace,
-    duration_ns: int,
-    load_ns: int,
-    tokens: int,
-) -> None:
+def _elapse(engine: SimulatedEngine, requests: Requests, duration_ns: int, load_ns: int, tokens: int) -> None:
     """Advance the clock by a step with `load_ns` of loads, and record the step."""
+    state, limits, clock, trace = engine.state, engine.limits, engine.clock, engine.trace
     c = state.counters
     counts = trace.counts
     begin_ns = counts.now_ns
     if has_pool(state):
-        record_admissions(state, clock, trace, begin_ns)
+        record_admissions(engine, begin_ns)
     if trace.admitted_ns.size > 0:
-        record_details(state, limits, requests, clock, trace, begin_ns, duration_ns, load_ns, tokens)
+        record_details(engine, requests, begin_ns, duration_ns, load_ns, tokens)
     counts.now_ns += duration_ns
     clock.at.visible_ns = begin_ns if limits.async_scheduling else counts.now_ns
     sum_up(c, counts, trace.sums, duration_ns, tokens)
     if has_pool(state):
-        record_pool_gaps(state, clock.at, trace, duration_ns)
+        record_pool_gaps(engine, duration_ns)
     else:
         record_gaps(c, clock.at, trace.gaps, duration_ns)
 
 
 @inner
-def note_stalls(state: State, clock: TwinClock, trace: TwinTrace) -> None:
+def note_stalls(engine: SimulatedEngine) -> None:
     """Record the time of the last token of rows that this step stalls or preempts."""
+    state, clock, trace = engine.state, engine.clock, engine.trace
     for i in range(state.counters.n_stalled):
         request = state.rows.request[state.lists.stalled[i]]
         last_ns = trace.counts.now_ns
@@ -398,12 +367,13 @@ def record_gaps(c: np.record, at: np.record, gaps: NDArray[np.int64], duration_n
 
 
 @inner
-def record_pool_gaps(state: State, at: np.record, trace: TwinTrace, duration_ns: int) -> None:
+def record_pool_gaps(engine: SimulatedEngine, duration_ns: int) -> None:
     """Count the token gaps that the step ends, under the rules for one pool.
 
     Decoding rows pause in any number of steps of prompts, which other rows join meanwhile. Of a row that
     joined, the last token is in ``stalled_ns``; others had it at the end of the last step with decodes.
     """
+    state, trace, at = engine.state, engine.trace, engine.clock.at
     c = state.counters
     if c.step_decodes == 0:
         at.paused_rows = max(at.paused_rows, c.n_decoding)
@@ -424,17 +394,10 @@ def record_pool_gaps(state: State, at: np.record, trace: TwinTrace, duration_ns:
 
 @inner
 def record_details(
-    state: State,
-    limits: Limits,
-    requests: Requests,
-    clock: TwinClock,
-    trace: TwinTrace,
-    begin_ns: int,
-    duration_ns: int,
-    load_ns: int,
-    tokens: int,
+    engine: SimulatedEngine, requests: Requests, begin_ns: int, duration_ns: int, load_ns: int, tokens: int
 ) -> None:
     """Record the admissions of a step, and add it to the time series."""
+    state, limits, clock, trace = engine.state, engine.limits, engine.clock, engine.trace
     c = state.counters
     for i in range(0 if has_pool(state) else c.n_admitted):
         row = state.lists.admitted[i]
@@ -463,8 +426,9 @@ def record_details(
 
 
 @inner
-def record_admissions(state: State, clock: TwinClock, trace: TwinTrace, begin_ns: int) -> None:
+def record_admissions(engine: SimulatedEngine, begin_ns: int) -> None:
     """Record the admitted requests, which wait for their adapters among the running ones."""
+    state, clock, trace = engine.state, engine.clock, engine.trace
     for i in range(state.counters.n_admitted):
         row = state.lists.admitted[i]
         adapter = state.rows.adapter[row]
@@ -473,8 +437,9 @@ def record_admissions(state: State, clock: TwinClock, trace: TwinTrace, begin_ns
 
 
 @inner
-def record_tokens(state: State, trace: TwinTrace) -> None:
+def record_tokens(engine: SimulatedEngine) -> None:
     """Record first tokens, tokens after a stall, and last tokens of a step."""
+    state, trace = engine.state, engine.trace
     c = state.counters
     now = trace.counts.now_ns
     for i in range(c.n_first):

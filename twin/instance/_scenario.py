@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +59,50 @@ SchedulerLike: TypeAlias = Scheduler | Mapping[str, Any] | str
 
 CacheLike: TypeAlias = Cache | Mapping[str, Any] | str
 """A cache, its name, or its fields."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One simulation of an engine, beside its settings; parameters as for `simulate`.
+
+    Raises
+    ------
+    InputError
+        For a value of a wrong type or out of range; scheduler, cache and queues are checked together later.
+    """
+
+    duration_s: float = 3600.0
+    seed: int = 0
+    max_in_flight: int | None = None
+    rules: str | None = None
+    gpus_per_link: int = 1
+    scheduler: SchedulerLike | None = None
+    cache: CacheLike | None = None
+    queues: Queues | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.duration_s):
+            raise InputError("must be a finite number > 0", self.duration_s, "duration_s")
+        require_duration(self.duration_s)
+        if not _is_whole(self.seed) or self.seed < 0:
+            raise InputError("must be a whole number >= 0", self.seed, "seed")
+        if self.max_in_flight is not None:
+            _require_count(self.max_in_flight, 1, "max_in_flight")
+        if not (self.rules is None or isinstance(self.rules, str)):
+            raise InputError("must be the name of serving rules", self.rules, "rules")
+        _require_count(self.gpus_per_link, 1, "gpus_per_link")
+
+    def policies(self, workload: Workload, profile: Profile, prefix_caching: bool | None) -> Policies:
+        """Return how the engine serves, by `choose_policies`."""
+        return choose_policies(
+            workload,
+            profile,
+            rules=self.rules,
+            prefix_caching=prefix_caching,
+            scheduler=self.scheduler,
+            cache=self.cache,
+            queues=self.queues,
+        )
 
 
 @dataclass(frozen=True)
@@ -160,41 +204,36 @@ def chosen_rules(profile: Profile, name: str | None, prefix_caching: bool | None
 
 _MOST: Final = 2**31 - 1  # rows and tokens are 32-bit integers
 
-_OPTIONAL: Final = ("s_max", "max_cpu_loras", "max_model_len", "max_in_flight")
+_OPTIONAL: Final = ("s_max", "max_cpu_loras", "max_model_len")
 
 _SLOTS: Final = ("a_max", "s_max")  # 0 for an engine without LoRA
 
 
-def require_settings(workload: Workload, profile: Profile, settings: Mapping[str, Any]) -> None:
-    """Check types and ranges of the arguments of `simulate` one by one; `settings` by name."""
+def require_documents(workload: Workload, profile: Profile) -> None:
+    """Check the types of a workload and a profile."""
     if not isinstance(workload, Workload):
         raise InputError("must be a Workload, as load_workload returns it", workload, "workload")
     if not isinstance(profile, Profile):
         raise InputError("must be a Profile, as load_profile returns it", profile, "profile")
+
+
+def require_engine_settings(workload: Workload, settings: Mapping[str, Any]) -> None:
+    """Check types and ranges of the engine settings of `simulate` one by one; `settings` by name."""
     for name, value in settings.items():
-        if name == "duration_s":
-            if not _is_number(value):
-                raise InputError("must be a finite number > 0", value, name)
-            require_duration(value)
-        elif name == "gpu_memory_utilization":
+        if name == "gpu_memory_utilization":
             if not _is_number(value) or not 0 < value <= 1:
                 raise InputError("must be a number above 0 and at most 1", value, name)
-        elif name == "seed":
-            if not _is_whole(value) or value < 0:
-                raise InputError("must be a whole number >= 0", value, name)
-        elif name in ("scheduler", "cache", "queues"):
-            continue  # checked together
-        elif name == "rules":
-            if not (value is None or isinstance(value, str)):
-                raise InputError("must be the name of serving rules", value, name)
         elif name == "prefix_caching":
             if not (value is None or isinstance(value, bool)):
                 raise InputError("must be true or false", value, name)
         elif not (value is None and name in _OPTIONAL):
-            least = 0 if name in _SLOTS and not workload.adapters else 1
-            if not (_is_whole(value) and least <= value <= _MOST):
-                raise InputError(f"must be a whole number from {least} to {_MOST}", value, name)
+            _require_count(value, 0 if name in _SLOTS and not workload.adapters else 1, name)
     _require_both_or_none(settings)
+
+
+def _require_count(value: object, least: int, name: str) -> None:
+    if not (_is_whole(value) and least <= value <= _MOST):
+        raise InputError(f"must be a whole number from {least} to {_MOST}", value, name)
 
 
 def _require_both_or_none(settings: Mapping[str, Any]) -> None:
@@ -204,7 +243,7 @@ def _require_both_or_none(settings: Mapping[str, Any]) -> None:
         raise InputError("must be 0 without slots" if a_max == 0 else "must be at least 1", s_max, "s_max")
 
 
-def _is_whole(value: object) -> bool:
+def _is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Required, TypedDict, Unpack
 
@@ -24,7 +24,6 @@ from capplan.spec import (
     Workload,
     allowed_lora_rank,
 )
-from capplan.twin.instance import _trace as t
 from capplan.twin.instance._core import run
 from capplan.twin.instance._group_metrics import (
     Attainment,
@@ -48,12 +47,13 @@ from capplan.twin.instance._per_request import (
 from capplan.twin.instance._scenario import (
     NS_PER_S,
     CacheLike,
+    Run,
     Scenario,
     SchedulerLike,
     build_scenario,
-    choose_policies,
     on_shared_link,
-    require_settings,
+    require_documents,
+    require_engine_settings,
 )
 from capplan.twin.instance._scrapes import client_itl_factor
 from capplan.twin.instance._trace import TwinTrace
@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-class EngineKeywords(TypedDict, total=False):
-    """Engine settings by their names in `simulate`."""
+class SimulateSettings(TypedDict, total=False):
+    """The settings of `simulate`."""
 
     a_max: Required[int]
     s_max: int | None
@@ -73,11 +73,6 @@ class EngineKeywords(TypedDict, total=False):
     max_model_len: int | None
     gpu_memory_utilization: float
     prefix_caching: bool | None
-
-
-class SimulateSettings(EngineKeywords, total=False):
-    """The settings of `simulate` without the runner."""
-
     duration_s: float
     seed: int
     max_in_flight: int | None
@@ -108,7 +103,6 @@ def simulate(
     scheduler: SchedulerLike | None = None,
     cache: CacheLike | None = None,
     queues: Queues | None = None,
-    runner: Callable[[Scenario], TwinTrace] = run,
 ) -> SimulationResult:
     """Simulate one GPU that serves all adapters of `workload`, and its traffic of the base model.
 
@@ -148,8 +142,6 @@ def simulate(
         effect.
     queues
         Queues by request size at the start; None: one, until the first refresh.
-    runner
-        The compiled twin, or `tests.oracle.loop.run_reference`.
 
     Returns
     -------
@@ -183,16 +175,12 @@ def simulate(
     }
     started = time.perf_counter()
     used = _loaded(profile)
-    scenario = _scenario(workload, used, settings)
-    return _summary(used, scenario, runner(scenario), started)
+    result = simulate_run(workload, used, *typed_settings(workload, used, settings))
+    return replace(result, wall_s=time.perf_counter() - started)
 
 
 def simulate_detailed(
-    workload: Workload,
-    profile: Profile | str,
-    *,
-    runner: Callable[[Scenario], TwinTrace] = run,
-    **settings: Unpack[SimulateSettings],
+    workload: Workload, profile: Profile | str, **settings: Unpack[SimulateSettings]
 ) -> DetailedResult:
     """Simulate as `simulate` does, with metrics by request, rank and adapter, and a time series.
 
@@ -200,7 +188,7 @@ def simulate_detailed(
 
     Parameters
     ----------
-    workload, profile, runner, **settings
+    workload, profile, **settings
         As for `simulate`.
 
     Returns
@@ -215,29 +203,52 @@ def simulate_detailed(
     """
     started = time.perf_counter()
     used = _loaded(profile)
-    scenario = with_buckets(_scenario(workload, used, settings))
-    trace = runner(scenario)
-    result = _summary(used, scenario, trace, started)
-    overhead_s = used.host.value("request_ms") / 1e3
-    itl_factor = client_itl_factor(used.host, scenario, trace)
-    return detailed_result(workload, scenario, trace, result, overhead_s, itl_factor, runner)
+    scenario = with_buckets(scenario_of(workload, used, *typed_settings(workload, used, settings)))
+    trace = run(scenario)
+    result = replace(result_of(used, scenario, trace), wall_s=time.perf_counter() - started)
+    return detailed_result(workload, used, scenario, trace, result)
 
 
-def keywords_of(args: EngineArgs) -> EngineKeywords:
-    """Return engine settings by their names in `simulate`."""
-    return {
-        "a_max": args.max_loras,
-        "s_max": args.max_lora_rank,
-        "max_num_seqs": args.max_num_seqs,
-        "max_num_batched_tokens": args.max_num_batched_tokens,
-        "max_cpu_loras": args.max_cpu_loras,
-        "max_model_len": args.max_model_len,
-        "gpu_memory_utilization": args.gpu_memory_utilization,
-        "prefix_caching": args.enable_prefix_caching,
-    }
+def simulate_run(workload: Workload, profile: Profile, args: EngineArgs, options: Run) -> SimulationResult:
+    """Simulate as `simulate` does, with the engine settings of a plan."""
+    scenario = scenario_of(workload, profile, args, options)
+    return result_of(profile, scenario, run(scenario))
 
 
-def engine_args(workload: Workload, settings: EngineKeywords, profile: Profile | None = None) -> EngineArgs:
+def scenario_of(workload: Workload, profile: Profile, args: EngineArgs, options: Run) -> Scenario:
+    """Return what `simulate` simulates."""
+    scenario = build_scenario(
+        workload,
+        profile,
+        args,
+        duration_s=options.duration_s,
+        seed=options.seed,
+        max_in_flight=options.max_in_flight,
+        policies=options.policies(workload, profile, args.enable_prefix_caching),
+    )
+    return on_shared_link(scenario, profile.tp, options.gpus_per_link)
+
+
+def result_of(profile: Profile, scenario: Scenario, trace: TwinTrace) -> SimulationResult:
+    """Return the metrics of a simulated scenario."""
+    itl_factor = client_itl_factor(profile.host, scenario, trace)
+    return summarize(scenario, trace, profile.host.value("request_ms"), itl_factor)
+
+
+def typed_settings(
+    workload: Workload, profile: Profile, settings: SimulateSettings
+) -> tuple[EngineArgs, Run]:
+    """Return the settings of `simulate` as those of the engine and of the run, checked."""
+    if unknown := settings.keys() - SimulateSettings.__annotations__.keys():
+        raise TypeError(f"not a setting of simulate: {', '.join(sorted(unknown))}")
+    require_documents(workload, profile)
+    own = {field.name for field in fields(Run)}
+    require_engine_settings(workload, {name: each for name, each in settings.items() if name not in own})
+    options = Run(**{name: each for name, each in settings.items() if name in own})  # type: ignore[arg-type]
+    return engine_args(workload, settings, profile), options
+
+
+def engine_args(workload: Workload, settings: SimulateSettings, profile: Profile | None = None) -> EngineArgs:
     """Return the engine settings of `simulate` with its defaults, which fit the model of a profile."""
     longest = DEFAULT_MAX_MODEL_LEN if profile is None else profile.model.default_max_model_len
     a_max, s_max = settings["a_max"], settings.get("s_max")
@@ -257,35 +268,6 @@ def engine_args(workload: Workload, settings: EngineKeywords, profile: Profile |
 
 def _loaded(profile: Profile | str) -> Profile:
     return load_profile(profile) if isinstance(profile, str) else profile
-
-
-def _scenario(workload: Workload, profile: Profile, settings: SimulateSettings) -> Scenario:
-    require_settings(workload, profile, settings)
-    scenario = build_scenario(
-        workload,
-        profile,
-        engine_args(workload, settings, profile),
-        duration_s=settings.get("duration_s", 3600.0),
-        seed=settings.get("seed", 0),
-        max_in_flight=settings.get("max_in_flight"),
-        policies=choose_policies(
-            workload,
-            profile,
-            rules=settings.get("rules"),
-            prefix_caching=settings.get("prefix_caching"),
-            scheduler=settings.get("scheduler"),
-            cache=settings.get("cache"),
-            queues=settings.get("queues"),
-        ),
-    )
-    return on_shared_link(scenario, profile.tp, settings.get("gpus_per_link", 1))
-
-
-def _summary(profile: Profile, scenario: Scenario, trace: TwinTrace, started: float) -> SimulationResult:
-    host = profile.host
-    itl_factor = client_itl_factor(host, scenario, trace)
-    result = summarize(scenario, trace, host.value("request_ms"), itl_factor)
-    return replace(result, wall_s=time.perf_counter() - started)
 
 
 @dataclass(frozen=True, repr=False)
@@ -321,32 +303,27 @@ def with_buckets(scenario: Scenario) -> Scenario:
 
 def detailed_result(
     workload: Workload,
+    profile: Profile,
     scenario: Scenario,
-    trace: t.TwinTrace,
+    trace: TwinTrace,
     result: SimulationResult,
-    overhead_s: float,
-    client_itl_factor: float,
-    runner: Callable[[Scenario], t.TwinTrace],
+    interrupt: Callable[[], None] | None = None,
 ) -> DetailedResult:
-    """Return the details of a detailed run.
+    """Return the details of a run of a scenario `with_buckets`.
 
-    Parameters
-    ----------
-    overhead_s
-        Time of a request outside the engine.
-    client_itl_factor
-        Mean gap between tokens at a client relative to the engine.
-    runner
-        The twin, for requests alone (slowdown) and without adapters (``slo.tpt_over_base``).
+    Requests are simulated alone for their slowdown, and without adapters for ``slo.tpt_over_base``;
+    `interrupt` is that of `capplan.twin.instance.run`.
     """
+    overhead_s = profile.host.value("request_ms") / 1e3
+    itl_factor = client_itl_factor(profile.host, scenario, trace)
     ranks = np.array([0, *(adapter.rank for adapter in workload.adapters)], np.int32)
     finished = np.flatnonzero(request_status(trace, scenario.horizon_ns) == FINISHED)
-    alone_s = isolated_s(scenario, ranks, finished, runner)
+    alone_s = isolated_s(scenario, ranks, finished, partial(run, interrupt=interrupt))
     table = request_table(workload, scenario, trace, overhead_s, alone_s)
     base_tpt_ms = (
-        None if workload.slo.tpt_over_base is None else mean_base_tpt_ms(scenario, overhead_s, runner)
+        None if workload.slo.tpt_over_base is None else mean_base_tpt_ms(scenario, overhead_s, interrupt)
     )
-    bounds, kept = attainment(workload.slo, result, table, overhead_s, client_itl_factor, base_tpt_ms)
+    bounds, kept = attainment(workload.slo, result, table, overhead_s, itl_factor, base_tpt_ms)
     seen = trace.adapters.copy()
     seen[0] = (0,) * len(seen.dtype)  # admissions of the base model are neither hits nor misses
 
@@ -355,7 +332,7 @@ def detailed_result(
         for field in seen.dtype.names:
             np.add.at(adapters[field], group_of_adapter, seen[field])
         group = group_of_adapter[table.adapter]
-        return group_metrics(table, group, names, adapters, kept, result.duration_s, client_itl_factor)
+        return group_metrics(table, group, names, adapters, kept, result.duration_s, itl_factor)
 
     (overall,) = metrics(np.zeros(ranks.size, np.int64), ["all"])
     distinct, rank_number = np.unique(ranks, return_inverse=True)
@@ -375,7 +352,7 @@ def detailed_result(
 
 def tpt_attainment(
     scenario: Scenario,
-    trace: t.TwinTrace,
+    trace: TwinTrace,
     status: NDArray[np.int8],
     overhead_s: float,
     factor: float,
@@ -387,7 +364,7 @@ def tpt_attainment(
     that of `capplan.twin.instance._core.run`.
     """
     requests = scenario.requests
-    limit_ms = factor * mean_base_tpt_ms(scenario, overhead_s, partial(run, interrupt=interrupt))
+    limit_ms = factor * mean_base_tpt_ms(scenario, overhead_s, interrupt)
     until_ns = np.where(status == FINISHED, trace.finish_ns, scenario.horizon_ns)
     room = np.maximum(scenario.limits.max_model_len - requests.prompt_tokens, 1)
     tpt_ms = 1e3 * ((until_ns - requests.arrival_ns) / NS_PER_S + overhead_s)
@@ -398,7 +375,7 @@ def tpt_attainment(
 
 
 def mean_base_tpt_ms(
-    scenario: Scenario, overhead_s: float, runner: Callable[[Scenario], t.TwinTrace]
+    scenario: Scenario, overhead_s: float, interrupt: Callable[[], None] | None = None
 ) -> float:
     """Return the mean TPT of the same requests on the same GPU without adapters and slots."""
     requests = scenario.requests
@@ -408,5 +385,6 @@ def mean_base_tpt_ms(
         buckets=0,
     )
     limit = scenario.limits.max_model_len
-    tpt_ms = reduce_trace(bare.requests, runner(bare), bare.horizon_ns, limit, overhead_s).tpt_ms
+    trace = run(bare, interrupt=interrupt)
+    tpt_ms = reduce_trace(bare.requests, trace, bare.horizon_ns, limit, overhead_s).tpt_ms
     return float(tpt_ms.mean()) if tpt_ms.size else float("nan")

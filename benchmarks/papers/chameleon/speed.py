@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from benchmarks.common import command_line, cpu_timed, records_table
 from benchmarks.papers.chameleon.setting import A40, at_rate, profile, workload
 from benchmarks.papers.chameleon.systems import SYSTEMS
-from capplan import SimulationResult, Workload, simulate
-from capplan.twin.instance import keywords_of
+from capplan import SimulationResult, Workload
+from capplan.twin.instance import Run, simulate_run
 
 HOUR_S = 3600.0
 BAR = 10_000.0
@@ -22,14 +22,8 @@ NAMES = ("slora", "no-sched", "sjf", "no-cache", "chameleon", "chameleon-chunked
 
 def run(load: Workload, system: str, duration_s: float = HOUR_S) -> SimulationResult:
     chosen = SYSTEMS[system]
-    return simulate(
-        load,
-        profile(A40),
-        duration_s=duration_s,
-        scheduler=chosen.scheduler,
-        cache=chosen.cache,
-        **keywords_of(A40.args(len(load.adapters))),
-    )
+    options = Run(duration_s, scheduler=chosen.scheduler, cache=chosen.cache)
+    return simulate_run(load, profile(A40), A40.args(len(load.adapters)), options)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -24,7 +24,7 @@ from capplan.spec import (
     Workload,
     describe_latency,
 )
-from capplan.twin import SimulationResult, simulate
+from capplan.twin import SimulationResult
 from capplan.twin.cluster import Instance, Rebalancing, served_router, simulate_cluster
 from capplan.twin.instance import (
     LOST,
@@ -32,12 +32,11 @@ from capplan.twin.instance import (
     REJECTED,
     WAITING,
     Attainment,
-    Scenario,
-    TwinTrace,
     bound_value,
-    keywords_of,
     request_status,
+    result_of,
     run,
+    scenario_of,
     tpt_attainment,
 )
 from capplan.twin.instance import NEVER as NEVER_NS
@@ -96,18 +95,11 @@ def evaluate(
     slo = problem.workload.slo
     workload = problem.subworkload(assignment.shares, scale)
     profile = problem.pools[assignment.pool].profile
-    settings = keywords_of(problem.engine_args(assignment))
     length_s = workload.horizon_s(problem.duration_s if duration_s is None else duration_s)
-    runs: list[tuple[Scenario, TwinTrace]] = []
-
-    def observed_run(scenario: Scenario) -> TwinTrace:
-        trace = run(scenario, interrupt=interrupt)
-        runs.append((scenario, trace))
-        return trace
-
-    options: dict[str, Any] = {"seed": seed, "duration_s": length_s, "runner": observed_run}
-    result = simulate(workload, profile, **options, **settings, **problem.scheduling(assignment))
-    scenario, trace = runs[0]
+    options = problem.run(assignment, length_s, seed)
+    scenario = scenario_of(workload, profile, problem.engine_args(assignment), options)
+    trace = run(scenario, interrupt=interrupt)
+    result = result_of(profile, scenario, trace)
     status = request_status(trace, scenario.horizon_ns)
     good = None
     if slo.tpt_over_base is not None:

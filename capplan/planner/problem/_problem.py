@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from operator import attrgetter
-from typing import Final, Protocol, Self, TypedDict
+from typing import Final, Protocol, Self
 
 from capplan.errors import InfeasibleError, InfeasibleReason, InputError
 from capplan.models import KvBudget, kv_budget, pessimistic_profile
@@ -22,15 +22,13 @@ from capplan.planner.problem._deadline import NEVER, Deadline
 from capplan.serving import VLLM_ENGINE, adapter_bytes
 from capplan.spec import (
     Adapter,
-    Cache,
     EngineArgs,
     Profile,
     Queues,
-    Scheduler,
     Workload,
     vllm_rank,
 )
-from capplan.twin.instance import choose_policies, chosen_rules
+from capplan.twin.instance import Run, choose_policies, chosen_rules
 from capplan.workload import (
     DecidingTime,
     TraceWindow,
@@ -231,15 +229,6 @@ class AdapterShare:
         return cls(adapter.name, adapter.rank, adapter.rate_rps * fraction, fraction, number)
 
 
-class SchedulingKeywords(TypedDict, total=False):
-    """Scheduler, cache, initial queues and host link of an instance, by their names in the twin."""
-
-    gpus_per_link: int
-    scheduler: Scheduler
-    cache: Cache
-    queues: Queues | None
-
-
 @dataclass(frozen=True)
 class GpuPool:
     """Equal instances that are available to a plan."""
@@ -421,13 +410,15 @@ class Problem:
             return len(self.workload.adapters), rank
         return distinct_adapters(assignment.shares), rank
 
-    def scheduling(self, assignment: Assignment) -> SchedulingKeywords:
-        """Return scheduler, cache, queues and host link of an instance by their names in the twin."""
-        pair = self.workload.scheduling
-        link: SchedulingKeywords = {"gpus_per_link": self.gpus_per_link}
+    def run(self, assignment: Assignment, duration_s: float, seed: int) -> Run:
+        """Return what the twin simulates of an instance, beside its engine settings."""
+        link, pair = self.gpus_per_link, self.workload.scheduling
         if pair is None:
-            return link
-        return {**link, "scheduler": pair[0], "cache": pair[1], "queues": assignment.queues}
+            return Run(duration_s, seed, gpus_per_link=link)
+        scheduler, cache = pair
+        return Run(
+            duration_s, seed, gpus_per_link=link, scheduler=scheduler, cache=cache, queues=assignment.queues
+        )
 
     def engine_args(self, assignment: Assignment) -> EngineArgs:
         """Return the engine settings of an instance."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -12,8 +12,16 @@ from capplan.planner.problem._deadline import interrupt_at
 from capplan.planner.problem._problem import Assignment, Problem
 from capplan.serving.pooled import PoolSetup, RequestSample, design_queues
 from capplan.spec import Queues, Slo, Workload
-from capplan.twin import RequestTable, SimulationResult, simulate_detailed
-from capplan.twin.instance import REJECTED, Scenario, TwinTrace, keywords_of, run
+from capplan.twin import RequestTable, SimulationResult
+from capplan.twin.instance import (
+    REJECTED,
+    Scenario,
+    detailed_result,
+    result_of,
+    run,
+    scenario_of,
+    with_buckets,
+)
 
 _QUEUE_SEED: Final = 11
 _SAMPLE_REQUESTS: Final = 4000
@@ -100,18 +108,14 @@ class _SampleRun(NamedTuple):
 def _simulate(problem: Problem, assignment: Assignment, workload: Workload, rate_rps: float) -> _SampleRun:
     duration_s = min(max(_SAMPLE_REQUESTS / rate_rps, _MIN_DURATION_S), _MAX_DURATION_S)
     length_s = workload.horizon_s(duration_s)
-    settings, policies = keywords_of(problem.engine_args(assignment)), problem.scheduling(assignment)
+    options = problem.run(assignment, length_s, _QUEUE_SEED)
     profile = problem.pools[assignment.pool].profile
     interrupt = interrupt_at(problem.deadline)
-    scenarios: list[Scenario] = []  # the first is that of all requests, the others of single ones
-
-    def observed_run(scenario: Scenario) -> TwinTrace:
-        scenarios.append(scenario)
-        return run(scenario, interrupt=interrupt)
-
-    options: dict[str, Any] = {"seed": _QUEUE_SEED, "duration_s": length_s, "runner": observed_run}
-    detailed = simulate_detailed(workload, profile, **options, **settings, **policies)
-    return _SampleRun(scenarios[0], detailed.result, detailed.requests)
+    scenario = with_buckets(scenario_of(workload, profile, problem.engine_args(assignment), options))
+    trace = run(scenario, interrupt=interrupt)
+    result = result_of(profile, scenario, trace)
+    detailed = detailed_result(workload, profile, scenario, trace, result, interrupt)
+    return _SampleRun(scenario, result, detailed.requests)
 
 
 def _sample(sample: _SampleRun, pool: PoolSetup) -> RequestSample:
