@@ -8,7 +8,8 @@ from typing import ClassVar, Final, Literal, TypeAlias
 InfeasibleReason: TypeAlias = Literal["memory", "starvation", "slo", "gpus", "time"]
 
 _VALUE_LIMIT: Final = 80  # characters of a value shown in a message
-_LOCATION_LIMIT: Final = 1024
+_LOCATION_LIMIT: Final = 1024  # more than any path
+_RULE_LIMIT: Final = 8192  # more than a rule that lists the names of all profiles
 _PASSWORD_KEY: Final = re.compile(r"(?<!\w)((?:ssl)?pass(?:word|wd)?|pwd)=[^\s&;'\"]+", re.IGNORECASE)
 _USER_IN_URL: Final = re.compile(r"(?:\b[a-z][\w+.-]{0,30}:/{1,2}|//)[^\s:@/]*:", re.IGNORECASE)
 """Up to the password; one slash: of a URL that was taken for a path. Bounded: a text may have a megabyte."""
@@ -61,9 +62,9 @@ class InputError(CapplanError, ValueError):
         self.location = location
 
     def __str__(self) -> str:
-        where = f"{_clipped(self.location)}: " if self.location else ""
+        where = f"{_clipped(self.location, _LOCATION_LIMIT)}: " if self.location else ""
         got = "" if isinstance(self.value, NoValue) else f" (got {_short(self.value)})"
-        return _one_line(f"{where}{self.rule}{got}")
+        return _one_line(f"{where}{_clipped(self.rule, _RULE_LIMIT)}{got}")
 
 
 class InfeasibleError(CapplanError):
@@ -86,14 +87,13 @@ class InfeasibleError(CapplanError):
         self.reason: InfeasibleReason = reason
 
     def __str__(self) -> str:
-        return _one_line(self.message)
+        return _one_line(_clipped(self.message, _RULE_LIMIT))
 
 
-def _clipped(location: str) -> str:
-    """Return a location without the middle of a key that is longer than any path."""
-    location = redacted(location)
-    half = _LOCATION_LIMIT // 2
-    return location if len(location) <= _LOCATION_LIMIT else f"{location[:half]}...{location[-half:]}"
+def _clipped(text: str, limit: int) -> str:
+    """Return a text without its middle if it is longer: a name of the user's may be in it."""
+    text = redacted(text)
+    return text if len(text) <= limit else f"{text[: limit // 2]}...{text[-limit // 2 :]}"
 
 
 def _short(value: object) -> str:

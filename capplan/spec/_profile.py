@@ -413,6 +413,6 @@ class Profile(SpecModel):
             models = ", ".join(self.model.hf_ids)
             rule = (
                 f"must be a model that profile {self.name} is for: {models}; "
-                f"`capplan profiles --model {base_model.rpartition('/')[2]:.80}` lists those of that one"
+                f"`capplan profiles --model {base_model.rpartition('/')[2]}` lists those of that one"
             )
             raise InputError(rule, base_model, "base_model")

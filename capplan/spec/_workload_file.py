@@ -302,7 +302,7 @@ class WorkloadFile(PlanningRequirements):
     def _one_source_of_each(self) -> Self:
         if not self.pools and self.profile is None:
             name = self.base_model.rpartition("/")[2]
-            hint = f"`capplan profiles --model {name:.80}` lists those of it"
+            hint = f"`capplan profiles --model {name}` lists those of it"
             rule = f"is required, unless pools are given; {hint}"
             raise rule_error(rule, key=("profile",))
         if self.trace is None and self.adapters is None and self.base is None:
