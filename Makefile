@@ -21,7 +21,7 @@ endef
 export UNBOUNDED
 
 .DEFAULT_GOAL := help
-.PHONY: help plan test test-slow test-newest equal coverage compile compile-slots compile-pool bench docs lint types style format clean gpu-campaign
+.PHONY: help plan test test-all test-newest equal coverage compile compile-slots compile-pool bench docs lint types style format clean gpu-campaign
 
 help: ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,12 +29,13 @@ help: ## what can be made
 plan: $(VENV)/.base ## plan the example workload: prints the plan and writes plan.json
 	$(BIN)/capplan plan examples/chat-96/workload.yaml -o plan.json
 
-test: $(VENV)/.test ## everything CI runs: linters, types, import arrows, tests
+test: $(VENV)/.test ## linters, types, import arrows, and the tests that a change is likely to break
+	$(MAKE) --jobs=2 --output-sync=target compile lint
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m 'not process and not fuzz and not long'
+
+test-all: $(VENV)/.test ## everything CI runs: those and all other tests
 	$(MAKE) --jobs=2 --output-sync=target compile lint
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
-
-test-slow: $(VENV)/.test ## tests of minutes each, which `make test` leaves out
-	$(BIN)/python -m pytest -m long
 
 test-newest: ## the tests with the newest versions of everything, beyond the bounds of pyproject.toml
 	$(PYTHON) -m venv $(NEWEST)

@@ -12,6 +12,8 @@ from numba.core.errors import TypingError
 
 from capplan._jit import cache_dir, inner, inner_sum, jit, source_digest
 
+pytestmark = pytest.mark.long
+
 PACKAGE = Path(__file__).resolve().parents[1] / "capplan"
 
 # Two slots are used by adapters 1, 2 and 1 again; then 3 needs one. Who still has a slot?

@@ -215,7 +215,7 @@ def test_install_lists_the_targets_of_the_makefile() -> None:
     )
     page = (DOCS / "start" / "install.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `make ([a-z-]+)` \|", page, re.MULTILINE)) <= targets
-    assert {"plan", "test", "test-slow", "test-newest"} <= targets
+    assert {"plan", "test", "test-all", "test-newest"} <= targets
 
 
 def test_the_defaults_in_the_guide_to_workload_files_are_those_of_the_schema() -> None:

@@ -14,6 +14,8 @@ import pytest
 
 from capplan.processes import PARENT, attached, collect_rarely, without_full_collections
 
+pytestmark = pytest.mark.process
+
 _POOL = """
 from capplan.twin import _sweep as sweep
 from tests.test_processes import sleep

@@ -370,7 +370,7 @@ def test_a_reference_of_a_registry_is_no_relative_path(tmp_path: Path, run: Run)
     assert run("registry", "add", "x=s3://bucket/x", *facts).exit_code == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_10_and_11_a_planned_script_starts_with_one_argument_per_adapter(
     case: Callable[[str], Path], run: Run
 ) -> None:
@@ -424,7 +424,7 @@ def test_18_a_flag_that_the_version_lacks_refuses_the_plan(
     assert flag in only_script(with_engine("0.32.0", rules, **fields))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_18_the_case_is_refused(case: Callable[[str], Path], run: Run) -> None:
     folder = case("18")
     assert run("plan", folder / "w.yaml", "-o", folder / "plan.json", "--quiet").exit_code == 0

@@ -37,6 +37,8 @@ from tests.fuzz.file_inputs import (
     workload_with,
 )
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(scope="module")
 def trained() -> bytes:

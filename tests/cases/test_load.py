@@ -17,6 +17,8 @@ from capplan.profiling.load import BenchResult
 from tests.cli.conftest import Run
 from tests.profiling.load.servers import STREAM_HEAD, chunk, event, paced, plain, server, usage
 
+pytestmark = pytest.mark.process
+
 pytest.importorskip("httptools", reason="the load generator needs httptools (extra `bench`)")
 
 CASES = Path(__file__).resolve().parents[3] / "shared" / "cases"

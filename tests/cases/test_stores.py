@@ -22,6 +22,8 @@ from capplan.registry import AdapterRegistry, RegisteredAdapter
 from tests.cli.conftest import ROOT, Run, environment, error_line
 from tests.spec.conftest import entry
 
+pytestmark = pytest.mark.process
+
 WORKLOAD = """
 base_model: org/model
 profile: p

@@ -158,6 +158,7 @@ def test_output_that_cannot_be_written_is_one_line(words: str, redirection: str,
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.long
 def test_a_name_that_the_system_refuses_is_one_line() -> None:
     words = ["profile", "kernels", "-o", "x" * 5000, "--quiet"]
     done = subprocess.run(command(words), env=environment(), capture_output=True, text=True, timeout=120)

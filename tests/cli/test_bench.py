@@ -17,6 +17,8 @@ from tests.cli.test_report import own
 from tests.profiling.load import servers
 from tests.profiling.load.test_run import fails, quick
 
+pytestmark = pytest.mark.process
+
 SHORT = ("--duration", "0.5", "--rate-scale", "40", "--drain-s", "5")
 
 

@@ -14,6 +14,8 @@ from capplan.spec import RebalanceSettings
 from tests.cli.conftest import Run, error_line
 from tests.cli.examples import write_inputs
 
+pytestmark = pytest.mark.long
+
 SHORT = ("--duration", "60")
 BOUND = ("--slo", "ttft_p95_s=2")
 

@@ -18,6 +18,8 @@ from capplan.models.training import read_tables
 from tests.cli.conftest import Process, Run, command, environment, error_line
 from tests.cli.examples import profile_document
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def profile(tmp_path: Path) -> Path:
@@ -92,7 +94,7 @@ def test_a_mistake_is_one_line(
     assert bytes_of(folder) == before
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_killed_at_random_moments_ends_in_the_same_bytes(profile: Path, tmp_path: Path) -> None:
     """SIGKILL leaves a process no time to stop its workers."""
 

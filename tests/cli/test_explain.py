@@ -144,7 +144,7 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_work(
     assert str(gone) in error_line(run("report", plan, "-o", gone, "--workload", workload))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine to look at the report with")
 def test_a_browser_draws_the_whole_report_and_complains_about_nothing(
     run: Run, planned: tuple[Path, Path], tmp_path: Path

@@ -154,6 +154,7 @@ def test_a_plan_the_twin_disagrees_with_exits_1_and_is_written_all_the_same(
     assert Plan.from_json(out).replace(provenance=failing.provenance) == failing
 
 
+@pytest.mark.long
 def test_an_infeasible_workload_exits_3_with_the_reason_and_leaves_nothing(
     run: Run, workload_yaml: Path
 ) -> None:
@@ -237,6 +238,7 @@ def test_rows_show_the_bounded_statistics_and_the_gpus_of_several_instances() ->
     assert row["GPUs"] == str(plain.groups[0].replicas * plain.groups[0].tp)
 
 
+@pytest.mark.long
 def test_a_bottleneck_is_the_number_that_binds_at_the_load_where_it_breaks(
     run: Run, workload_yaml: Path
 ) -> None:

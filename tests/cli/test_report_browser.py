@@ -16,6 +16,8 @@ from tests.cli.conftest import Run
 from tests.cli.examples import write_inputs
 from tests.cli.test_report import figures_of
 
+pytestmark = pytest.mark.process
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 QUIET = (
     "--headless",
@@ -42,7 +44,7 @@ def drawn(page: Path, seen: "subprocess.CompletedProcess[str]") -> None:
     assert re.search(r"CONSOLE|Content Security Policy", seen.stderr) is None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine to look at the report with")
 def test_a_browser_draws_the_whole_report_and_complains_about_nothing(run: Run, tmp_path: Path) -> None:
     page = tmp_path / "sim.html"

@@ -19,6 +19,8 @@ from tests.cli.conftest import Run, error_line
 from tests.cli.examples import profile_document
 from tests.cli.test_report import parsed
 
+pytestmark = pytest.mark.long
+
 Make: TypeAlias = Callable[..., Path]
 DESIGNS = ("paper-grid", "space-filling", "near-starvation")
 QUICK = ("--models", "forest", "--budget", 1, "--workers", 1)
@@ -56,7 +58,7 @@ def bytes_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_profile_becomes_three_surrogates_and_a_report(
     run: Run, make: Make, profile: Path, tmp_path: Path
 ) -> None:
@@ -88,7 +90,7 @@ def test_a_profile_becomes_three_surrogates_and_a_report(
     assert "Not all were simulated for 3,600 s" in text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_only_the_kinds_asked_for_are_trained(run: Run, make: Make, profile: Path, tmp_path: Path) -> None:
     data, out = make(120, 60.0), tmp_path / "out"
     flags = ("--data", data, "--output", out, "--kinds", "best", "--models", "xgboost", "--json")

@@ -19,6 +19,8 @@ from capplan.reports.pages import training_page
 from tests.cli.test_report import HOSTILE, figures_of, parsed
 from tests.cli.test_report_browser import CHROMIUM, browse, drawn
 
+pytestmark = pytest.mark.process
+
 PROFILE = load_profile("h100-64g/llama-3.1-8b/vllm-0.8.5")
 KINDS = ("best", "forest", "tree")
 SIZES = {"best": 1_234_567, "forest": 2_345_678, "tree": 4_321}
@@ -152,7 +154,7 @@ def test_the_page_loads_nothing_and_names_stay_text() -> None:
     assert HOSTILE in parsed(document).text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine to look at the report with")
 def test_a_browser_draws_the_page_and_complains_about_nothing(tmp_path: Path) -> None:
     file = tmp_path / "train.html"

@@ -15,6 +15,8 @@ from tests.cli.conftest import Run, command, environment, error_line
 from tests.cli.test_report import parsed
 from tests.profiling.load.servers import toy_server
 
+pytestmark = pytest.mark.process
+
 pytest.importorskip("torch", reason="the engine needs torch (extra `engine`)")
 
 LENGTHS = {"prompt_tokens": {"mean": 12, "std": 4}, "output_tokens": {"mean": 6, "std": 2}}

@@ -37,6 +37,8 @@ from tests.engine.adapter_fleet import (
 from tests.engine.live import ADMIN_KEY, Live
 from tests.engine.test_faults import send, tokens_of
 
+pytestmark = pytest.mark.process
+
 WEIGHTS = "adapter_model.safetensors"
 FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree")
 ADMIN: Any = {"Authorization": f"Bearer {ADMIN_KEY}"}

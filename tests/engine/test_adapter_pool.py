@@ -40,6 +40,8 @@ from tests.engine.live import ADMIN_KEY, live
 from tests.engine.test_faults import post, send, tokens_of
 from tests.engine.test_generate import spoil_number
 
+pytestmark = pytest.mark.process
+
 PEER = "peer"
 
 

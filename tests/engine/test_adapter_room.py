@@ -18,6 +18,8 @@ from tests.engine.adapter_fleet import NAMES, Fleet, answer, ask, set_shares, un
 from tests.engine.live import Live
 from tests.engine.test_faults import send, tokens_of
 
+pytestmark = pytest.mark.long
+
 
 def size_bytes(fleet: Fleet) -> int:
     return max(fleet.registry.get(name).size_bytes or 0 for name in NAMES)

@@ -36,6 +36,8 @@ from capplan.errors import InputError
 from tests.cli.conftest import environment
 from tests.engine.test_generate import write_adapter
 
+pytestmark = pytest.mark.process
+
 ADAPTERS = {"a": 8, "b": 16, "c": 4}
 PROMPTS = ([1, 2, 3], [7] * 40, [200, 5])
 

@@ -22,6 +22,8 @@ from capplan.server._protocol import _ANY, _UNSUPPORTED, ChatRequest, Completion
 from tests.engine.live import ADMIN_KEY, SIZES, TINY, Live, live
 from tests.engine.test_generate import write_adapter
 
+pytestmark = pytest.mark.process
+
 ADAPTERS = {"a": 8, "b": 4}
 
 

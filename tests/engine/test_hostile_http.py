@@ -13,6 +13,8 @@ from tests.engine.live import Live, live
 from tests.engine.test_faults import complete, send
 from tests.fuzz.interactions import CLOSED, Interaction, interactions
 
+pytestmark = pytest.mark.process
+
 LIMITS = ServerLimits(header_timeout_s=1.0, body_timeout_s=2.0, send_timeout_s=1.0)
 REFUSALS = {400, 401, 403, 404, 405, 408, 413, 429, 431, 503}
 FEW = 150  # connections

@@ -15,6 +15,8 @@ import torch
 from benchmarks.kernel_launches import LoraBatch, attention_launches, lora_launches, prompts_launch
 from tests.engine.engines import TINY_MODEL
 
+pytestmark = pytest.mark.long
+
 KERNELS = {
     *("shrink_tokens", "expand_tokens", "shrink_tiles", "expand_tiles"),
     *("attend_pages", "merge_splits", "attend_prompts"),

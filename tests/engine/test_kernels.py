@@ -32,6 +32,8 @@ from capplan.engine.lora._adapter import SITES, pack
 from capplan.engine.lora._memory import AdapterMemory, StaticSlots, UnifiedPages
 from capplan.engine.models._decoder import KvCache
 
+pytestmark = pytest.mark.long
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CONFIG = ModelConfig(
     name="odd",

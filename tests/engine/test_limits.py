@@ -19,6 +19,8 @@ from capplan.server import ApiError, ServerLimits, parsed
 from capplan.server._state import ByteBudget
 from tests.engine.live import Live, live
 
+pytestmark = pytest.mark.process
+
 LIMITS = ServerLimits(
     max_body_bytes=100_000,
     max_buffered_bytes=300_000,

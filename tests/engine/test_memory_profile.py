@@ -17,6 +17,8 @@ from capplan.engine._worker import MeasuredMemory, Worker
 from capplan.spec import EngineArgs
 from tests.engine.engines import TINY_MODEL
 
+pytestmark = pytest.mark.long
+
 CPU = torch.device("cpu")
 TINY = TINY_MODEL.replace(layers=2)
 ADAPTERS = {"a": 3, "b": 8, "c": 5}

@@ -26,7 +26,7 @@ from benchmarks.moving_cluster import (
 from capplan.engine.models import model_config
 from capplan.registry import read_adapter
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.long, pytest.mark.process]
 
 NAMES = tuple(f"a{number}" for number in range(6))
 SCHEDULES = 2  # `python -m benchmarks.running_cluster` plays more

@@ -9,6 +9,8 @@ import pytest
 from capplan.engine import Completion, Engine
 from tests.engine.live import SIZES, TINY, Live, live
 
+pytestmark = pytest.mark.process
+
 KEY = "secret"
 ADAPTERS = {f"a{i}": (4, 8, 16)[i % 3] for i in range(16)}
 SLOTS = {"max_loras": 4}

@@ -18,6 +18,8 @@ from capplan.serving.rebalancing import AdapterDemand, Rebalancer, ReplanRequest
 from capplan.spec import RebalanceSettings
 from tests.engine.fake_instances import Routed, routed, tiny_plan
 
+pytestmark = pytest.mark.process
+
 RANKS = {"a": 8, "b": 4, "shared": 16}
 MODEL = tiny_plan().base_model
 

@@ -25,6 +25,8 @@ from capplan.registry import AdapterRegistry, RegisteredAdapter
 from tests.engine.fake_instances import Routed, routed
 from tests.engine.test_rebalance_loop import MODEL, RANKS, config_of, placement, registry
 
+pytestmark = pytest.mark.process
+
 __all__ = ["registry"]  # a fixture
 
 QUICK_S = 0.05

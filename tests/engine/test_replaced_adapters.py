@@ -14,6 +14,8 @@ from tests.engine.adapter_fleet import Fleet, answer, ask, refusal, share, until
 from tests.engine.test_faults import tokens_of
 from tests.spec.test_registry_restored import back_up, put_in_place
 
+pytestmark = pytest.mark.process
+
 
 def test_an_adapter_that_is_replaced_in_the_registry_is_replaced_at_its_servers(
     fleet: Fleet, right: dict[str, list[int]]

@@ -16,6 +16,8 @@ import aiohttp
 from capplan.fleet._instance_client import InstanceClient
 from tests.engine.fake_instances import QUICK, Routed, events, routed
 
+pytestmark = pytest.mark.process
+
 PINGS = replace(QUICK, ping_every_s=0.05, ping_timeout_s=0.2)
 
 

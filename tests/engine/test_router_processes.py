@@ -25,6 +25,8 @@ from capplan.fleet import ServingOptions, instances_of
 from tests.cli.conftest import command, environment
 from tests.engine.fake_instances import events, tiny_plan
 
+pytestmark = pytest.mark.process
+
 
 class Served:
     """A plan served by real processes."""

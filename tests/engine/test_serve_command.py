@@ -18,6 +18,8 @@ from capplan.engine import StepRecord
 from capplan.server import InstanceConfig, ServerLimits, ServerSettings
 from tests.cli.conftest import Run, command, environment, error_line, run
 
+pytestmark = pytest.mark.process
+
 __all__ = ["run"]
 
 

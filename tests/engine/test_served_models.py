@@ -19,6 +19,8 @@ from tests.cli.examples import small_plan
 from tests.engine.test_router_config import started
 from tests.engine.test_router_registry import moving_flags, moving_plan
 
+pytestmark = pytest.mark.process
+
 __all__ = ["moving_plan", "run", "started"]
 
 

@@ -204,6 +204,7 @@ def test_a_template_that_cannot_be_compiled_in_time_is_refused(tmp_path: Path) -
         chat_template(ByteTokenizer(300), folder, ServerLimits(chat_template_timeout_s=0.5))
 
 
+@pytest.mark.long
 def test_an_endless_template_does_not_delay_other_requests(tmp_path: Path) -> None:
     source = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     engine = Engine(TINY, {}, **SIZES)

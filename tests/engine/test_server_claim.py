@@ -24,6 +24,8 @@ from tests.cli.conftest import environment
 from tests.engine.adapter_fleet import NAMES, Fleet, answer, refusal, share, until
 from tests.engine.test_adapter_copies import checks, flip_a_bit
 
+pytestmark = pytest.mark.process
+
 URL = "http://127.0.0.1:8000"
 RENEW_S = 0.1
 

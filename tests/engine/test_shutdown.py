@@ -12,6 +12,8 @@ from capplan.server import bind
 from capplan.server._process import ignore_new_connections
 from tests.engine.live import Live, live
 
+pytestmark = pytest.mark.process
+
 ADAPTERS = {"a": 8}
 
 

@@ -16,6 +16,8 @@ from capplan.server import ServerLimits
 from tests.engine.fake_instances import Routed, routed
 from tests.engine.live import live
 
+pytestmark = pytest.mark.process
+
 
 def run(check: Callable[[Routed], Awaitable[None]], **settings: Any) -> None:
     async def whole() -> None:

@@ -25,6 +25,8 @@ from tests.engine.live import TINY
 from tests.engine.test_core_process import Server
 from tests.engine.test_generate import write_adapter
 
+pytestmark = pytest.mark.process
+
 LLAMA = TINY.replace(name="llama", vocab_size=301, max_positions=128)  # the last rank has fewer tokens
 QWEN2 = LLAMA.replace(name="qwen2", kv_heads=1, qkv_bias=True, tied_embeddings=True)
 ADAPTERS = {"a": 3, "b": 8, "c": 5}

@@ -28,6 +28,8 @@ from tests.oracle.size_queues import SizeQueues
 from tests.oracle.slora import ReferenceSlora
 from tests.twin.pooled import with_period
 
+pytestmark = pytest.mark.long
+
 TINY = ModelConfig(
     name="tiny",
     layers=1,

@@ -3,9 +3,12 @@
 import runpy
 
 import pandas as pd
+import pytest
 
 from capplan.models.calibration import read_steps
 from tests.examples.test_examples import EXAMPLES, assert_as_recorded, printed
+
+pytestmark = pytest.mark.process
 
 FOLDER = EXAMPLES / "calibrate"
 MODEL = ("--model-config", "examples/calibrate/config.json", "--base-model", "example/3b")

@@ -15,6 +15,8 @@ import pytest
 
 from capplan import load_profile, load_workload, plan, simulate
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 WORKLOADS = sorted(path.parent for path in EXAMPLES.glob("*/workload.yaml"))

@@ -7,10 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.cli.conftest import ROOT, environment
 from tests.cli.examples import small_plan
 from tests.fuzz.commands import cases
 from tests.fuzz.exports import FIELDS, TEXTS, checked_export, documents, prepare
+
+pytestmark = pytest.mark.fuzz
 
 
 def ended_without_a_fault(*words: str) -> None:

@@ -36,6 +36,7 @@ def test_every_step_is_the_one_that_vllm_took(form: str, capsys: pytest.CaptureF
     assert f"{len(cases)} cases, {steps} steps, 0 mismatches" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_the_command_replays_the_published_recording(reference_dir: Path) -> None:
     path = reference_dir / "vllm_scheduler" / "golden.json"
     if not path.is_file():

@@ -33,7 +33,7 @@ def test_drawn_engines_hold_their_longest_request_and_drawn_prompts_leave_room()
             assert output >= 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.oracle
 def test_vllm_decides_today_what_was_recorded(tmp_path: Path) -> None:
     python = os.environ.get("CAPPLAN_ORACLE_PYTHON")

@@ -13,6 +13,8 @@ from capplan.planner.verification._verify import Verifier, further_seeds, make_v
 from tests.planner.test_plan import CARELESS, LONG, crowd
 from tests.planner.test_time_limit import Countdown
 
+pytestmark = pytest.mark.long
+
 Make = Callable[..., Workload]
 HALF = Slo(served_fraction=0.5, stable=False)
 """Bound that an instance with a growing queue keeps."""

@@ -61,6 +61,7 @@ def explained(made: Plan, crowded: Workload) -> Explanation:
     return explain(made, crowded)
 
 
+@pytest.mark.long
 def test_every_group_is_explained_once(made: Plan, explained: Explanation) -> None:
     told = [name for each in explained.groups for name in each.ids]
     assert sorted(told) == sorted(group.id for group in made.groups)

@@ -17,6 +17,8 @@ from capplan.planner.problem._rebuild import rebuild
 from capplan.reports.tables import verdict
 from capplan.spec import Plan, Uncertainty
 
+pytestmark = pytest.mark.long
+
 VALUES = st.lists(st.floats(1.0, 1e5), min_size=2, max_size=8)
 QWEN = "h100-64g/qwen2.5-7b/vllm-0.8.5"
 

@@ -29,6 +29,8 @@ from capplan.planner.solvers import registry
 from capplan.spec import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, Slo, zipf
 from capplan.testing import example_problem
 
+pytestmark = pytest.mark.long
+
 BOUNDED = Slo(tpot_p99_ms=50.0)
 
 

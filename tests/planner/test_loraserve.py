@@ -30,6 +30,8 @@ from capplan.planner.solvers._loraserve import solve_loraserve
 from capplan.spec import Gpus, Trace
 from capplan.testing import Capacity, example_problem
 
+pytestmark = pytest.mark.long
+
 Make = Callable[..., Workload]
 POINTS = {8: 5000.0, 16: 4800.0, 32: 4400.0, 64: 3500.0}
 

@@ -49,6 +49,8 @@ from capplan.spec import Kernel, ProvenanceKind, RebalanceSettings
 from capplan.twin.instance import NEVER, STATUS_REJECTED
 from capplan.workload import Requests
 
+pytestmark = pytest.mark.long
+
 POINTS = {8: 9000.0, 128: 4000.0}
 
 

@@ -1,6 +1,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import pytest
+
 from capplan import Assignment, Problem, Workload, plan
 from capplan.planner import SolverContext
 from capplan.planner.problem import Estimate, Estimator
@@ -37,6 +39,7 @@ def test_the_placement_with_the_least_latency_is_chosen() -> None:
     assert mean_ranks(1.0) < mean_ranks(-1.0)
 
 
+@pytest.mark.long
 def test_the_highest_throughput_leaves_the_most_headroom(workload: Make) -> None:
     adapters = tuple((f"a{i}", 8, 0.4) for i in range(16))
     spec = workload(*adapters, objective="max_throughput")

@@ -12,6 +12,8 @@ from capplan.planner.problem._problem import OPEN_FACTOR
 from capplan.planner.problem._setup import make_problem
 from capplan.planner.solvers import find_solver
 
+pytestmark = pytest.mark.long
+
 Make = Callable[..., Workload]
 ADAPTERS = tuple((f"a{i}", 8, 3.0) for i in range(20))
 UNHURRIED_S = 1e6

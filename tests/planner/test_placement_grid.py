@@ -27,6 +27,8 @@ from benchmarks.placement_small import OUTCOMES, UNDECIDED, Pair, small_case
 from capplan import InputError, plan
 from capplan.planner import SolverResult
 
+pytestmark = pytest.mark.long
+
 ASKED = ("capplan", "plan", "greedy", "maxbase", "random")
 SMALLEST = next(cells())
 

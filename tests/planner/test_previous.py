@@ -31,6 +31,8 @@ from capplan.planner.solvers._base import Requirement
 from capplan.spec import Move
 from tests.planner.conftest import MODEL, PROFILE
 
+pytestmark = pytest.mark.long
+
 Make = Callable[..., Workload]
 ADAPTERS = tuple((f"a{i}", 8 * (1 + i % 2), 1.8) for i in range(20))
 

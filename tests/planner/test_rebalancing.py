@@ -12,6 +12,8 @@ from capplan.planner.verification import fleet_of_plan, served_rebalancer
 from capplan.spec import Lengths, Pool, RebalanceSettings
 from tests.twin.cluster.workloads import PROFILE
 
+pytestmark = pytest.mark.long
+
 SETTINGS = RebalanceSettings(every_s=600.0, forecast="last")
 
 

@@ -26,6 +26,8 @@ from capplan.planner.solvers._greedy import solve_greedy
 from capplan.spec import Kernel, Slo
 from capplan.testing import Capacity, example_problem
 
+pytestmark = pytest.mark.long
+
 
 @dataclass
 class UpToRate:

@@ -15,6 +15,8 @@ from capplan.twin.cluster import served_router
 from capplan.twin.instance import bound_value
 from tests.planner.test_rebalancing import make
 
+pytestmark = pytest.mark.long
+
 FACTORS: dict[str, Any] = {"off_plan": 1.25, "rank_raise": 1.5, "turn_s": 0.5}
 ALL_PLAIN: dict[str, Any] = {"router": "least-work-left", "router_options": {"holders": "all"}}
 CHAT = Path(__file__).parents[2] / "examples" / "chat-96" / "workload.yaml"

@@ -22,6 +22,8 @@ from capplan.planner.solvers._solve import solve
 from capplan.planner.verification._verify import make_verifier
 from capplan.spec import OUT_OF_TIME
 
+pytestmark = pytest.mark.long
+
 Make = Callable[..., Workload]
 
 

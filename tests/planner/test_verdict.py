@@ -13,6 +13,8 @@ from capplan.planner.problem._setup import make_problem
 from capplan.spec import Renewal, Slo, Trace, Unpredictable
 from capplan.workload import deciding_time
 
+pytestmark = pytest.mark.long
+
 Maker = Callable[..., Workload]
 
 MIXED = [(f"a{i}", 8 << i % 2, (1.5, 0.8, 0.4)[i % 3]) for i in range(60)]

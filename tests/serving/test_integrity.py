@@ -11,6 +11,8 @@ from capplan.testing import check_integrity
 from capplan.testing._integrity import running_rows, waiting_rows
 from tests.serving.worlds import World, make_world, play, seeded, worlds
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

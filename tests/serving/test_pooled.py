@@ -28,6 +28,8 @@ from tests.serving.pooled_worlds import (
 from tests.serving.test_chameleon_batch import world_of
 from tests.serving.worlds import seeded
 
+pytestmark = pytest.mark.long
+
 SEEDS = range(120)
 
 

@@ -41,6 +41,7 @@ pytestmark = [
     pytest.mark.skipif(
         postgresql_programs() is None, reason="needs a PostgreSQL server: apt-get install postgresql"
     ),
+    pytest.mark.process,
 ]
 
 

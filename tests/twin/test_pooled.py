@@ -16,6 +16,8 @@ from tests.oracle import run_reference
 from tests.twin.comparison import assert_forms_agree, assert_same
 from tests.twin.pooled import pooled_scenarios, seeded_pooled, with_period
 
+pytestmark = pytest.mark.long
+
 SEEDS = range(300)
 EVENTS = [name for name in t.POOL_COUNTS if name not in ("refreshes", "kept_queues", "scaled_quotas")]
 

@@ -15,6 +15,8 @@ from capplan.models.calibration import fit_length_correlation, read_steps, smape
 from capplan.twin.calibration import CalibrationTables, calibrate
 from capplan.twin.calibration._runs import read_runs
 
+pytestmark = pytest.mark.long
+
 PER_SIDE = 6
 EVERY = 12
 

@@ -19,6 +19,8 @@ from capplan.twin._sweep import in_parallel
 from capplan.twin.instance import SimulateSettings
 from tests.twin.examples import profile, workload
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -122,7 +124,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_spawned_workers_give_the_same_results(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(_SPAWNED)
@@ -151,7 +153,7 @@ def test_a_missing_ray_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(caught.value) == "ray_address: needs Ray: pip install '.[ray]', in the checkout"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_ray_cluster_gives_the_same_results() -> None:
     pytest.importorskip("ray", reason="the extra `ray` is not installed")
     program = (

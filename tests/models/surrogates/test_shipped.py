@@ -17,7 +17,7 @@ LEAST_MACRO_F1 = {"best": 0.96, "forest": 0.94, "tree": 0.93}
 MOST_SMAPE_PERCENT = {"best": 2.5, "forest": 3.0, "tree": 3.5}
 """Over five seeds of 2,200 scenarios: docs/results/surrogates.md; 400 scenarios scatter more."""
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,8 @@ from capplan.models.training._evaluation import macro_f1
 from capplan.models.training._search import SearchOptions, Tuned, quiet_storage, tune
 from tests.models.training.scenarios import scenarios
 
+pytestmark = pytest.mark.long
+
 KILLED = """
 import sys
 from pathlib import Path

@@ -22,6 +22,8 @@ from capplan.spec import Kernel
 from capplan.twin.calibration import CalibrationOptions as HowToCalibrate
 from capplan.twin.calibration import CalibrationTables, calibrate
 
+pytestmark = pytest.mark.process
+
 
 def tiny(**fields: object) -> EngineProfilingOptions:
     known = {

@@ -10,6 +10,8 @@ from capplan import InputError
 from capplan.models import COLUMNS, crossover, read_kernel_table
 from capplan.profiling.kernels import KernelProfilingOptions, SamplingLimits, measure
 
+pytestmark = pytest.mark.long
+
 WIDTH = 16
 SHORT = SamplingLimits(budget_s=60.0, max_passes=2, calls=1)
 

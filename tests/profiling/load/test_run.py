@@ -20,6 +20,8 @@ from tests.profiling.load import servers
 from tests.profiling.load.servers import STREAM_HEAD, chunk, event, null_server, plain, server, usage
 from tests.profiling.load.test_requests import workload
 
+pytestmark = pytest.mark.process
+
 Fault = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
 SHORT = LoadSettings(duration_s=0.4, timeout_s=20.0, drain_s=10.0)
 IMPATIENT = LoadSettings(duration_s=0.4, timeout_s=1.0, drain_s=10.0)

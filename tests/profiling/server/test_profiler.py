@@ -31,6 +31,8 @@ from capplan.profiling.server._profiler import OnProgress
 from capplan.twin.calibration._runs import read_runs
 from tests.profiling.load.servers import toy_server
 
+pytestmark = pytest.mark.process
+
 RANKS = {"a0": 8, "a1": 8, "a2": 16, "a3": 8}
 
 QUICK = ServerProfilingOptions(

@@ -17,7 +17,7 @@ POINTS = ("adapters4-slots4-load40", "adapters16-slots1-load150", "adapters16-sl
 
 pytestmark = [
     pytest.mark.oracle,
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(not PYTHON, reason="needs vllm (extra `oracle`), or CAPPLAN_ORACLE_PYTHON"),
 ]
 

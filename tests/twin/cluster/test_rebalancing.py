@@ -36,6 +36,8 @@ from tests.twin.cluster.scenarios import make_performance, make_work_model, repo
 from tests.twin.cluster.workloads import even, same
 from tests.twin.comparison import assert_same
 
+pytestmark = pytest.mark.long
+
 few = settings(max_examples=25)
 """`python -m benchmarks.rebalance_invariants` runs more."""
 

@@ -20,6 +20,8 @@ from capplan.twin.dataset import _shards as shards
 from capplan.twin.dataset import generate_dataset
 from capplan.twin.dataset._shards import NoRow
 
+pytestmark = pytest.mark.long
+
 PROFILE = load_profile("h100-64g/llama-3.1-8b/vllm-0.8.5")
 ROOT = Path(__file__).resolve().parents[3]
 PER_SHARD = 16
@@ -77,7 +79,7 @@ def test_the_data_do_not_depend_on_the_workers(workers: int, tmp_path: Path, who
     assert bytes_of(tmp_path / "data") == whole
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_data_do_not_depend_on_a_ray_cluster(tmp_path: Path, whole: dict[str, bytes]) -> None:
     pytest.importorskip("ray", reason="the extra `ray` is not installed")
     program = (
