@@ -28,7 +28,7 @@ from benchmarks.common import (
     records_table,
 )
 from capplan import Lengths, Plan, Workload, load_workload, plan
-from capplan.errors import CapplanError, InfeasibleError
+from capplan.errors import CapplanError, InfeasibleError, InputError
 from capplan.planner.problem._evaluate import find_bottlenecks
 from capplan.planner.problem._rebuild import rebuild
 from capplan.spec import Slo
@@ -83,6 +83,9 @@ def planned(workload: Workload, limit_s: float, solver: str = "capplan") -> Plan
         return plan(workload, solver=solver, seeds=SEEDS, time_limit_s=limit_s)
     except InfeasibleError as error:
         return error.reason
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return "refused"
 
 
 def gpus_of(found: Plan | str) -> str:
