@@ -62,7 +62,8 @@ _INNER_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType(
 )
 
 _PACKAGE = Path(__file__).resolve().parent
-_COMPILED_PACKAGES = ("serving", "models", "twin", "workload")
+_SOURCES = ("serving", "models", "twin", "workload", "spec")
+"""Packages with compiled functions, and `spec`, of whose constants they fold some into their code."""
 _IMPORT = re.compile(r"^\s*from (capplan[\w.]*) import (\([^)]*\)|[^\n]*)", re.MULTILINE)
 _STUB = re.compile(r"^from \.([\w.]+) import (\([^)]*\)|[^\n]*)", re.MULTILINE)
 _WORD = re.compile(r"\w+")
@@ -81,8 +82,7 @@ _LOWERED: Final = 0.8
 def source_digest() -> str:
     """Return the digest of numba's version and of the sources that compiled code depends on.
 
-    These are the modules with compiled functions, and their direct and indirect imports from the packages of
-    such modules.
+    These are the modules with compiled functions, and their direct and indirect imports from `_SOURCES`.
     """
     digest = hashlib.sha256(numba.__version__.encode())
     digest.update(Path(__file__).read_bytes())
@@ -107,7 +107,7 @@ def source_digest() -> str:
 def _sources() -> tuple[dict[str, bytes], dict[str, dict[str, str]]]:
     """Return the sources of modules by name, and the modules that the names of each face are from."""
     sources, faces = {}, {}
-    for folder in ((_PACKAGE / package).resolve() for package in _COMPILED_PACKAGES):
+    for folder in ((_PACKAGE / package).resolve() for package in _SOURCES):
         for file in folder.rglob("*.py*"):
             parts = file.relative_to(folder).with_suffix("").parts
             name = ".".join(("capplan", folder.name, *parts)).removesuffix(".__init__")

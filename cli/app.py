@@ -143,7 +143,7 @@ _COMMANDS: Final = {
     "tune": "Search settings of Chameleon's scheduler and cache, and compare them on held-out windows.",
     "explain": "Explain a plan: bottleneck of each group, predictions, verification, and the number of GPUs.",
     "report": "Write a plan as one HTML page that works offline: groups, predictions, bottlenecks, adapters.",
-    "export": "Write a launch script per server, routing.json with the shares of adapters, and plan.json.",
+    "export": "Write what a target deploys: for vllm a script per server, routing.json and plan.json.",
     "profiles": "List the shipped profiles, or show one with its coefficients, ranges and source.",
     "calibrate": "Fit a profile to measured steps or whole runs, and report its error on left-out data.",
     "train": "Simulate scenarios of one GPU, train surrogates on the results, and write them.",

@@ -9,6 +9,8 @@ import typer
 from capplan.cli.options import PlanFile, Unverified, command, read_plan
 from capplan.cli.output import require_writable_folder, write_folder
 from capplan.cli.progress import announce_compilation, progress_bars
+from capplan.deploy import DEFAULT_PORT, EXPORTERS, Exporter, find_exporter
+from capplan.deploy import export as export_files
 from capplan.errors import InputError
 from capplan.reports import counted
 from capplan.spec import Group, Plan
@@ -19,11 +21,13 @@ class ExportArgs:
     """Options of `capplan export`."""
 
     plan: PlanFile
-    target: str = typer.Option(..., metavar="NAME", help="Deployment target: vllm.")
+    target: str = typer.Option(..., metavar="NAME", help=f"Deployment target: {', '.join(EXPORTERS)}.")
     output: str = typer.Option(
         ..., "--output", "-o", metavar="DIR", help="Directory to make: all of it or nothing."
     )
-    port: int = typer.Option(8000, metavar="N", help="Port of the first server; each next one adds 1.")
+    port: int = typer.Option(
+        DEFAULT_PORT, metavar="N", help="Port of the first server; each next one adds 1."
+    )
     runtime_updates: bool = typer.Option(
         False, "--runtime-updates", help="Let clients load and unload adapters at run time."
     )
@@ -42,26 +46,25 @@ class ExportArgs:
 
 @command
 def export(args: ExportArgs) -> None:
-    """Write a launch script per server, routing.json with the shares of adapters, and plan.json."""
-    from capplan.deploy import EXPORTERS, TOP_NAMES, download_notes
-
-    if args.target not in EXPORTERS:
-        raise InputError(f"must be one of {', '.join(EXPORTERS)}", args.target, "--target")
-    require_writable_folder(args.output, TOP_NAMES, force=args.force)
-    plan, verdict = _exported_plan(args)
-    files = EXPORTERS[args.target](plan, port=args.port, runtime_updates=args.runtime_updates)
+    """Write what a target deploys: for vllm a script per server, routing.json and plan.json."""
+    exporter = find_exporter(args.target)
+    require_writable_folder(args.output, exporter.top_names, force=args.force)
+    plan, verdict = _exported_plan(args, exporter)
+    files = export_files(plan, args.target, port=args.port, runtime_updates=args.runtime_updates)
     scripts = frozenset(name for name in files if name.endswith(".sh"))
     write_folder(args.output, files, scripts)
     if verdict:
         typer.echo(verdict)
-    for line in download_notes(plan):
+    for line in exporter.notes(plan):
         typer.echo(line, err=True)
-    typer.echo(
-        f"{counted(len(scripts), 'launch script')}, routing.json and plan.json written to {args.output}"
-    )
+    written = [counted(len(scripts), "launch script")] if scripts else []
+    written += [name for name in files if name not in scripts]
+    *most, last = written
+    names = f"{', '.join(most)} and {last}" if most else last
+    typer.echo(f"{names} written to {args.output}")
 
 
-def _exported_plan(args: ExportArgs) -> tuple[Plan, str]:
+def _exported_plan(args: ExportArgs, exporter: Exporter) -> tuple[Plan, str]:
     """Return the plan to export, and the verdict of another verification; empty without one.
 
     Raises
@@ -70,7 +73,7 @@ def _exported_plan(args: ExportArgs) -> tuple[Plan, str]:
         If the plan is not verified as the target serves it, unless that is not asked for.
     """
     plan = Plan.from_json(args.plan)
-    left_out = _left_out(plan)
+    left_out = _left_out(plan) if exporter.serves else ""
     if args.unverified or not left_out:
         _require_unused(args)
         return read_plan(args.plan, unverified=args.unverified), ""

@@ -1,7 +1,7 @@
 """Step-latency models: milliseconds of one engine step.
 
-Every form is an entry of `FORMS` with named coefficients, and a compiled function. Inside the twin a form is
-a number and its coefficients are an array, since functions passed as arguments disable numba's disk cache.
+A form is an entry of `FORMS` with named coefficients and compiled functions. Inside the twin a form is a
+number and its coefficients are an array, since functions passed as arguments disable numba's disk cache.
 
 A step takes ``step_ms + rank_ms``. The second part depends on the ranks of the requests in the step. It is
 separate, so that the twin counts ranks only for profiles with `uses_ranks`.
@@ -9,10 +9,10 @@ separate, so that the twin counts ranks only for profiles with `uses_ranks`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,114 +81,66 @@ class LatencyForm:
     """One form of the model."""
 
     name: str
-    code: int
     coefficients: tuple[str, ...]
     optional: Mapping[str, str | None] = field(default_factory=lambda: MappingProxyType({}))
     """Optional coefficients, each with the one that it defaults to; None: 0."""
+    step: Any = None
+    """Function with `@inner` of (coefficients, `StepFeatures`) that returns milliseconds; None: 0."""
+    ranks: Any = None
+    """Function with `@inner` of (coefficients, s_max, `StepRanks`) that returns the further milliseconds, or
+    one per kernel that engines may have; None: 0."""
+    reads_prefills: Callable[[NDArray[np.float64]], bool] = lambda _: True
+    """Whether `ranks` can differ from 0, by the coefficients."""
+    reads_decodes: Callable[[NDArray[np.float64]], bool] = lambda _: True
+    """Whether `ranks` depends on requests that decode."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all coefficients, in the order of the array."""
         return (*self.coefficients, *self.optional)
 
+    @property
+    def code(self) -> int:
+        """Its number in compiled code, under vLLM's kernel if it depends on the kernel."""
+        return latency_code(self.name)
 
-ADDITIVE = LatencyForm(
-    "additive",
-    0,
-    (
-        "base_ms",
-        "ms_per_ktoken",
-        "ms_per_kv_ktoken",
-        "ms_per_slot",
-        "ms_per_slot_ktoken",
-        "ms_per_slot_rank16",
-        "ms_per_adapter",
-        "ms_per_adapter_rank16",
-        "ms_per_adapter_small_rank16",
-        "ms_per_adapter_krequest",
-        "ms_per_adapter_queued",
-        "ms_per_waiting_krequest",
-        "ms_per_ktoken_beyond_graphs",
-    ),
-    MappingProxyType(
-        {
-            "ms_per_decode_krank": None,
-            "ms_per_prefill_krank": None,
-            "ms_per_request": None,
-            "ms_for_several": None,
-            "ms_per_prefill": None,
-            "ms_per_kv_ktoken_beyond_cache": None,
-            "cache_kv_ktokens": None,
-            "ms_per_prefill_mpair": None,
-        }
-    ),
+
+GRAPH_TOKENS = 512
+"""vLLM's largest captured CUDA graph; larger steps launch every kernel from the host."""
+
+SPLIT_TOKENS = 128
+"""From so many tokens on, vLLM's LoRA kernels cut the inner dimension into fewer parts; in smaller steps
+every adapter launches many blocks that each do little, for each 16 ranks of its slot."""
+
+
+_ADDITIVE = (
+    "base_ms",
+    "ms_per_ktoken",
+    "ms_per_kv_ktoken",
+    "ms_per_slot",
+    "ms_per_slot_ktoken",
+    "ms_per_slot_rank16",
+    "ms_per_adapter",
+    "ms_per_adapter_rank16",
+    "ms_per_adapter_small_rank16",
+    "ms_per_adapter_krequest",
+    "ms_per_adapter_queued",
+    "ms_per_waiting_krequest",
+    "ms_per_ktoken_beyond_graphs",
 )
-"""Sum of what a step reads and computes. Empty slots cost, too: vLLM launches blocks for them.
-
-Coefficients in ``rank16`` are per adapter and 16 ranks of ``s_max``. In steps of fewer than `SPLIT_TOKENS`
-tokens ``ms_per_adapter_small_rank16`` counts whole blocks of 16; in steps of more than `GRAPH_TOKENS`
-``ms_per_ktoken_beyond_graphs`` counts the tokens beyond.
-
-The first two optional ones are milliseconds per 1000 units of LoRA work, where a token of a request with an
-adapter is as many units as the rank that the engine's kernel multiplies it with (`capplan.spec.Kernel`):
-``bgmv`` the largest rank in the step, ``mbgmv`` the request's own, ``vllm`` the configured ``s_max``. One
-coefficient for decode, one for prefill, whose kernels differ (S-LoRA: a gathered matrix-vector and a
-matrix-matrix product). The others are what a step takes per request whatever its length:
-``ms_per_request`` to sample and to send its token, ``ms_per_prefill`` to admit it, and ``ms_for_several``
-once as soon as there are two, since a request by itself needs vectors multiplied where several need matrices.
-``ms_per_kv_ktoken_beyond_cache`` counts the KV tokens beyond ``cache_kv_ktokens`` thousands, which no longer
-fit into a processor's cache from one step to the next. ``ms_per_prefill_mpair`` counts the attention of
-prompts, which grows with the square of their length (`StepRanks.prefill_mpairs`).
-"""
-
-DIGITAL_TWIN = LatencyForm(
-    "digital-twin",
-    1,
-    ("k1", "k2", "k3", "k4", "k5", "k6", "k7"),
-    MappingProxyType({"k7_base": "k7"}),
+_ADDITIVE_OPTIONS: Mapping[str, str | None] = MappingProxyType(
+    {
+        "ms_per_decode_krank": None,
+        "ms_per_prefill_krank": None,
+        "ms_per_request": None,
+        "ms_for_several": None,
+        "ms_per_prefill": None,
+        "ms_per_kv_ktoken_beyond_cache": None,
+        "cache_kv_ktokens": None,
+        "ms_per_prefill_mpair": None,
+    }
 )
-"""The adapter-caching paper's eq. 1, scheduler first:
-``k1*B + k2*W + k3*W*A_B/A + (k4*B + k5) * (k6*A_B + k7)``.
-
-B counts the running requests, W the waiting ones, A_B the distinct adapters in the batch and A the adapters
-served. The paper's overhead factor has the letter A for adapters in the batch (Fig. 5). From none to one is a
-jump (section 5.1.2): a batch without adapters may have a constant of its own, ``k7_base`` in place of
-``k6*A_B + k7``.
-"""
-
-TOPPINGS_BGMV = LatencyForm(
-    "toppings-bgmv", 2, ("decode_alpha", "decode_beta", "prefill_alpha", "prefill_beta")
-)
-"""Toppings' eq. 2 for padded kernels: ``alpha * |S| * max rank + beta`` milliseconds for an iteration, one
-(alpha, beta) for the requests of a step that decode and one for those in prefill; a step that does both is
-two iterations, one after the other. S are the requests with an adapter; beta holds the base model. There is
-no count of tokens, so a long prompt costs what a short one does (PAPER_NOTES 1).
-"""
-
-TOPPINGS_MBGMV = LatencyForm("toppings-mbgmv", 3, TOPPINGS_BGMV.coefficients)
-"""The same for kernels without padding: ``alpha * sum of ranks + beta``."""
-
-TABLE = LatencyForm(
-    TABLE_FORM,
-    6,
-    (),
-    MappingProxyType(dict.fromkeys((*ADDITIVE.names, "ms_per_lora_ktoken"))),
-)
-"""Tables of milliseconds over tokens, and over requests and KV tokens, beside the terms of the additive form:
-``tokens_ms(tokens) + requests_ms(requests, kv_tokens) + ms_per_prefill_mpair * prefill_mpairs + ...``.
-
-Slots and ``ms_per_lora_ktoken`` count in steps with an adapter only: from vLLM 0.12 on, the CUDA graphs of
-other steps hold no LoRA kernels.
-
-`capplan.models._step_tables` describes the functions between and beyond the points of a table.
-"""
-
-FORMS = (ADDITIVE, DIGITAL_TWIN, TOPPINGS_BGMV, TOPPINGS_MBGMV, TABLE)
-
-_ADDITIVE_BGMV = 4
-_ADDITIVE_MBGMV = 5
-_TABLE_BGMV = 7
-_TABLE_MBGMV = 8
+_TABLE = (*_ADDITIVE, *_ADDITIVE_OPTIONS, "ms_per_lora_ktoken")
 
 # Positions in the coefficient arrays, folded into compiled code as constants.
 (
@@ -214,22 +166,218 @@ _TABLE_MBGMV = 8
     _CACHE,
     _PREFILL_MPAIR,
     _LORA_KTOKEN,
-) = range(len(TABLE.names))
-_TABLES = len(TABLE.names)
-_K1, _K2, _K3, _K4, _K5, _K6, _K7, _K7_BASE = range(len(DIGITAL_TWIN.names))
-_DECODE_ALPHA, _DECODE_BETA, _PREFILL_ALPHA, _PREFILL_BETA = range(len(TOPPINGS_BGMV.names))
-_IS_DIGITAL_TWIN = DIGITAL_TWIN.code
-_IS_TOPPINGS_BGMV = TOPPINGS_BGMV.code
-_IS_TOPPINGS_MBGMV = TOPPINGS_MBGMV.code
-_IS_ADDITIVE = ADDITIVE.code
-_IS_TABLE = TABLE.code
+) = range(len(_TABLE))
+_TABLES = len(_TABLE)
 
-GRAPH_TOKENS = 512
-"""vLLM's largest captured CUDA graph; larger steps launch every kernel from the host."""
 
-SPLIT_TOKENS = 128
-"""From so many tokens on, vLLM's LoRA kernels cut the inner dimension into fewer parts; in smaller steps
-every adapter launches many blocks that each do little, for each 16 ranks of its slot."""
+@inner
+def _additive_step_ms(k: NDArray[np.float64], step: StepFeatures) -> float:
+    return _additive_ms(k, step, step.a_max, step.kv_tokens)
+
+
+@inner
+def _additive_ms(k: NDArray[np.float64], step: StepFeatures, slots: float, kv_tokens: float) -> float:
+    ktokens = step.tokens / 1000.0
+    small_ms = k[_ADAPTER_SMALL_RANK16] * step.adapters * np.ceil(step.s_max / 16.0)
+    milliseconds = (
+        k[_BASE]
+        + k[_KTOKEN] * ktokens
+        + k[_KV_KTOKEN] * kv_tokens / 1000.0
+        + slots * (k[_SLOT] + k[_SLOT_KTOKEN] * ktokens + k[_SLOT_RANK16] * step.s_max / 16.0)
+        + step.adapters
+        * (
+            k[_ADAPTER]
+            + k[_ADAPTER_RANK16] * step.s_max / 16.0
+            + k[_ADAPTER_KREQUEST] * step.requests / 1000.0
+        )
+        + (small_ms if step.tokens < SPLIT_TOKENS else 0.0)
+        + (k[_ADAPTER_QUEUED] * step.adapters if step.waiting > 0 else 0.0)
+        + k[_WAITING_KREQUEST] * step.waiting / 1000.0 * (1.0 - step.slots_per_adapter)
+        + k[_KTOKEN_BEYOND_GRAPHS] * max(0.0, step.tokens - GRAPH_TOKENS) / 1000.0
+    )
+    if k.size > _PREFILL:
+        several = min(1.0, max(0.0, step.requests - 1.0))  # means over steps lie between one and two, too
+        milliseconds += k[_REQUEST] * step.requests + k[_SEVERAL] * several
+        milliseconds += k[_BEYOND_CACHE] * max(0.0, kv_tokens / 1000.0 - k[_CACHE])
+    return float(milliseconds)
+
+
+@inner
+def _padded_to_slots_ms(k: NDArray[np.float64], s_max: float, ranks: StepRanks) -> float:
+    return _rank_work_ms(k, ranks.lora_decodes * s_max, ranks.lora_prefill_tokens * s_max, ranks)
+
+
+@inner
+def _padded_to_largest_ms(k: NDArray[np.float64], _s_max: float, ranks: StepRanks) -> float:
+    padded_to = ranks.max_rank
+    return _rank_work_ms(k, ranks.lora_decodes * padded_to, ranks.lora_prefill_tokens * padded_to, ranks)
+
+
+@inner
+def _unpadded_ms(k: NDArray[np.float64], _s_max: float, ranks: StepRanks) -> float:
+    return _rank_work_ms(k, ranks.decode_rank_sum, ranks.prefill_rank_tokens, ranks)
+
+
+@inner
+def _rank_work_ms(k: NDArray[np.float64], decode: float, prefill: float, ranks: StepRanks) -> float:
+    if k.size <= _PREFILL:
+        return 0.0
+    milliseconds = k[_DECODE_KRANK] * decode / 1000.0 + k[_PREFILL_KRANK] * prefill / 1000.0
+    milliseconds += k[_PREFILL] * ranks.prefills + k[_PREFILL_MPAIR] * ranks.prefill_mpairs
+    return float(milliseconds)
+
+
+_RANK_WORK: Mapping[Kernel, Any] = MappingProxyType(
+    {Kernel.VLLM: _padded_to_slots_ms, Kernel.BGMV: _padded_to_largest_ms, Kernel.MBGMV: _unpadded_ms}
+)
+
+
+def _has_rank_work(k: NDArray[np.float64]) -> bool:
+    if k.size <= _PREFILL:
+        return False
+    return bool(k[_DECODE_KRANK] or k[_PREFILL_KRANK] or k[_PREFILL] or k[_PREFILL_MPAIR])
+
+
+def _has_decode_ranks(k: NDArray[np.float64]) -> bool:
+    return k.size > _PREFILL and bool(k[_DECODE_KRANK] or k[_PREFILL_KRANK])
+
+
+ADDITIVE = LatencyForm(
+    "additive", _ADDITIVE, _ADDITIVE_OPTIONS, _additive_step_ms, _RANK_WORK, _has_rank_work, _has_decode_ranks
+)
+"""Sum of what a step reads and computes. Empty slots cost, too: vLLM launches blocks for them.
+
+Coefficients in ``rank16`` are per adapter and 16 ranks of ``s_max``. In steps of fewer than `SPLIT_TOKENS`
+tokens ``ms_per_adapter_small_rank16`` counts whole blocks of 16; in steps of more than `GRAPH_TOKENS`
+``ms_per_ktoken_beyond_graphs`` counts the tokens beyond.
+
+The first two optional ones are milliseconds per 1000 units of LoRA work, where a token of a request with an
+adapter is as many units as the rank that the engine's kernel multiplies it with (`capplan.spec.Kernel`):
+``bgmv`` the largest rank in the step, ``mbgmv`` the request's own, ``vllm`` the configured ``s_max``. One
+coefficient for decode, one for prefill, whose kernels differ (S-LoRA: a gathered matrix-vector and a
+matrix-matrix product). The others are what a step takes per request whatever its length:
+``ms_per_request`` to sample and to send its token, ``ms_per_prefill`` to admit it, and ``ms_for_several``
+once as soon as there are two, since a request by itself needs vectors multiplied where several need matrices.
+``ms_per_kv_ktoken_beyond_cache`` counts the KV tokens beyond ``cache_kv_ktokens`` thousands, which no longer
+fit into a processor's cache from one step to the next. ``ms_per_prefill_mpair`` counts the attention of
+prompts, which grows with the square of their length (`StepRanks.prefill_mpairs`).
+"""
+
+_K1, _K2, _K3, _K4, _K5, _K6, _K7, _K7_BASE = range(8)
+
+
+@inner
+def _digital_twin_ms(k: NDArray[np.float64], step: StepFeatures) -> float:
+    in_batch = step.adapters / step.adapters_served if step.adapters_served > 0.0 else 0.0
+    scheduler_ms = k[_K1] * step.requests + step.waiting * (k[_K2] + k[_K3] * in_batch)
+    is_base = k.size > _K7_BASE and step.adapters == 0.0
+    overhead = k[_K7_BASE] if is_base else k[_K6] * step.adapters + k[_K7]
+    return float(scheduler_ms + (k[_K4] * step.requests + k[_K5]) * overhead)
+
+
+DIGITAL_TWIN = LatencyForm(
+    "digital-twin",
+    ("k1", "k2", "k3", "k4", "k5", "k6", "k7"),
+    MappingProxyType({"k7_base": "k7"}),
+    step=_digital_twin_ms,
+)
+"""The adapter-caching paper's eq. 1, scheduler first:
+``k1*B + k2*W + k3*W*A_B/A + (k4*B + k5) * (k6*A_B + k7)``.
+
+B counts the running requests, W the waiting ones, A_B the distinct adapters in the batch and A the adapters
+served. The paper's overhead factor has the letter A for adapters in the batch (Fig. 5). From none to one is a
+jump (section 5.1.2): a batch without adapters may have a constant of its own, ``k7_base`` in place of
+``k6*A_B + k7``.
+"""
+
+_DECODE_ALPHA, _DECODE_BETA, _PREFILL_ALPHA, _PREFILL_BETA = range(4)
+
+
+@inner
+def _toppings_bgmv_ms(k: NDArray[np.float64], _s_max: float, ranks: StepRanks) -> float:
+    return _toppings_ms(k, ranks.lora_decodes * ranks.max_rank, ranks.lora_prefills * ranks.max_rank, ranks)
+
+
+@inner
+def _toppings_mbgmv_ms(k: NDArray[np.float64], _s_max: float, ranks: StepRanks) -> float:
+    return _toppings_ms(k, ranks.decode_rank_sum, ranks.prefill_rank_sum, ranks)
+
+
+@inner
+def _toppings_ms(k: NDArray[np.float64], decode: float, prefill: float, ranks: StepRanks) -> float:
+    decode_ms = k[_DECODE_ALPHA] * decode + k[_DECODE_BETA] if ranks.decodes > 0.0 else 0.0
+    prefill_ms = k[_PREFILL_ALPHA] * prefill + k[_PREFILL_BETA] if ranks.prefills > 0.0 else 0.0
+    return float(decode_ms + prefill_ms)
+
+
+TOPPINGS_BGMV = LatencyForm(
+    "toppings-bgmv",
+    ("decode_alpha", "decode_beta", "prefill_alpha", "prefill_beta"),
+    ranks=_toppings_bgmv_ms,
+)
+"""Toppings' eq. 2 for padded kernels: ``alpha * |S| * max rank + beta`` milliseconds for an iteration, one
+(alpha, beta) for the requests of a step that decode and one for those in prefill; a step that does both is
+two iterations, one after the other. S are the requests with an adapter; beta holds the base model. There is
+no count of tokens, so a long prompt costs what a short one does (PAPER_NOTES 1).
+"""
+
+TOPPINGS_MBGMV = LatencyForm("toppings-mbgmv", TOPPINGS_BGMV.coefficients, ranks=_toppings_mbgmv_ms)
+"""The same for kernels without padding: ``alpha * sum of ranks + beta``."""
+
+
+@inner
+def _table_line(k: NDArray[np.float64], step: StepFeatures) -> KvLine:
+    """Return the milliseconds of the table form as long as only KV tokens change."""
+    line = kv_line(k, _TABLES, step.tokens, step.requests, step.kv_tokens)
+    with_adapter = min(1.0, step.adapters)  # means over steps lie between none and one, too
+    terms_ms = _additive_ms(k, step, with_adapter * step.a_max, line.start)
+    terms_ms += with_adapter * k[_LORA_KTOKEN] * step.tokens / 1000.0
+    ms_per_token = line.ms_per_token + k[_KV_KTOKEN] / 1000.0
+    whole = KvLine(terms_ms + line.constant_ms, ms_per_token, line.start, line.end)
+    return _cut_at_cache(whole, k, step.kv_tokens)
+
+
+@inner
+def _cut_at_cache(line: KvLine, k: NDArray[np.float64], kv_tokens: float) -> KvLine:
+    """Return the part of a line below or beyond the cache, which contains `kv_tokens`."""
+    cache, more = 1000.0 * k[_CACHE], k[_BEYOND_CACHE] / 1000.0
+    if more == 0.0:
+        return line
+    if kv_tokens < cache:
+        return KvLine(line.constant_ms, line.ms_per_token, line.start, min(line.end, cache))
+    start = max(line.start, cache)
+    constant_ms = line.constant_ms + line.ms_per_token * (start - line.start)
+    return KvLine(constant_ms, line.ms_per_token + more, start, line.end)
+
+
+TABLE = LatencyForm(
+    TABLE_FORM,
+    (),
+    MappingProxyType(dict.fromkeys(_TABLE)),
+    None,
+    _RANK_WORK,
+    _has_rank_work,
+    _has_decode_ranks,
+)
+"""Tables of milliseconds over tokens, and over requests and KV tokens, beside the terms of the additive form:
+``tokens_ms(tokens) + requests_ms(requests, kv_tokens) + ms_per_prefill_mpair * prefill_mpairs + ...``.
+
+Slots and ``ms_per_lora_ktoken`` count in steps with an adapter only: from vLLM 0.12 on, the CUDA graphs of
+other steps hold no LoRA kernels.
+
+`capplan.models._step_tables` describes the functions between and beyond the points of a table.
+"""
+
+FORMS = (ADDITIVE, DIGITAL_TWIN, TOPPINGS_BGMV, TOPPINGS_MBGMV, TABLE)
+"""A new form is one more entry before the last: numbers from that of the table form on have a `step_line`."""
+
+_VARIANTS = tuple(
+    (form, kernel)
+    for form in FORMS
+    for kernel in (form.ranks if isinstance(form.ranks, Mapping) else (None,))
+)
+"""The forms in compiled code, by number: those that depend on the kernel once for each."""
+_FIRST_TABLE = _VARIANTS.index((TABLE, Kernel.VLLM))
 
 
 def latency_form(name: str) -> LatencyForm:
@@ -247,15 +395,9 @@ def latency_form(name: str) -> LatencyForm:
 
 
 def latency_code(name: str, kernel: Kernel = Kernel.VLLM) -> int:
-    """Return the number of a form under a kernel, for `step_ms` and `rank_ms`.
-
-    Only the additive form and the table form depend on the kernel.
-    """
+    """Return the number of a form under a kernel, for `step_ms` and `rank_ms`."""
     form = latency_form(name)
-    if form not in (ADDITIVE, TABLE) or kernel is Kernel.VLLM:
-        return form.code
-    padded, summed = (_ADDITIVE_BGMV, _ADDITIVE_MBGMV) if form is ADDITIVE else (_TABLE_BGMV, _TABLE_MBGMV)
-    return padded if kernel is Kernel.BGMV else summed
+    return _VARIANTS.index((form, kernel if isinstance(form.ranks, Mapping) else None))
 
 
 def coefficient_array(model: FittedModel) -> NDArray[np.float64]:
@@ -294,18 +436,53 @@ def _require_known(model: FittedModel, form: LatencyForm) -> None:
 
 def uses_ranks(form: int, k: NDArray[np.float64]) -> bool:
     """Return whether `rank_ms` can differ from 0; if not, the twin counts no `StepRanks`."""
-    if form in (_IS_TOPPINGS_BGMV, _IS_TOPPINGS_MBGMV):
-        return True
-    if form == _IS_DIGITAL_TWIN or k.size <= _PREFILL:
-        return False
-    return bool(k[_DECODE_KRANK] or k[_PREFILL_KRANK] or k[_PREFILL] or k[_PREFILL_MPAIR])
+    chosen, _ = _VARIANTS[form]
+    return chosen.ranks is not None and chosen.reads_prefills(k)
 
 
 def uses_decode_ranks(form: int, k: NDArray[np.float64]) -> bool:
     """Return whether `rank_ms` depends on requests that decode; if not, the twin counts prefills only."""
-    if form in (_IS_TOPPINGS_BGMV, _IS_TOPPINGS_MBGMV):
-        return True
-    return uses_ranks(form, k) and bool(k[_DECODE_KRANK] or k[_PREFILL_KRANK])
+    chosen, _ = _VARIANTS[form]
+    return chosen.ranks is not None and chosen.reads_decodes(k)
+
+
+@inner
+def _no_step_ms(_form: int, _k: NDArray[np.float64], _step: StepFeatures) -> float:
+    return 0.0
+
+
+@inner
+def _no_rank_ms(_form: int, _k: NDArray[np.float64], _s_max: float, _ranks: StepRanks) -> float:
+    return 0.0
+
+
+def _or_step(code: int, function: Any, otherwise: Any) -> Any:
+    @inner
+    def chosen(form: int, k: NDArray[np.float64], step: StepFeatures) -> float:
+        if form == code:
+            return float(function(k, step))
+        return float(otherwise(form, k, step))
+
+    return chosen
+
+
+def _or_ranks(code: int, function: Any, otherwise: Any) -> Any:
+    @inner
+    def chosen(form: int, k: NDArray[np.float64], s_max: float, ranks: StepRanks) -> float:
+        if form == code:
+            return float(function(k, s_max, ranks))
+        return float(otherwise(form, k, s_max, ranks))
+
+    return chosen
+
+
+_form_step_ms, _form_rank_ms = _no_step_ms, _no_rank_ms
+for _code, (_form, _kernel) in reversed(tuple(enumerate(_VARIANTS))):
+    _ranks = _form.ranks if _kernel is None else _form.ranks[_kernel]
+    if _form.step is not None:
+        _form_step_ms = _or_step(_code, _form.step, _form_step_ms)
+    if _ranks is not None:
+        _form_rank_ms = _or_ranks(_code, _ranks, _form_rank_ms)
 
 
 @jit
@@ -327,41 +504,16 @@ def step_ms(form: int, k: NDArray[np.float64], step: StepFeatures) -> float:
 @inner
 def step_line(form: int, k: NDArray[np.float64], step: StepFeatures) -> KvLine:
     """Return `step_ms` of the table form as long as only KV tokens change; no line in other forms."""
-    if form < _IS_TABLE:
-        return no_line(np.inf)
-    line = kv_line(k, _TABLES, step.tokens, step.requests, step.kv_tokens)
-    with_adapter = min(1.0, step.adapters)  # means over steps lie between none and one, too
-    terms_ms = _additive_ms(k, step, with_adapter * step.a_max, line.start)
-    terms_ms += with_adapter * k[_LORA_KTOKEN] * step.tokens / 1000.0
-    ms_per_token = line.ms_per_token + k[_KV_KTOKEN] / 1000.0
-    whole = KvLine(terms_ms + line.constant_ms, ms_per_token, line.start, line.end)
-    return _cut_at_cache(whole, k, step.kv_tokens)
-
-
-@inner
-def _cut_at_cache(line: KvLine, k: NDArray[np.float64], kv_tokens: float) -> KvLine:
-    """Return the part of a line below or beyond the cache, which contains `kv_tokens`."""
-    cache, more = 1000.0 * k[_CACHE], k[_BEYOND_CACHE] / 1000.0
-    if more == 0.0:
-        return line
-    if kv_tokens < cache:
-        return KvLine(line.constant_ms, line.ms_per_token, line.start, min(line.end, cache))
-    start = max(line.start, cache)
-    constant_ms = line.constant_ms + line.ms_per_token * (start - line.start)
-    return KvLine(constant_ms, line.ms_per_token + more, start, line.end)
+    return _table_line(k, step) if form >= _FIRST_TABLE else no_line(np.inf)
 
 
 @inner
 def with_line_ms(form: int, k: NDArray[np.float64], step: StepFeatures, line: KvLine) -> float:
     """Return `step_ms`, given its `step_line`."""
-    if form >= _IS_TABLE:
+    if form >= _FIRST_TABLE:
         milliseconds = milliseconds_at(line, step.kv_tokens)
-    elif form in (_IS_TOPPINGS_BGMV, _IS_TOPPINGS_MBGMV):
-        milliseconds = 0.0
-    elif form == _IS_DIGITAL_TWIN:
-        milliseconds = _digital_twin_ms(k, step)
     else:
-        milliseconds = _additive_ms(k, step, step.a_max, step.kv_tokens)
+        milliseconds = _form_step_ms(form, k, step)
     return max(0.0, milliseconds)  # coefficients of free sign must not turn the clock back
 
 
@@ -378,69 +530,4 @@ def rank_ms(form: int, k: NDArray[np.float64], s_max: float, ranks: StepRanks) -
     ranks
         Ranks and prefills of the step.
     """
-    if form in (_IS_TOPPINGS_BGMV, _IS_TOPPINGS_MBGMV):
-        milliseconds = _toppings_ms(form, k, ranks)
-    elif form == _IS_DIGITAL_TWIN or k.size <= _PREFILL:
-        milliseconds = 0.0
-    else:
-        milliseconds = _additive_rank_ms(form, k, s_max, ranks)
-    return max(0.0, milliseconds)
-
-
-@jit
-def _additive_ms(k: NDArray[np.float64], step: StepFeatures, slots: float, kv_tokens: float) -> float:
-    ktokens = step.tokens / 1000.0
-    small_ms = k[_ADAPTER_SMALL_RANK16] * step.adapters * np.ceil(step.s_max / 16.0)
-    milliseconds = (
-        k[_BASE]
-        + k[_KTOKEN] * ktokens
-        + k[_KV_KTOKEN] * kv_tokens / 1000.0
-        + slots * (k[_SLOT] + k[_SLOT_KTOKEN] * ktokens + k[_SLOT_RANK16] * step.s_max / 16.0)
-        + step.adapters
-        * (
-            k[_ADAPTER]
-            + k[_ADAPTER_RANK16] * step.s_max / 16.0
-            + k[_ADAPTER_KREQUEST] * step.requests / 1000.0
-        )
-        + (small_ms if step.tokens < SPLIT_TOKENS else 0.0)
-        + (k[_ADAPTER_QUEUED] * step.adapters if step.waiting > 0 else 0.0)
-        + k[_WAITING_KREQUEST] * step.waiting / 1000.0 * (1.0 - step.slots_per_adapter)
-        + k[_KTOKEN_BEYOND_GRAPHS] * max(0.0, step.tokens - GRAPH_TOKENS) / 1000.0
-    )
-    if k.size > _PREFILL:
-        several = min(1.0, max(0.0, step.requests - 1.0))  # means over steps lie between one and two, too
-        milliseconds += k[_REQUEST] * step.requests + k[_SEVERAL] * several
-        milliseconds += k[_BEYOND_CACHE] * max(0.0, kv_tokens / 1000.0 - k[_CACHE])
-    return float(milliseconds)
-
-
-@jit
-def _additive_rank_ms(form: int, k: NDArray[np.float64], s_max: float, ranks: StepRanks) -> float:
-    decode = ranks.decode_rank_sum
-    prefill = ranks.prefill_rank_tokens
-    if form not in (_ADDITIVE_MBGMV, _TABLE_MBGMV):
-        padded_to = s_max if form in (_IS_ADDITIVE, _IS_TABLE) else ranks.max_rank
-        decode = ranks.lora_decodes * padded_to
-        prefill = ranks.lora_prefill_tokens * padded_to
-    milliseconds = k[_DECODE_KRANK] * decode / 1000.0 + k[_PREFILL_KRANK] * prefill / 1000.0
-    milliseconds += k[_PREFILL] * ranks.prefills + k[_PREFILL_MPAIR] * ranks.prefill_mpairs
-    return float(milliseconds)
-
-
-@jit
-def _digital_twin_ms(k: NDArray[np.float64], step: StepFeatures) -> float:
-    in_batch = step.adapters / step.adapters_served if step.adapters_served > 0.0 else 0.0
-    scheduler_ms = k[_K1] * step.requests + step.waiting * (k[_K2] + k[_K3] * in_batch)
-    is_base = k.size > _K7_BASE and step.adapters == 0.0
-    overhead = k[_K7_BASE] if is_base else k[_K6] * step.adapters + k[_K7]
-    return float(scheduler_ms + (k[_K4] * step.requests + k[_K5]) * overhead)
-
-
-@jit
-def _toppings_ms(form: int, k: NDArray[np.float64], ranks: StepRanks) -> float:
-    sums = form == _IS_TOPPINGS_MBGMV
-    decode = ranks.decode_rank_sum if sums else ranks.lora_decodes * ranks.max_rank
-    prefill = ranks.prefill_rank_sum if sums else ranks.lora_prefills * ranks.max_rank
-    decode_ms = k[_DECODE_ALPHA] * decode + k[_DECODE_BETA] if ranks.decodes > 0.0 else 0.0
-    prefill_ms = k[_PREFILL_ALPHA] * prefill + k[_PREFILL_BETA] if ranks.prefills > 0.0 else 0.0
-    return float(decode_ms + prefill_ms)
+    return max(0.0, _form_rank_ms(form, k, s_max, ranks))

@@ -59,6 +59,22 @@ def test_an_edited_rule_takes_effect_in_the_functions_that_call_it(tmp_path: Pat
     assert len(list((tmp_path / "cache").glob("compiled-*"))) == 2
 
 
+def test_an_edit_of_what_compiled_code_takes_from_documents_changes_the_digest(tmp_path: Path) -> None:
+    """The dispatch of routers holds their numbers, which are those of their names in workloads and plans."""
+    names = PACKAGE / "spec" / "_routing.py"
+    found = source_digest()
+    copy = tmp_path / "capplan"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    edited = names.read_text().replace('"plan-shares", "smooth-shares"', '"smooth-shares", "plan-shares"')
+    assert edited != names.read_text()
+    (copy / "spec" / "_routing.py").write_text(edited)
+    program = "from capplan._jit import source_digest; print(source_digest())"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() not in ("", found)
+
+
 def test_the_cache_folder_is_named_after_the_sources() -> None:
     assert cache_dir().name == f"compiled-{source_digest()}"
 

@@ -199,10 +199,10 @@ def test_the_readme_counts_the_profiles_that_ship() -> None:
 
 
 def test_the_guide_to_deploying_names_every_flag_of_a_script() -> None:
-    from capplan.deploy import EXPORTERS
+    from capplan.deploy import export
     from tests.cli.examples import small_plan
 
-    files = EXPORTERS["vllm"](small_plan(), port=8000, runtime_updates=True)
+    files = export(small_plan(), "vllm", port=8000, runtime_updates=True)
     scripts = "".join(text for name, text in files.items() if name.endswith(".sh"))
     page = (DOCS / "guides" / "deploy.md").read_text(encoding="utf-8")
     named = set(re.findall(r"--[a-z][a-z-]+", scripts)) | set(re.findall(r"VLLM_[A-Z_]+(?==)", scripts))

@@ -1,4 +1,4 @@
-from ._export import EXPORTERS, Exporter, export
-from ._vllm import TOP_NAMES, download_notes, vllm_files
+from ._export import DEFAULT_PORT, EXPORTERS, Exporter, export, find_exporter
+from ._vllm import TOP_NAMES, vllm_files
 
-__all__ = ["EXPORTERS", "TOP_NAMES", "Exporter", "download_notes", "export", "vllm_files"]
+__all__ = ["DEFAULT_PORT", "EXPORTERS", "TOP_NAMES", "Exporter", "export", "find_exporter", "vllm_files"]

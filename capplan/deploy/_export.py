@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Protocol
+from typing import Final
 
-from capplan.deploy._vllm import vllm_files
+from capplan.deploy._vllm import TOP_NAMES, download_notes, vllm_files
 from capplan.errors import InputError
 from capplan.spec import Plan
 
+DEFAULT_PORT: Final = 8000
 
-class Exporter(Protocol):
+
+@dataclass(frozen=True)
+class Exporter:
     """Turns a plan into files."""
 
-    def __call__(self, plan: Plan, *, port: int, runtime_updates: bool) -> dict[str, str]:
-        """Return the text of each file, by its path within the exported directory."""
-        ...
+    files: Callable[..., dict[str, str]]
+    """Function of a plan, and of `options` as keywords, that returns the text of each file by its path in the
+    exported directory. A file that ends in ``.sh`` is written as a program."""
+    top_names: frozenset[str]
+    """Entries at the top of the directory, which a later export may replace."""
+    options: tuple[str, ...] = ()
+    """Those of `export` that it takes."""
+    serves: bool = False
+    """Whether the files start servers, which must then be verified as they serve: without what they leave out
+    of the plan, its scheduler, cache and re-balancing."""
+    notes: Callable[[Plan], tuple[str, ...]] = lambda _: ()
+    """Lines for who uses the files."""
 
 
-EXPORTERS: Final[Mapping[str, Exporter]] = MappingProxyType({"vllm": vllm_files})
+EXPORTERS: Final[Mapping[str, Exporter]] = MappingProxyType(
+    {
+        "vllm": Exporter(
+            vllm_files, TOP_NAMES, ("port", "runtime_updates"), serves=True, notes=download_notes
+        ),
+    }
+)
 """Exporters by target."""
 
 
 def export(
-    plan: Plan, target: str = "vllm", *, port: int = 8000, runtime_updates: bool = False
+    plan: Plan, target: str = "vllm", *, port: int = DEFAULT_PORT, runtime_updates: bool = False
 ) -> dict[str, str]:
     """Return the files of a plan for a target, text by path.
 
@@ -42,8 +61,25 @@ def export(
     Raises
     ------
     InputError
-        If the target is unknown or cannot run the plan's engine, or a port is out of range.
+        If the target is unknown, cannot run the plan's engine or lacks an option, or a port is out of range.
+    """
+    exporter = find_exporter(target)
+    options = {"port": port, "runtime_updates": runtime_updates}
+    defaults = {"port": DEFAULT_PORT, "runtime_updates": False}
+    for name, value in options.items():
+        if name not in exporter.options and value != defaults[name]:
+            raise InputError(f"does not go with target {target}", value, name)
+    return exporter.files(plan, **{name: options[name] for name in exporter.options})
+
+
+def find_exporter(target: str) -> Exporter:
+    """Return the exporter of a target.
+
+    Raises
+    ------
+    InputError
+        If there is none; the message lists the targets.
     """
     if target not in EXPORTERS:
         raise InputError(f"must be one of {', '.join(EXPORTERS)}", target, "target")
-    return EXPORTERS[target](plan, port=port, runtime_updates=runtime_updates)
+    return EXPORTERS[target]

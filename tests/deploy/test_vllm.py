@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from capplan import Plan, errors
-from capplan.deploy import EXPORTERS, TOP_NAMES, vllm_files
+from capplan.deploy import TOP_NAMES, export, vllm_files
 from capplan.spec import Cache, Group, PlanBase, PlanEngine, Totals, Verification
 from tests.cli.examples import MODEL, group, small_plan
 
@@ -373,7 +373,7 @@ def test_the_last_ports_are_allowed() -> None:
 
 
 def test_the_same_plan_gives_the_same_files() -> None:
-    assert EXPORTERS["vllm"](small_plan(), port=8000, runtime_updates=False) == vllm_files(small_plan())
+    assert export(small_plan(), "vllm", port=8000, runtime_updates=False) == vllm_files(small_plan())
 
 
 @pytest.mark.parametrize("name", ["a/../../b", "x/.."])

@@ -283,7 +283,8 @@ def test_states_are_read_once_per_period() -> None:
         for _ in range(100):
             await asyncio.sleep(0.01)
             ages.append(router.age_s(0))
-        assert 2 <= instance.reports - before <= (time.monotonic() - began_s) / 0.05 + 1
+        # One may be due at each end, and one that was due before comes late on a busy machine.
+        assert 2 <= instance.reports - before <= (time.monotonic() - began_s) / 0.05 + 2
         assert sorted(ages)[50] < 0.5
 
     run(check, routing=replace(settings_of("least-loaded"), state_period_s=0.05))

@@ -4,8 +4,18 @@ import numpy as np
 import pytest
 
 from capplan import errors
-from capplan.models import ADDITIVE, StepFeatures, coefficient_array, latency_form, step_ms
-from capplan.models._step_latency import DIGITAL_TWIN
+from capplan.models import (
+    ADDITIVE,
+    StepFeatures,
+    StepRanks,
+    coefficient_array,
+    latency_code,
+    latency_form,
+    rank_ms,
+    step_ms,
+)
+from capplan.models._step_latency import DIGITAL_TWIN, FORMS, LatencyForm
+from capplan.spec import Kernel
 from tests.twin.examples import part
 
 STEP = StepFeatures(
@@ -76,6 +86,15 @@ def test_the_digital_twin_form_is_the_papers_equation() -> None:
 def test_coefficients_come_in_the_order_of_their_form() -> None:
     shuffled = {name: float(i) for i, name in reversed(list(enumerate(ADDITIVE.coefficients)))}
     assert coefficient_array(part("additive", **shuffled)).tolist() == list(range(len(shuffled)))
+
+
+@pytest.mark.parametrize("kernel", Kernel)
+@pytest.mark.parametrize("form", FORMS[:-1], ids=lambda form: form.name)
+def test_every_form_takes_time_under_every_kernel(form: LatencyForm, kernel: Kernel) -> None:
+    """A form that the dispatch does not reach takes none."""
+    code, k = latency_code(form.name, kernel), np.ones(len(form.coefficients))
+    ranks = StepRanks(*np.ones(len(StepRanks._fields)))
+    assert step_ms(code, k, STEP) + rank_ms(code, k, 16.0, ranks) > 1.0
 
 
 def test_an_unknown_form_is_an_input_error_that_lists_the_known_ones() -> None:
