@@ -9,7 +9,7 @@ InfeasibleReason: TypeAlias = Literal["memory", "starvation", "slo", "gpus", "ti
 
 _VALUE_LIMIT: Final = 80  # characters of a value shown in a message
 _LOCATION_LIMIT: Final = 1024  # more than any path
-_RULE_LIMIT: Final = 8192  # more than a rule that lists the names of all profiles
+_RULE_LIMIT: Final = 2048  # more than any rule that holds no name of the user's
 _PASSWORD_KEY: Final = re.compile(r"(?<!\w)((?:ssl)?pass(?:word|wd)?|pwd)=[^\s&;'\"]+", re.IGNORECASE)
 _USER_IN_URL: Final = re.compile(r"(?:\b[a-z][\w+.-]{0,30}:/{1,2}|//)[^\s:@/]*:", re.IGNORECASE)
 """Up to the password; one slash: of a URL that was taken for a path. Bounded: a text may have a megabyte."""
