@@ -91,8 +91,12 @@ def test_toppings_charges_prefill_and_decode_as_two_iterations() -> None:
         assert rank_ms(code, k, S_MAX, decode) == pytest.approx(0.01 * of_decode + 30.0)
         assert rank_ms(code, k, S_MAX, prefill) == pytest.approx(0.1 * of_prefill + 50.0)
         assert step_ms(code, k, STEP) == 0.0
-    assert rank_ms(latency_code("toppings-mbgmv"), k, S_MAX, both) == pytest.approx(0.01 * 24 + 30.0 + 0.1 * 40 + 50.0)
-    assert rank_ms(latency_code("toppings-bgmv"), k, S_MAX, both) == pytest.approx(0.01 * 2 * 32 + 30.0 + 0.1 * 2 * 32 + 50.0)
+    assert rank_ms(latency_code("toppings-mbgmv"), k, S_MAX, both) == pytest.approx(
+        0.01 * 24 + 30.0 + 0.1 * 40 + 50.0
+    )
+    assert rank_ms(latency_code("toppings-bgmv"), k, S_MAX, both) == pytest.approx(
+        0.01 * 2 * 32 + 30.0 + 0.1 * 2 * 32 + 50.0
+    )
 
 
 def test_requests_of_the_base_model_cost_an_iteration_and_no_rank() -> None:
