@@ -1,4 +1,5 @@
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,10 @@ CASES = Path(__file__).resolve().parents[2] / "shared" / "cases"
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores already
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell ignores Ctrl-C for what it runs in the background, and processes of the tests would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # CI must give the same answer twice: fixed examples, no deadline on a busy machine.
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=25)
