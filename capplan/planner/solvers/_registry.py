@@ -41,9 +41,20 @@ def registry() -> Mapping[str, Solver]:
     from capplan.planner.solvers._milp import MILP
     from capplan.planner.solvers._random_placement import RANDOM, SLORA_CONTIGUOUS, SLORA_RANDOM
 
-    every: tuple[Solver, ...] = (
-        *(CAPPLAN, GREEDY, GREEDY_STRICT, GREEDY_FAST, LATENCY, MAXBASE, MAXBASE_HALF, RANDOM),
-        *(SLORA_RANDOM, SLORA_CONTIGUOUS, DLORA_PROACTIVE, LORASERVE, MILP),
+    every = (
+        CAPPLAN,
+        GREEDY,
+        GREEDY_STRICT,
+        GREEDY_FAST,
+        LATENCY,
+        MAXBASE,
+        MAXBASE_HALF,
+        RANDOM,
+        SLORA_RANDOM,
+        SLORA_CONTIGUOUS,
+        DLORA_PROACTIVE,
+        LORASERVE,
+        MILP,
     )
     return MappingProxyType({solver.name: solver for solver in every})
 
