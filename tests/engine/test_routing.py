@@ -279,12 +279,12 @@ def test_requests_go_to_the_instance_that_reports_fewer() -> None:
 def test_states_are_read_once_per_period() -> None:
     async def check(r: Any) -> None:
         instance, router = r.launcher["g0-1"], r.state.fleet.router
+        await r.until(partial(lambda first: instance.reports > first, instance.reports))  # none is on its way
         before, began_s, ages = instance.reports, time.monotonic(), []
         for _ in range(100):
             await asyncio.sleep(0.01)
             ages.append(router.age_s(0))
-        # One may be due at each end, and one that was due before comes late on a busy machine.
-        assert 2 <= instance.reports - before <= (time.monotonic() - began_s) / 0.05 + 2
+        assert 2 <= instance.reports - before <= (time.monotonic() - began_s) / 0.05 + 1
         assert sorted(ages)[50] < 0.5
 
     run(check, routing=replace(settings_of("least-loaded"), state_period_s=0.05))
