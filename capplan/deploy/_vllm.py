@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from capplan import serving  # loads the rules, and numba, when a plan is exported
 from capplan.datasets import known_arch
 from capplan.errors import InputError
-from capplan.serving import SLORA_ENGINE, VLLM_ENGINE, serving_rules
 from capplan.spec import (
     PLAN_ROUTER,
     VLLM_FLAGS,
@@ -134,7 +134,7 @@ def vllm_files(plan: Plan, *, port: int = 8000, runtime_updates: bool = False) -
 
 def _require_slots(plan: Plan) -> None:
     for engine in (plan.engine, *map(plan.engine_of, plan.groups)):
-        if serving_rules(engine.rules).engine == SLORA_ENGINE:
+        if serving.serving_rules(engine.rules).engine == serving.SLORA_ENGINE:
             rule = "must be an engine with adapter slots, which vLLM has and S-LoRA's common pool does not"
             raise InputError(rule, f"{engine.name} {engine.version}, rules {engine.rules}", "plan: engine")
 
@@ -154,7 +154,7 @@ def _require_adapters(plan: Plan) -> None:
 
 def _vllm_version(engine: PlanEngine) -> str | None:
     """Return the version of vLLM that serves; None, the newest, if the plan is for another engine."""
-    return engine.version if engine.name == VLLM_ENGINE else None
+    return engine.version if engine.name == serving.VLLM_ENGINE else None
 
 
 def _require_flags(command: Sequence[str], group: Group, engine: PlanEngine) -> None:
@@ -242,7 +242,7 @@ def _module_flags(engine: PlanEngine) -> Iterable[str]:
 
 def _scheduling_flags(name: str) -> Iterable[str]:
     """Return the flag of the kind of scheduling, if it is not the default of the version."""
-    rules = serving_rules(name)
+    rules = serving.serving_rules(name)
     if rules.releases is not None and not rules.is_default:
         yield "--async-scheduling" if rules.async_scheduling else "--no-async-scheduling"
 
