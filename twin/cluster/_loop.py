@@ -127,12 +127,12 @@ def serve(
         event, until_ns = _next_event(cluster, rule, cursor)
         if until_ns > cursor.pause_ns:
             return PAUSED
+        first, last = _concerned(cluster, rule, key, cursor, event)
+        for place in range(first, last):  # the only call: compiled code has a copy of the twin for each
+            advance_to(cluster, placement.instance[place], until_ns)
         if event == REPORT:
             _report(cluster, cursor)
             continue
-        first, last = _concerned(cluster, rule, key, cursor, event)
-        for place in range(first, last):
-            advance_to(cluster, placement.instance[place], until_ns)
         if event == REFRESH:
             return REFRESH_DUE
         if event == END:
@@ -150,13 +150,15 @@ def serve(
 
 @inner
 def _report(cluster: Cluster, cursor: np.record) -> None:
-    """Let the next instance report its state."""
-    instances, following = cluster.progress.size, cursor.reports + 1
-    instance = cursor.reports % instances
-    advance_to(cluster, instance, cursor.report_ns)
-    report_state(cluster, instance, cursor.report_ns)
-    cursor.reports = following
-    cursor.report_ns = report_time_ns(following, instances, cursor.report_period_ns)
+    """Let the next instance, which has run up to now, report its state."""
+    report_state(cluster, _reporting(cluster, cursor), cursor.report_ns)
+    cursor.reports += 1
+    cursor.report_ns = report_time_ns(cursor.reports, cluster.progress.size, cursor.report_period_ns)
+
+
+@inner
+def _reporting(cluster: Cluster, cursor: np.record) -> int:
+    return int(cursor.reports % cluster.progress.size)
 
 
 @inner
@@ -165,6 +167,9 @@ def _concerned(
 ) -> tuple[int, int]:
     """Return the places, first and one after the last, whose instances are advanced to an event."""
     placement = cluster.placement
+    if event == REPORT:
+        place = find_place(placement, 0, _reporting(cluster, cursor))
+        return place, place + (place != NONE)  # an instance that is down has no place, and nothing to do
     if event != ARRIVAL:
         return int(placement.start[0]), int(placement.start[1])  # the base model is everywhere
     adapter = cluster.adapter[cursor.next]
