@@ -68,6 +68,8 @@ _IMPORT = re.compile(r"^\s*from (capplan[\w.]*) import (\([^)]*\)|[^\n]*)", re.M
 _STUB = re.compile(r"^from \.([\w.]+) import (\([^)]*\)|[^\n]*)", re.MULTILINE)
 _WORD = re.compile(r"\w+")
 
+_FIRST_ARGUMENT: Final = 2
+"""Of a compiled function, after the pointers to its result and to its exception."""
 _DIGEST_BYTES: Final = 32
 _PRIVATE_FOLDER: Final = 0o700
 _PRIVATE_FILE: Final = 0o600
@@ -237,6 +239,17 @@ def inner(function: F) -> F:
     return cast("F", _Linked(function, targetoptions=options, pipeline_class=_LinkedCompiler))
 
 
+def inner_once(function: F) -> F:
+    """Compile a function as `inner` does, but let callers call it: an entry has one copy, not one per call.
+
+    For what is long, or called from many places, and not at each step: it saves compile time.
+    """
+    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # made at run time
+        return function
+    options = {"nopython": True, **_INNER_OPTIONS, "forceinline": False}
+    return cast("F", _Linked(function, targetoptions=options, pipeline_class=_CalledCompiler))
+
+
 def inner_sum(function: F) -> F:
     """Compile a function as `inner` does, with sums in any order: LLVM vectorises loops that add up."""
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # made at run time
@@ -374,6 +387,12 @@ class _LinkedLibrary(JITCodeLibrary):
         self._finalize_dynamic_globals()
         self._finalized = True
 
+    def create_ir_module(self, name: str) -> Any:
+        """Return an empty module that says that its functions are parts of others."""
+        module = super().create_ir_module(name)
+        module.is_linked = True
+        return module
+
     def get_pointer_to_function(self, name: str) -> int:
         """Return the null pointer: there is no machine code."""
         self._ensure_finalized()
@@ -385,6 +404,21 @@ class _LinkedLibrary(JITCodeLibrary):
         return _NO_ENVIRONMENT
 
 
+class _CalledLibrary(_LinkedLibrary):
+    """A function that LLVM does not inline."""
+
+    def add_ir_module(self, module: Any) -> None:
+        """Add the module of the function, whose records nobody writes while it runs."""
+        for function in module.functions:
+            if function.is_declaration:
+                continue
+            function.attributes.add("noinline")
+            for argument in function.args[_FIRST_ARGUMENT:]:
+                if isinstance(getattr(argument.type, "pointee", None), ir.LiteralStructType):
+                    argument.add_attribute("noalias")
+        super().add_ir_module(module)
+
+
 class _NoEnvironment:
     def set_env(self, env_name: str, env: object) -> None:
         pass
@@ -394,9 +428,15 @@ _NO_ENVIRONMENT: Final = _NoEnvironment()
 
 
 class _LinkedCompiler(Compiler):
+    _library: type[_LinkedLibrary] = _LinkedLibrary
+
     def __init__(self, typing: Any, target: Any, library: Any, *rest: Any) -> None:
-        library = _LinkedLibrary(target.codegen(), f"linked.{next(_numbers)}")
+        library = self._library(target.codegen(), f"linked.{next(_numbers)}")
         super().__init__(typing, target, library, *rest)
+
+
+class _CalledCompiler(_LinkedCompiler):
+    _library = _CalledLibrary
 
 
 def by_reference(record: C) -> C:
@@ -442,7 +482,7 @@ class _ReferenceModel(models.PrimitiveModel):
         super().__init__(manager, kind, layout.as_pointer())
 
     def from_argument(self, builder: Any, value: Any) -> Any:
-        if "alwaysinline" in builder.function.attributes:
+        if getattr(builder.module, "is_linked", False):
             return value
         return cgutils.alloca_once_value(builder, builder.load(value))
 

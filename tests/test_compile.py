@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numba.core.errors import TypingError
 
-from capplan._jit import cache_dir, inner, inner_sum, jit, source_digest
+from capplan._jit import cache_dir, inner, inner_once, inner_sum, jit, source_digest
 
 pytestmark = pytest.mark.long
 
@@ -89,7 +89,7 @@ def test_compiled_code_that_would_need_reference_counts_is_refused() -> None:
         jit(allocate)(3)
 
 
-@pytest.mark.parametrize("decorate", [inner, inner_sum])
+@pytest.mark.parametrize("decorate", [inner, inner_once, inner_sum])
 def test_a_part_of_compiled_callers_raises_if_called_from_python(decorate: Callable[..., Any]) -> None:
     """Its machine code is the null pointer."""
 

@@ -152,8 +152,9 @@ def serve(
 def _report(cluster: Cluster, cursor: np.record) -> None:
     """Let the next instance, which has run up to now, report its state."""
     report_state(cluster, _reporting(cluster, cursor), cursor.report_ns)
-    cursor.reports += 1
-    cursor.report_ns = report_time_ns(cursor.reports, cluster.progress.size, cursor.report_period_ns)
+    following = int(cursor.reports) + 1
+    cursor.reports = following
+    cursor.report_ns = report_time_ns(following, cluster.progress.size, cursor.report_period_ns)
 
 
 @inner

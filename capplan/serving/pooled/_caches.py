@@ -9,7 +9,7 @@ Source: Chameleon, sections 4.2 and 5.3.
 
 from __future__ import annotations
 
-from capplan._jit import inner, jit
+from capplan._jit import inner, inner_once, jit
 from capplan.serving.pooled._state import (
     FAIRSHARE,
     GDSF,
@@ -205,7 +205,7 @@ def _score(state: State, limits: Limits, adapter: int, uses: float, age_ns: int,
     return float(weights[0] * frequent + weights[1] * recent + weights[2] * large)
 
 
-@inner
+@inner_once
 def make_room(state: State, limits: Limits, blocks: int, also_needed: bool) -> bool:
     """Evict idle adapters until `blocks` are free; return False if they do not suffice."""
     while state.counters.free_blocks < blocks:

@@ -9,7 +9,7 @@ Source: Chameleon, sections 4.2 and 4.3; S-LoRA for arrival order.
 
 from __future__ import annotations
 
-from capplan._jit import inner
+from capplan._jit import inner, inner_once
 from capplan.serving._structures import heap_push, heap_remove
 from capplan.serving.pooled._caches import leave_adapter, make_room, pages_to_pin, use_adapter
 from capplan.serving.pooled._size_queues import (
@@ -88,7 +88,7 @@ def step_has_tokens(state: State, limits: Limits, row: int) -> bool:
     return bool(alone or known <= state.pooled.counts.room_tokens)
 
 
-@inner
+@inner_once
 def admit(state: State, limits: Limits, row: int) -> None:
     """Admit a waiting row that has memory; its charge is booked by the caller."""
     c, pooled = state.counters, state.pooled
@@ -179,7 +179,7 @@ def end_admitted(state: State, limits: Limits, row: int, is_complete: bool) -> N
     release(state, limits, row)
 
 
-@inner
+@inner_once
 def requeue(state: State, limits: Limits, row: int) -> None:
     """Preempt an admitted row: it loses its KV and returns to its queue at its place by arrival."""
     c = state.counters

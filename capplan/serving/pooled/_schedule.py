@@ -17,7 +17,7 @@ the least number of samples are assumptions.
 
 from __future__ import annotations
 
-from capplan._jit import inner
+from capplan._jit import inner, inner_once
 from capplan.serving.pooled._caches import begin_load, is_needed, is_pinned, make_room, note_use
 from capplan.serving.pooled._chameleon import admit_batch
 from capplan.serving.pooled._pool import (
@@ -360,7 +360,7 @@ def _decode(state: State, limits: Limits) -> int:
     return int(c.n_decoding)
 
 
-@inner
+@inner_once
 def _start_prompts(state: State, limits: Limits, budget: int) -> int:
     """Give tokens to the rows whose adapter is loaded, in order of admission; return the tokens.
 
