@@ -29,13 +29,12 @@ help: ## what can be made
 plan: $(VENV)/.base ## plan the example workload: prints the plan and writes plan.json
 	$(BIN)/capplan plan examples/chat-96/workload.yaml -o plan.json
 
-test: $(VENV)/.test ## linters, types, import arrows, and the tests that a change is likely to break
+test: ## linters, types, import arrows, and the tests that a change is likely to break
+test-all: ## everything CI runs: those and all other tests
+test: SELECTED := -m 'not process and not fuzz and not long'
+test test-all: $(VENV)/.test
 	$(MAKE) --jobs=2 --output-sync=target compile lint
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) -m 'not process and not fuzz and not long'
-
-test-all: $(VENV)/.test ## everything CI runs: those and all other tests
-	$(MAKE) --jobs=2 --output-sync=target compile lint
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) $(SELECTED)
 
 test-newest: ## the tests with the newest versions of everything, beyond the bounds of pyproject.toml
 	$(PYTHON) -m venv $(NEWEST)
