@@ -5,7 +5,6 @@ Scheduler and adapter cache of a workload or plan as switches of the compiled ru
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
@@ -13,7 +12,7 @@ from typing import Final
 from capplan.errors import InputError
 from capplan.serving.pooled import _state as p
 from capplan.serving.state import POOLED, SLORA, VLLM, Limits
-from capplan.spec import SLORA_CADENCE, Cache, EngineArgs, Scheduler
+from capplan.spec import SLORA_CADENCE, Cache, EngineArgs, Scheduler, version_numbers
 from capplan.version import installed_version
 
 _NS_PER_S: Final = 1_000_000_000
@@ -51,7 +50,6 @@ VLLM_ENGINE: Final = "vllm"
 SLORA_ENGINE: Final = "s-lora"
 CAPPLAN_ENGINE: Final = "capplan"
 _SLORA_REVISION: Final = "c1ddf48"
-_VERSION: Final = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.\d+)*(?:\.?(?:rc|dev|post)\d+)*(?:\+[\w.]+)?")
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Releases:
     last: str
 
     def __str__(self) -> str:
-        minor = ".".join(map(str, _numbers(self.last)[:2]))
+        minor = ".".join(map(str, version_numbers(self.last)[:2]))
         return self.first if self.first == self.last else f"{self.first} to {minor}"
 
     def cover(self, version: str) -> bool:
@@ -71,26 +69,12 @@ class Releases:
 
     def follow(self, version: str) -> bool:
         """Return whether all of them are later than a version."""
-        numbers = _numbers(version)
-        return _numbers(self.first)[: len(numbers)] > numbers
+        numbers = version_numbers(version)
+        return version_numbers(self.first)[: len(numbers)] > numbers
 
     def precede(self, version: str) -> bool:
         """Return whether all of them are earlier than a version."""
-        return _numbers(self.last)[:2] < _numbers(version)[:2]
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version, such as 0.8.5.post1, without its suffix.
-
-    Raises
-    ------
-    InputError
-        If it is not two or more numbers, with suffixes such as rc1, .dev3, .post1 and +cu128 or without.
-    """
-    found = _VERSION.fullmatch(version)
-    if found is None:
-        raise InputError("must be a version such as 0.11.0", version, "engine_version")
-    return tuple(int(number) for number in found.groups() if number is not None)
+        return version_numbers(self.last)[:2] < version_numbers(version)[:2]
 
 
 @dataclass(frozen=True)
@@ -129,6 +113,9 @@ class ServingRules:
         ``long_prefill_token_threshold``).
     lone_prefill_exempt
         The limit does not apply to a request that is alone in the engine (vLLM 0.32).
+    hold_ending
+        Async: the adapter of a request whose last token is in flight keeps its slot (since vLLM 0.33),
+        otherwise it counts as unused one step earlier than the request leaves.
     load_beside
         Adapters are loaded asynchronously: a request is skipped until its adapter is resident. Otherwise a
         load blocks the step.
@@ -150,6 +137,7 @@ class ServingRules:
     watermark: float = 0.0
     long_prefill_tokens: int = 0
     lone_prefill_exempt: bool = False
+    hold_ending: bool = False
     load_beside: bool = False
     policy: int = VLLM
 
@@ -210,6 +198,7 @@ class ServingRules:
             async_scheduling=int(self.async_scheduling),
             prefix_caching=int(self.prefix_caching),
             unhashed_to_front=int(self.unhashed_to_front),
+            hold_ending=int(self.hold_ending),
             load_beside=int(self.load_beside),
             policy=self.policy,
             admit_every=SLORA_CADENCE if self.policy == SLORA else 1,
@@ -236,6 +225,9 @@ _VLLM_0_32 = replace(
     unhashed_to_front=True,
     lone_prefill_exempt=True,
 )
+_VLLM_0_33 = replace(
+    _VLLM_0_32, name="vllm-0.33-sync", releases=Releases("0.33.0", "0.33.0"), hold_ending=True
+)
 
 
 def _both(rules: ServingRules, *, async_by_default: bool) -> tuple[ServingRules, ServingRules]:
@@ -256,6 +248,7 @@ RULES: tuple[ServingRules, ...] = (
     *_both(_VLLM_0_14, async_by_default=True),
     *_both(_VLLM_0_20, async_by_default=True),
     *_both(_VLLM_0_32, async_by_default=True),
+    *_both(_VLLM_0_33, async_by_default=True),
     replace(_VLLM_0_32, name="capplan", engine=CAPPLAN_ENGINE, releases=None, load_beside=True),
     ServingRules("slora", engine=SLORA_ENGINE, policy=SLORA),
     ServingRules("chameleon", engine=CAPPLAN_ENGINE, load_beside=True, policy=POOLED),

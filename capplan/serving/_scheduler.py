@@ -7,7 +7,7 @@ admits no request. A waiting request whose adapter finds no slot is skipped; one
 the scan. In asynchronous scheduling a step is decided while the previous one runs. The end of a request is
 then seen one step later, and its blocks and place are released at that time.
 
-Source: vLLM 0.8.5 to 0.32.0, ``vllm/v1/core/sched/scheduler.py``. S-LoRA's rules are in
+Source: vLLM 0.8.5 to 0.33.0, ``vllm/v1/core/sched/scheduler.py``. S-LoRA's rules are in
 `capplan.serving.pooled._slora`. The rules depend on no clock.
 """
 
@@ -28,7 +28,7 @@ from capplan.serving.state import (
     Limits,
     State,
 )
-from capplan.serving.vllm._adapter_slots import release_adapter
+from capplan.serving.vllm._adapter_slots import hold_adapter, release_adapter, release_held
 from capplan.serving.vllm._admission import admit_waiting
 from capplan.serving.vllm._kv_blocks import same_answers
 from capplan.serving.vllm._running import (
@@ -174,6 +174,8 @@ def _release_ended(state: State, limits: Limits) -> None:
     for i in range(c.n_ending):
         row = state.lists.ending[i]
         leave_running(state, limits, row, True)
+        if limits.hold_ending:
+            release_held(state, state.rows.adapter[row])
         free_row(state, row)
     c.n_waiting -= c.n_gone
     c.n_ending = c.n_gone = 0
@@ -186,18 +188,24 @@ def _end_due(state: State, limits: Limits) -> None:
     heap = state.finish
     while heap.size[0] > 0 and heap.items.key[heap.items.ids[0]] >> 32 == c.tick:
         if limits.async_scheduling:
-            _await_end(state, heap.items.ids[0])
+            _await_end(state, limits, heap.items.ids[0])
         else:
             finish(state, limits, heap.items.ids[0], True)
 
 
 @inner
-def _await_end(state: State, row: int) -> None:
-    """Stop scheduling a row whose last token is in flight; it keeps blocks and place for one step."""
+def _await_end(state: State, limits: Limits, row: int) -> None:
+    """Stop scheduling a row whose last token is in flight; it keeps blocks and place for one step.
+
+    Since vLLM 0.33 it keeps the slot of its adapter as well.
+    """
     c = state.counters
     stop_decoding(state, row)
     state.rows.since[row] = ENDING
-    release_adapter(state, state.rows.adapter[row])
+    if limits.hold_ending:
+        hold_adapter(state, state.rows.adapter[row])
+    else:
+        release_adapter(state, state.rows.adapter[row])
     c.kv_tokens -= state.rows.computed[row]
     state.lists.ending[c.n_ending] = row
     c.n_ending += 1

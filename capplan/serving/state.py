@@ -38,8 +38,8 @@ _COUNTERS = int_fields(
     "n_partial",
     "free_blocks",
     "kv_tokens",  # tokens whose keys and values are held for running requests
-    "n_active",  # distinct adapters of running requests
-    "n_claimed",  # asynchronous loads: adapters being loaded, or loaded but not used yet
+    "n_active",  # distinct adapters that keep their slots
+    "n_claimed",  # of them those that no request in the step uses, but a claim
     "n_ending",  # async: running rows whose last token is in flight
     "step_tokens",
     "step_decodes",  # decoding rows that get a token
@@ -79,6 +79,7 @@ ENDING = -2
 NO_CLAIM = 0
 LOADING = 1  # an adapter that is loaded asynchronously
 READY = 2  # a loaded one, which keeps its slot until its first request runs
+HELD = 3  # async: one whose last requests have their last token in flight
 VLLM = 0
 SLORA = 1
 POOLED = 2
@@ -102,6 +103,7 @@ class Limits(NamedTuple):
     async_scheduling: int = 0
     prefix_caching: int = 0
     unhashed_to_front: int = 0
+    hold_ending: int = 0
     load_beside: int = 0
     policy: int = VLLM
     # -- POOLED only; codes of `capplan.serving.pooled._state` --
@@ -188,7 +190,7 @@ _ADAPTER = int_fields(
     "users",  # rows that run, and claims
     "resident",  # 1: in a GPU slot
     "on_host",  # 1: in host memory
-    "claim",  # NO_CLAIM, LOADING or READY
+    "claim",  # NO_CLAIM, LOADING, READY or HELD
     "pages",  # slora: KV blocks that it takes
     "loads",  # not of this adapter: those to copy into a slot in the last step
     "load_from_disk",

@@ -8,6 +8,7 @@ from ._engine_args import (
     EngineArgs,
     EngineConfig,
     has_flag,
+    version_numbers,
     vllm_rank,
 )
 from ._files import (
@@ -388,6 +389,7 @@ __all__ = [
     "table_parts",
     "unknown_key",
     "validate_document",
+    "version_numbers",
     "vllm_rank",
     "with_decimal_points",
     "write_bytes_atomic",

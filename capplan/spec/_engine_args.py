@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final, Self, TypeAlias
 
 from pydantic import Field, Strict, model_validator
 
+from capplan.errors import InputError
 from capplan.spec._validation import (
     LORA_RANKS,
     Count,
@@ -52,19 +53,33 @@ Sources: ``vllm/engine/arg_utils.py`` and ``vllm/config/lora.py`` of the wheels 
 """
 
 
+_NUMBER: Final = r"(\d{1,9})"
+_VERSION: Final = re.compile(
+    rf"{_NUMBER}\.{_NUMBER}(?:\.{_NUMBER})?(?:\.\d+)*(?:\.?(?:rc|dev|post)\d+)*(?:\+[\w.]+)?"
+)
+
+
 def has_flag(flag: str, version: str | None) -> bool:
-    """Return whether a release of vLLM has an entry of `VLLM_FLAGS`; None, or no number: the newest."""
-    numbers = _numbers(version or "")
+    """Return whether a release of vLLM has an entry of `VLLM_FLAGS`; None, or no version: the newest."""
     first, last = VLLM_FLAGS[flag]
-    return not numbers or (_numbers(first) <= numbers and (last is None or numbers <= _numbers(last)))
+    if version is None or _VERSION.fullmatch(version) is None:
+        return True
+    numbers = version_numbers(version)
+    return version_numbers(first) <= numbers and (last is None or numbers <= version_numbers(last))
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version without suffix, such as (0, 8, 5) of 0.8.5.post1."""
-    return tuple(int(each[:_MOST_DIGITS]) for each in re.findall(r"\d+", version)[:3])
+def version_numbers(version: str) -> tuple[int, ...]:
+    """Return the two or three numbers of a version without its suffix, such as (0, 8, 5) of 0.8.5.post1.
 
-
-_MOST_DIGITS: Final = 9
+    Raises
+    ------
+    InputError
+        If it is not two or more numbers, with suffixes such as rc1, .dev3, .post1 and +cu128 or without.
+    """
+    found = _VERSION.fullmatch(version)
+    if found is None:
+        raise InputError("must be a version such as 0.11.0", version, "engine_version")
+    return tuple(int(number) for number in found.groups() if number is not None)
 
 
 def vllm_rank(rank: int, version: str | None) -> int:

@@ -48,6 +48,7 @@ from capplan.spec import (
     SpecModel,
     StepTable,
     Uncertainty,
+    version_numbers,
 )
 
 FILE: Final = Path(capplan.datasets.__file__).parent / "composed" / "host_terms.json"
@@ -155,10 +156,8 @@ def _is_async(version: tuple[int, int]) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, int]:
-    parts = version.split(".")
-    if len(parts) < 2 or not all(part.isdigit() for part in parts[:2]):
-        raise InputError("must be a version such as 0.15.1", version, "--engine-version")
-    return int(parts[0]), int(parts[1])
+    major, minor, *_ = version_numbers(version)
+    return major, minor
 
 
 Floats = NDArray[np.float64]

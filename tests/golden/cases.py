@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from capplan import InputError
 from capplan.errors import NO_VALUE
-from capplan.serving import Limits
+from capplan.serving import Limits, rules_of_version
 
 REQUIRED = {
     "max_num_seqs": 1,
@@ -43,13 +43,16 @@ class Case:
     """An engine, its requests, and the recorded steps."""
 
     name: str
+    version: str
+    """Of the vLLM that decided."""
     config: dict[str, Any]
     workload: list[list[int]]
     steps: list[Step]
 
 
-def limits_of(config: dict[str, Any]) -> Limits:
-    """Return the limits of the engine that a case was recorded with, under the rules of vLLM 0.32."""
+def limits_of(case: Case) -> Limits:
+    """Return the limits of the engine that a case was recorded with, from vLLM 0.32 on."""
+    config = case.config
     return Limits(
         max_num_seqs=config["max_num_seqs"],
         max_num_batched_tokens=config["max_num_batched_tokens"],
@@ -65,6 +68,7 @@ def limits_of(config: dict[str, Any]) -> Limits:
         async_scheduling=int(config.get("async_sched", False)),
         prefix_caching=int(config.get("prefix_caching", False)),
         unhashed_to_front=1,
+        hold_ending=int(rules_of_version(case.version).hold_ending),
     )
 
 
@@ -96,10 +100,12 @@ def read_cases(path: Path) -> list[Case]:
     _require(isinstance(content, dict), "must be an object with a list `cases`", path)
     cases = content.get("cases")
     _require(isinstance(cases, list) and cases, "must have a list `cases` that is not empty", path)
-    return [_case(each, f"{path}: case {number}") for number, each in enumerate(cases)]
+    version = content.get("vllm_version")
+    _require(isinstance(version, str), "must have a `vllm_version`", path)
+    return [_case(each, version, f"{path}: case {number}") for number, each in enumerate(cases)]
 
 
-def _case(content: Any, where: str) -> Case:
+def _case(content: Any, version: str, where: str) -> Case:
     _require(isinstance(content, dict), "must be an object", where)
     for key, kind in (("name", str), ("config", dict), ("workload", list), ("steps", list)):
         _require(
@@ -116,7 +122,7 @@ def _case(content: Any, where: str) -> Case:
     ]
     numbers = [step.number for step in steps]
     _require(numbers == sorted(set(numbers)), "the steps must have rising numbers", where)
-    return Case(content["name"], config, content["workload"], steps)
+    return Case(content["name"], version, config, content["workload"], steps)
 
 
 def _check_config(config: dict[str, Any], where: str) -> None:

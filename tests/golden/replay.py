@@ -40,7 +40,7 @@ class FlatForm:
     """
 
     def __init__(self, case: Case, check: Callable[[State, Limits, int], None] | None = None) -> None:
-        self.limits = limits_of(case.config)
+        self.limits = limits_of(case)
         self.blocks = usable_blocks(case.config)
         adapters = max(row[3] for row in case.workload)
         self.state = new_state(len(case.workload), adapters, self.blocks, self.limits)
@@ -82,7 +82,7 @@ class ReferenceForm:
 
     def __init__(self, case: Case) -> None:
         adapters = max(row[3] for row in case.workload)
-        self.scheduler = ReferenceScheduler(limits_of(case.config), usable_blocks(case.config), adapters)
+        self.scheduler = ReferenceScheduler(limits_of(case), usable_blocks(case.config), adapters)
 
     def submit(self, request: int, row: list[int]) -> None:
         _, prompt, output, adapter, group, shared = row

@@ -37,8 +37,9 @@ def test_every_step_is_the_one_that_vllm_took(form: str, capsys: pytest.CaptureF
 
 
 @pytest.mark.long
-def test_the_command_replays_the_published_recording(reference_dir: Path) -> None:
-    path = reference_dir / "vllm_scheduler" / "golden.json"
+@pytest.mark.parametrize("name", ["golden.json", "golden_033.json"])
+def test_the_command_replays_the_published_recordings(name: str, reference_dir: Path) -> None:
+    path = reference_dir / "vllm_scheduler" / name
     if not path.is_file():
         pytest.skip("no recording of vLLM's scheduler beside the checkout")
     done = subprocess.run(
@@ -93,7 +94,7 @@ def test_the_recording_contains_what_the_rules_differ_in() -> None:
 def test_a_broken_rule_is_seen_and_the_first_differing_step_named(
     rule: str, wrong: int, form: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(replay, "limits_of", lambda config: limits_of(config)._replace(**{rule: wrong}))
+    monkeypatch.setattr(replay, "limits_of", lambda case: limits_of(case)._replace(**{rule: wrong}))
     assert main(["--form", form, "--json", str(RECORDED)]) == 1
     ((report,),) = (each["forms"].values() for each in json.loads(capsys.readouterr().out)["files"].values())
     assert report["mismatches"] == len(report["first"]) > 0

@@ -1,7 +1,7 @@
 """Reference implementation of vLLM's V1 scheduler: plain lists, one request at a time.
 
 Source: vLLM 0.32.0, ``vllm/v1/core/sched/scheduler.py`` and ``async_scheduler.py``, with switches for the
-differences of older versions. It reproduces the recorded decisions of that scheduler (``tests/golden``), and
+differences of other versions. It reproduces the recorded decisions of that scheduler (``tests/golden``), and
 tests compare the compiled rules of `capplan.serving` with it. Each step scans the whole queue.
 """
 
@@ -55,6 +55,12 @@ class ReferenceScheduler:
     def adapters_in_use(self) -> set[int]:
         """Return the adapters of running requests that need a further step."""
         return {r.adapter for r in self.running if not r.draining} - {0}
+
+    def _kept(self) -> set[int]:
+        """Return the adapters that keep their slots for running requests."""
+        if self.limits.hold_ending:
+            return {request.adapter for request in self.running} - {0}
+        return self.adapters_in_use()
 
     def residents(self) -> set[int]:
         """Return the adapters in slots."""
@@ -128,7 +134,7 @@ class ReferenceScheduler:
     def _preempt_last(self) -> ReferenceRequest:
         """Preempt the request admitted last; a token in flight will still arrive."""
         request = self.running[-1]
-        resting = not request.draining
+        resting = self.limits.hold_ending or not request.draining
         self._leave_running(request)
         request.computed = request.promised = 0
         self.waiting.appendleft(request)
@@ -143,7 +149,7 @@ class ReferenceScheduler:
         request.blocks, request.registered = [], 0
 
     def _rest(self, adapter: int) -> None:
-        if adapter and adapter not in self.adapters_in_use():
+        if adapter and adapter not in self._kept():
             self.adapters.rest(adapter)
 
     def _admit(self, budget: int, cap: int) -> list[tuple[int, bool]]:
@@ -154,7 +160,8 @@ class ReferenceScheduler:
         before the next one.
         """
         limits = self.limits
-        active = {request.adapter for request, _ in self.scheduled} - {0} | self.adapters.claimed()
+        counted = self.running if limits.hold_ending else [request for request, _ in self.scheduled]
+        active = {request.adapter for request in counted} - {0} | self.adapters.claimed()
         skipped: list[ReferenceRequest] = []
         loads: list[tuple[int, bool]] = []
         while self.waiting and budget > 0 and len(self.running) < limits.max_num_seqs:
@@ -226,7 +233,8 @@ class ReferenceScheduler:
         for request, _ in self.scheduled:
             if request.draining:
                 output.finished.append(request.number)
-                self._rest(request.adapter)
+                if not self.limits.hold_ending:
+                    self._rest(request.adapter)
         self.in_flight.append(batch)
         if len(self.in_flight) > self.limits.async_scheduling:
             for request, emits in self.in_flight.popleft():
@@ -243,6 +251,8 @@ class ReferenceScheduler:
         if request.output == request.target:
             if request.running:
                 self._leave_running(request)
+                if self.limits.hold_ending:
+                    self._rest(request.adapter)
             else:
                 self.waiting.remove(request)
 

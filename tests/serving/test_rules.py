@@ -38,6 +38,10 @@ SWITCHES = {
         *("prefix_caching", "reserve_full_sequence"),
         *("unhashed_to_front", "lone_prefill_exempt"),
     },
+    "vllm-0.33": {
+        *("prefix_caching", "reserve_full_sequence"),
+        *("unhashed_to_front", "lone_prefill_exempt", "hold_ending"),
+    },
     "capplan": {
         *("prefix_caching", "reserve_full_sequence"),
         *("unhashed_to_front", "lone_prefill_exempt", "load_beside"),
@@ -67,6 +71,7 @@ def test_rule_sets_differ_in_nothing_but_the_documented_switches(rules: ServingR
         ("0.14.0 0.16 0.18.1", "vllm-0.14-async"),
         ("0.19.0 0.20.0 0.23.0", "vllm-0.20-async"),
         ("0.27.1 0.32.0 0.32.0+cpu", "vllm-0.32-async"),
+        ("0.33.0 0.33.1rc1", "vllm-0.33-async"),
     ],
 )
 def test_a_version_has_the_default_rules_of_its_releases(versions: str, name: str) -> None:
@@ -81,7 +86,7 @@ def test_a_version_has_the_default_rules_of_its_releases(versions: str, name: st
         ("0.7.3", ["0.8.5 (vllm-0.8)"]),
         ("0.9.1", ["0.8.5 (vllm-0.8)", "0.9.2 to 0.11 (vllm-0.11)"]),
         ("0.25.0", ["0.19.0 to 0.23 (vllm-0.20-async)", "0.27.0 to 0.32 (vllm-0.32-async)"]),
-        ("0.33.0", ["0.27.0 to 0.32 (vllm-0.32-async)"]),
+        ("0.34.0", ["0.33.0 (vllm-0.33-async)"]),
         ("latest", ["such as 0.11.0"]),
     ],
 )
@@ -94,7 +99,7 @@ def test_other_versions_are_refused_with_the_nearest_releases(version: str, near
 
 
 def test_rules_may_be_named_for_a_version_without_known_ones_but_not_against_known_ones() -> None:
-    assert rules_of_engine("0.33.0", "vllm-0.32") == (serving_rules("vllm-0.32-async"), "0.33.0")
+    assert rules_of_engine("0.34.0", "vllm-0.33") == (serving_rules("vllm-0.33-async"), "0.34.0")
     assert rules_of_engine("0.32.0", "vllm-0.32-sync")[0].name == "vllm-0.32-sync"
     with pytest.raises(InputError, match=r"must be vllm-0.11 for vLLM 0.11.0 \(got 'vllm-0.8'\)"):
         rules_of_engine("0.11.0", "vllm-0.8")
@@ -147,7 +152,23 @@ def test_a_prompt_longer_than_the_free_blocks_waits_since_0_20(rules: ServingRul
     submit(state, limits, 0, 1, 4, 9)
     submit(state, limits, 1, 1, 24, 9)
     admitted = schedule(state, limits)
-    assert admitted == (4 if rules.short_name in ("vllm-0.20", "vllm-0.32") else 8)
+    assert admitted == (4 if rules.short_name in ("vllm-0.20", "vllm-0.32", "vllm-0.33") else 8)
+
+
+@VLLM
+def test_a_slot_is_free_when_the_last_token_is_sent_and_since_0_33_when_it_has_arrived(
+    rules: ServingRules,
+) -> None:
+    """One slot; adapter 1 ends with its first token, then adapter 2 is due."""
+    limits = rules.limits(ARGS, adapters=2, block_size=4, num_blocks=32)
+    state = new_state(8, 2, 32, limits)
+    for request, adapter in enumerate([1, 2]):
+        submit(state, limits, request, adapter, 4, 1)
+    steps = []
+    for _ in range(3):
+        steps.append(int(schedule(state, limits)))
+        commit(state, limits)
+    assert steps == ([4, 0, 4] if rules.name == "vllm-0.33-async" else [4, 4, 0])
 
 
 @pytest.mark.parametrize("version", ["0.15.1rc0", "0.11.0+cu128", "0.19.1.dev123+gabc.d20261101", "0.10.1.1"])

@@ -106,6 +106,7 @@ def make_world(choose: Choose, max_requests: int = 24) -> World:
         )
     blocks_of_one = -(-limits.max_model_len // block_size)
     pages = tuple(choose(0, 4) for _ in range(adapters)) if limits.policy == SLORA else ()
+    limits = limits._replace(hold_ending=choose(0, 1))
     return World(limits, max(num_blocks, blocks_of_one), adapters, tuple(requests), pages)
 
 

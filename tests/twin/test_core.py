@@ -154,6 +154,7 @@ def without_pages(scenario: Scenario) -> Scenario:
         pytest.param(relax(reverse_skipped=0), id="reversed order"),
         pytest.param(relax(async_scheduling=0), id="async scheduling"),
         pytest.param(relax(prefix_caching=0), id="prefix caching"),
+        pytest.param(relax(hold_ending=0), id="slots of ending requests"),
         pytest.param(relax(unhashed_to_front=0), id="unhashed blocks first"),
         pytest.param(relax(lone_prefill_exempt=0), id="lone prefill"),
         pytest.param(relax(load_beside=0), id="loads beside the batch"),

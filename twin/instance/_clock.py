@@ -215,7 +215,7 @@ def loads_ns(
             in_step_ns += load_ns
     trace.counts.adapter_loads += c.n_loads
     if in_step_ns > 0:
-        in_step_ns = with_reloads_ns(in_step_ns, c.n_active, limits.max_loras)
+        in_step_ns = with_reloads_ns(in_step_ns, c.n_active - c.n_claimed, limits.max_loras)
         in_step_ns = copy_on_demand(clock.link, begin_ns, in_step_ns) - begin_ns
     if limits.policy == SLORA:  # a batch of prompts waits for all of its adapters
         for i in range(c.n_admitted):

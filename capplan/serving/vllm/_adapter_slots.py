@@ -11,6 +11,7 @@ from capplan.serving._structures import links_append, links_first, links_remove
 from capplan.serving.pooled._caches import end_load
 from capplan.serving.pooled._state import has_pool
 from capplan.serving.state import (
+    HELD,
     LOADING,
     NO_CLAIM,
     NONE,
@@ -29,7 +30,7 @@ def acquire_adapter(state: State, limits: Limits, adapter: int) -> None:
     """
     if adapter == 0:
         return
-    if state.adapters.claim[adapter] == READY:  # the claim counts the request's use already
+    if state.adapters.claim[adapter] in (READY, HELD):  # the claim counts the request's use already
         state.adapters.claim[adapter] = NO_CLAIM
         state.counters.n_claimed -= 1
         return
@@ -56,6 +57,25 @@ def release_adapter(state: State, adapter: int) -> None:
         state.counters.n_active -= 1
         links_append(state.gpu_idle, adapter)
         links_append(state.host_idle, adapter)
+
+
+@inner
+def hold_adapter(state: State, adapter: int) -> None:
+    """Count one running request of `adapter` less; after the last one a claim keeps the slot."""
+    if adapter != 0 and state.adapters.users[adapter] == 1:
+        state.adapters.claim[adapter] = HELD
+        state.counters.n_claimed += 1
+    else:
+        release_adapter(state, adapter)
+
+
+@inner
+def release_held(state: State, adapter: int) -> None:
+    """End the claim of `hold_adapter`, unless a request that runs has taken it over."""
+    if state.adapters.claim[adapter] == HELD:
+        state.adapters.claim[adapter] = NO_CLAIM
+        state.counters.n_claimed -= 1
+        release_adapter(state, adapter)
 
 
 @inner

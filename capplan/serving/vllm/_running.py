@@ -23,7 +23,7 @@ from capplan.serving.state import (
     Limits,
     State,
 )
-from capplan.serving.vllm._adapter_slots import release_adapter
+from capplan.serving.vllm._adapter_slots import release_adapter, release_held
 from capplan.serving.vllm._kv_blocks import extend, extend_together, leave_blocks
 from capplan.serving.vllm._waiting_queue import push_front
 
@@ -249,12 +249,13 @@ def _preempt_ending(state: State, limits: Limits, row: int) -> None:
     """Preempt a row whose last token is in flight: it waits until that token ends it in this step."""
     c = state.counters
     leave_running(state, limits, row, False)
-    kept = 0
-    for i in range(c.n_ending):
-        if state.lists.ending[i] != row:
-            state.lists.ending[kept] = state.lists.ending[i]
-            kept += 1
-    c.n_ending = kept
+    c.n_ending = drop_row(state.lists.ending, c.n_ending, row)
+    if limits.hold_ending:
+        adapter, others = state.rows.adapter[row], 0
+        for i in range(c.n_ending):
+            others += state.rows.adapter[state.lists.ending[i]] == adapter
+        if others == 0:
+            release_held(state, adapter)
     free_row(state, row)
     c.n_waiting += 1
     c.n_gone += 1
