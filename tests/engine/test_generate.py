@@ -94,7 +94,9 @@ def test_a_stop_token_ends_a_request_and_frees_its_resources() -> None:
         assert engine.core.requests == {}
 
 
-@pytest.mark.parametrize("rules", ["slora", "vllm-0.8", "vllm-0.32-async", "capplan", "chameleon"])
+@pytest.mark.parametrize(
+    "rules", ["slora", "vllm-0.8", "vllm-0.32-async", "vllm-0.33-async", "capplan", "chameleon"]
+)
 def test_stop_tokens_free_everything_in_a_small_engine(rules: str) -> None:
     """Unused adapters free the pages that they share with KV."""
     memory = "unified" if rules in ("slora", "chameleon") else "slots"

@@ -13,6 +13,7 @@ from tests.golden.__main__ import ROOT, main
 from tests.golden.cases import Case, limits_of, read_cases
 
 RECORDED = Path(__file__).with_name("recorded.json")
+RECORDED_033 = Path(__file__).with_name("recorded_033.json")
 
 
 @pytest.fixture
@@ -30,10 +31,12 @@ def write(path: Path, content: object) -> str:
 
 @pytest.mark.parametrize("form", ["compiled", "uncompiled", "reference"])
 def test_every_step_is_the_one_that_vllm_took(form: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--form", form, str(RECORDED)]) == 0
-    cases = read_cases(RECORDED)
-    steps = sum(len(case.steps) for case in cases)
-    assert f"{len(cases)} cases, {steps} steps, 0 mismatches" in capsys.readouterr().out
+    assert main(["--form", form, str(RECORDED), str(RECORDED_033)]) == 0
+    shown = capsys.readouterr().out
+    for file in (RECORDED, RECORDED_033):
+        cases = read_cases(file)
+        steps = sum(len(case.steps) for case in cases)
+        assert f"{file}: {len(cases)} cases, {steps} steps, 0 mismatches" in shown
 
 
 @pytest.mark.long
@@ -58,7 +61,9 @@ def test_the_command_replays_the_published_recordings(name: str, reference_dir: 
         assert form == {"steps": report["steps"], "mismatches": 0, "first": []}
 
 
-@pytest.mark.parametrize("case", read_cases(RECORDED), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [*read_cases(RECORDED), *read_cases(RECORDED_033)], ids=lambda case: case.name
+)
 def test_the_state_holds_together_after_every_step(case: Case) -> None:
     taken, difference = replay.first_difference(case, replay.FlatForm(case, check_integrity))
     assert difference is None
@@ -78,27 +83,33 @@ def test_the_recording_contains_what_the_rules_differ_in() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "wrong"),
+    ("rule", "wrong", "file"),
     [
-        ("async_scheduling", 0),
-        ("prefix_caching", 0),
-        ("unhashed_to_front", 0),
-        ("lone_prefill_exempt", 0),
-        ("reverse_skipped", 1),
-        ("reserve_full_sequence", 0),
-        ("long_prefill_tokens", 0),
-        ("watermark_blocks", 0),
+        ("async_scheduling", 0, RECORDED),
+        ("prefix_caching", 0, RECORDED),
+        ("unhashed_to_front", 0, RECORDED),
+        ("lone_prefill_exempt", 0, RECORDED),
+        ("reverse_skipped", 1, RECORDED),
+        ("reserve_full_sequence", 0, RECORDED),
+        ("long_prefill_tokens", 0, RECORDED),
+        ("watermark_blocks", 0, RECORDED),
+        ("hold_ending", 0, RECORDED_033),
     ],
 )
 @pytest.mark.parametrize("form", ["compiled", "reference"])
 def test_a_broken_rule_is_seen_and_the_first_differing_step_named(
-    rule: str, wrong: int, form: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    rule: str,
+    wrong: int,
+    file: Path,
+    form: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(replay, "limits_of", lambda case: limits_of(case)._replace(**{rule: wrong}))
-    assert main(["--form", form, "--json", str(RECORDED)]) == 1
+    assert main(["--form", form, "--json", str(file)]) == 1
     ((report,),) = (each["forms"].values() for each in json.loads(capsys.readouterr().out)["files"].values())
     assert report["mismatches"] == len(report["first"]) > 0
-    steps = {case.name: {step.number: step for step in case.steps} for case in read_cases(RECORDED)}
+    steps = {case.name: {step.number: step for step in case.steps} for case in read_cases(file)}
     for first in report["first"]:
         step = steps[first["case"]][first["step"]]
         tokens, preempted, free_blocks = first["expected"]
