@@ -36,6 +36,7 @@ from benchmarks.measured.compare import FORMULAS, Comparison, Refusal, compare, 
 from benchmarks.measured.composed import Composed
 from benchmarks.measured.dense_stages import Stage
 from benchmarks.measured.plots import draw_courses
+from benchmarks.measured.request_logs import RequestLog
 from capplan import InputError
 from capplan.spec import write_text_atomic
 
@@ -140,7 +141,8 @@ def main() -> None:
             records = {name: [vars(record) for record in each.records] for name, each in found.items()}
             write_text_atomic(args.json, json.dumps(records, indent=1))
         if args.plots is not None:
-            draw_courses(request_logs.read(folder), methods_for([]), args.plots)
+            logs = [each for each in request_logs.read(folder) if isinstance(each, RequestLog)]
+            draw_courses(logs, methods_for([]), args.plots)
         text = report(found, args.rows)
         if _SLORA in chosen:
             text += f"\n## {_SLORA}\n\nMAPE of the shipped profile:\n\n{slora.shipped_errors(folder)}\n"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -263,18 +264,44 @@ def flag(config: Mapping[str, Any], key: str, location: str, *, default: bool = 
 
 
 def gpu_sheet(key: str) -> GpuSheet:
-    """Return the data sheet of a GPU type.
+    """Return the data sheet of a GPU type, by its key or as drivers, clouds and tables spell it.
+
+    ``h200_sxm``, ``A100-80GB`` and ``NVIDIA GeForce RTX 4090`` are known; ``H100`` is not, since there are
+    several.
 
     Raises
     ------
     InputError
         For an unknown type; the message lists the known ones.
     """
+    kind, memory = _spelling(key)
     for sheet in gpu_sheets():
-        if sheet.key == key.lower():
-            return sheet
+        for own_kind, own_memory in (_spelling(sheet.key), _spelling(sheet.name)):
+            named = own_memory or (memory if _is_about(memory, sheet) else None)
+            if (kind, memory) == (own_kind, named):
+                return sheet
     rule = f"must be one of {', '.join(sheet.key for sheet in gpu_sheets())}; {other_gpu(key)}"
     raise InputError(rule, key, "--gpu")
+
+
+_NO_PART_OF_A_TYPE: Final = re.compile(
+    r"nvidia|geforce|tensor|core|gpu|sxm\d?|hbm\d?e?|blackwell|server|edition"
+)
+_MEMORY: Final = re.compile(r"(\d{1,4})gb?")
+_NAMED_MEMORY: Final = 0.1
+
+
+def _spelling(name: str) -> tuple[str, str | None]:
+    """Return the type and, if it is named, the memory of a GPU, in one spelling of all."""
+    words = [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word]
+    memory = next((found[1] for word in words if (found := _MEMORY.fullmatch(word))), None)
+    kept = (word for word in words if not (_NO_PART_OF_A_TYPE.fullmatch(word) or _MEMORY.fullmatch(word)))
+    return "".join(kept), memory
+
+
+def _is_about(memory_gb: str | None, sheet: GpuSheet) -> bool:
+    """Return whether a GPU has a memory by its name; drivers report a few per cent less or more."""
+    return memory_gb is not None and abs(float(memory_gb) * 1e9 / sheet.memory_bytes - 1.0) < _NAMED_MEMORY
 
 
 def other_gpu(key: str) -> str:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, Protocol
 
 from capplan import InputError, Profile
 from capplan.datasets import gpu_sheet, model_arch
 from capplan.models import EngineChoice, roofline_profile
+from capplan.models.compose import SYSTEMS
 from capplan.spec import Kernel
 
 VARIABLE: Final = "CAPPLAN_MEASURED"
@@ -34,6 +36,37 @@ class Deployment:
     dtype: str = "bfloat16"
 
 
+_UNSTATED: Final = MappingProxyType({"h100": "h100-80g", "a100": "a100-80g"})
+"""Sheets of GPUs that sources name without their memory."""
+
+
+def gpu_key(name: str) -> str:
+    """Return the key of a GPU's data sheet by the name in a source; an unknown name as it is."""
+    systems = {system.key: system.sheet_key for system in SYSTEMS}
+    known = systems.get(name.lower()) or _UNSTATED.get(name.lower())
+    if known is not None:
+        return known
+    try:
+        return gpu_sheet(name).key
+    except InputError:
+        return name  # profiles refuse it
+
+
+def require_only(settings: Mapping[str, object], understood: Mapping[str, Collection[object]]) -> None:
+    """Check the settings of a row that decide, and that a simulation does not have.
+
+    Raises
+    ------
+    InputError
+        If one is neither absent nor among the values that are understood.
+    """
+    for name, values in understood.items():
+        value = settings.get(name)
+        if value is not None and value == value and value not in values:  # a table's gaps are NaN
+            words = " or ".join(map(str, values))
+            raise InputError(f"is not simulated unless {words}", str(value), name)
+
+
 class MeasuredCase(Protocol):
     """One measured row."""
 
@@ -49,6 +82,20 @@ class MeasuredCase(Protocol):
 
     def predict(self, profile: Profile) -> Mapping[str, float]:
         """Return the simulated values of the same metrics."""
+
+
+@dataclass(frozen=True)
+class RefusedCase:
+    """A row that no simulation stands for."""
+
+    name: str
+    deployment: Deployment
+    reason: InputError
+    measured: Mapping[str, float] = field(default_factory=dict)
+
+    def predict(self, profile: Profile) -> Mapping[str, float]:
+        """Refuse it."""
+        raise self.reason
 
 
 @dataclass(frozen=True)

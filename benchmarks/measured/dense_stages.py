@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final
 
 import pandas as pd
 
-from benchmarks.measured.case import Deployment
+from benchmarks.measured.case import Deployment, gpu_key
 from capplan import Lengths, Profile, Workload, simulate
 
 FILE: Final = "dense_stages.csv"
@@ -26,7 +25,6 @@ _COMPUTED_TOKENS: Final = 16
 """Prompt tokens that no cached block holds."""
 _MAX_NUM_SEQS: Final = 1024
 """vLLM's default on GPUs of 70 GiB and more; never reached in these stages."""
-_GPUS: Final = MappingProxyType({"H100": "h100-80g", "L40S": "l40s", "A100": "a100-80g"})
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,6 @@ def read(folder: Path) -> list[Stage]:
 
 def _stage(row: Mapping[str, object]) -> Stage:
     number = {name: float(str(value)) for name, value in row.items() if name not in _TEXTS}
-    hardware, model = str(row["hardware"]), str(row["model"])
     tp, budget = int(number["tp"]), int(number["max_num_batched_tokens"])
     measured = {
         "itl_ms": number["itl_ms_mean"],
@@ -92,7 +89,7 @@ def _stage(row: Mapping[str, object]) -> Stage:
     name = f"{row['workload']} {number['rate_rps']:g} rps, budget {budget}, run {row['exp_id']}"
     return Stage(
         name=name,
-        deployment=Deployment(_GPUS.get(hardware, hardware), model, tp, VERSION),
+        deployment=Deployment(gpu_key(str(row["hardware"])), str(row["model"]), tp, VERSION),
         rate_rps=number["rate_rps"],
         prompt_tokens=number["prompt_tokens"],
         output_tokens=number["output_tokens"],

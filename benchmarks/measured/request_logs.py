@@ -19,16 +19,26 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from benchmarks.measured.case import Deployment
+from benchmarks.measured.case import Deployment, RefusedCase, gpu_key, require_only
 from benchmarks.measured.replay import Engine, requests_of, scenario_of
-from capplan import Profile
+from capplan import InputError, Profile
 from capplan.twin import Scenario
 from capplan.twin.instance import run
 from capplan.workload import Requests
 
 FOLDER: Final = "vllm_request_logs"
-_VERSION: Final = "0.19.0"
-_GPUS: Final = MappingProxyType({"RTX4090": "rtx-4090", "RTXPRO6000": "rtx-pro-6000"})
+_UNDERSTOOD: Final = MappingProxyType(
+    {
+        "data_parallel_size": (1,),
+        "pipeline_parallel_size": (1,),
+        "enable_expert_parallel": (False,),
+        "dtype": ("auto", "bfloat16", "float16"),
+        "quantization": ("fp8",),
+        "kv_cache_dtype": ("auto", "bfloat16", "float16"),
+        "speculative_config": (),
+        "enforce_eager": (False,),
+    }
+)
 _BUCKETS_PER_S: Final = 20
 
 Floats = NDArray[np.float64]
@@ -99,18 +109,30 @@ def _metrics(ttft_ms: Floats, tpot_ms: Floats, e2e_ms: Floats) -> dict[str, floa
     }
 
 
-def read(folder: Path) -> list[RequestLog]:
+def read(folder: Path) -> list[RequestLog | RefusedCase]:
     """Return the servers of the folder."""
     found = sorted((folder / FOLDER).glob("*/vllm_requests.jsonl"))
     return [_log(path.parent) for path in found]
 
 
-def _log(folder: Path) -> RequestLog:
+def _log(folder: Path) -> RequestLog | RefusedCase:
     lines = (folder / "vllm_requests.jsonl").read_text(encoding="utf-8").splitlines()
     table = pd.DataFrame([json.loads(line) for line in lines])
     meta = json.loads((folder / "vllm_meta.json").read_text(encoding="utf-8"))
     settings = meta["engine_kwargs"]
-    hardware = folder.name.split("_")[0]
+    hardware = meta.get("hardware", {}).get("device_name", folder.name.split("_")[0])
+    dtype = {"auto": "bfloat16"}.get(settings.get("dtype", "auto"), settings.get("dtype"))
+    deployment = Deployment(
+        gpu_key(hardware),
+        meta["model"],
+        settings["tensor_parallel_size"],
+        meta["vllm_version"],
+        settings.get("quantization") or dtype,
+    )
+    try:
+        require_only(settings, _UNDERSTOOD)
+    except InputError as error:
+        return RefusedCase(folder.name, deployment, error)
     first_s = table["queued_ts"].min()
     started_s = datetime.fromisoformat(meta["started_at"]).timestamp()
     course = pd.read_csv(folder / "vllm_timeseries.csv")
@@ -123,18 +145,19 @@ def _log(folder: Path) -> RequestLog:
         1e3 * (decoding_s / (table["output_toks"] - 1).clip(lower=1)).to_numpy(),
         1e3 * (table["last_token_ts"] - table["queued_ts"]).to_numpy(),
     )
-    cache = meta.get("kv_cache")
+    cache = meta.get("kv_cache") or {}
     num_blocks = cache["num_gpu_blocks"] - 1 if cache else None  # one is vLLM's null block
     if cache:
         measured["kv_tokens"] = float(cache["num_kv_tokens"])
     return RequestLog(
         name=folder.name,
-        deployment=Deployment(_GPUS.get(hardware, hardware), meta["model"], 1, _VERSION),
+        deployment=deployment,
         engine=Engine(
             max_num_seqs=settings["max_num_seqs"],
             max_num_batched_tokens=settings["max_num_batched_tokens"],
             max_model_len=settings["max_model_len"] or 8192,
-            prefix_caching=True,
+            gpu_memory_utilization=cache.get("gpu_memory_utilization", Engine.gpu_memory_utilization),
+            prefix_caching=cache.get("enable_prefix_caching", True),
         ),
         num_blocks=num_blocks,
         requests=requests_of(

@@ -24,15 +24,25 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from benchmarks.measured.case import Deployment
+from benchmarks.measured.case import Deployment, RefusedCase, gpu_key, require_only
 from benchmarks.measured.replay import Engine, closed_loop, latencies, requests_of, scenario_of
-from capplan import Profile
+from capplan import InputError, Profile
 
 FILE: Final = "silicon_dense_vllm.csv"
 _GENERATIONS: Final = 6
 SPREAD: Final = 0.1
-_GPUS: Final = MappingProxyType({"h100_sxm": "h100-80g", "b200_sxm": "b200"})
-_DTYPES: Final = MappingProxyType({"fp8": "fp8", "fp4": "nvfp4", "nvfp4": "nvfp4"})
+_DTYPES: Final = MappingProxyType(
+    {"fp8": "fp8", "fp4": "nvfp4", "nvfp4": "nvfp4", "bf16": "bfloat16", "bfloat16": "bfloat16"}
+)
+_UNDERSTOOD: Final = MappingProxyType(
+    {
+        "backend": ("vllm",),
+        "pp_size": (1,),
+        "attention_dp_size": (1,),
+        "precision": tuple(_DTYPES),
+        "gemm_quant_mode": tuple(_DTYPES),
+    }
+)
 _GPUS_OF_SERVER: Final = 8
 _UNRECORDED_VERSION: Final = "0.11.0"
 """Newest release at the date of the rows without a version."""
@@ -83,27 +93,31 @@ def with_fp8_kv(profile: Profile) -> Profile:
     return profile.replace(step_latency=model.replace(tables=tables))
 
 
-def read(folder: Path) -> list[ClosedLoopRun]:
+def read(folder: Path) -> list[ClosedLoopRun | RefusedCase]:
     """Return the rows of one aggregated engine."""
     table = pd.read_csv(folder / FILE, dtype={"backend_version": str, "precision": str})
     whole = table[table["mode"] == "agg"]
     return [_run(row) for row in whole.to_dict("records")]
 
 
-def _run(row: Mapping[str, object]) -> ClosedLoopRun:
+def _run(row: Mapping[str, object]) -> ClosedLoopRun | RefusedCase:
     prompt, output, concurrency, tp = (
         int(float(str(row[name]))) for name in ("isl", "osl", "batch_size", "tp_size")
     )
     version = str(row["backend_version"]) if isinstance(row["backend_version"], str) else ""
-    system = str(row["system"])
     dtype = next((_DTYPES[str(row[key])] for key in _DTYPE_KEYS if str(row[key]) in _DTYPES), "bfloat16")
     if dtype == "fp8" and version:
         concurrency = concurrency * tp // _GPUS_OF_SERVER
+    name = f"{prompt} + {output}, {concurrency} in flight"
+    gpu, model = gpu_key(str(row["system"])), str(row["model_path"])
+    deployment = Deployment(gpu, model, tp, version or _UNRECORDED_VERSION, dtype)
+    try:
+        require_only(row, _UNDERSTOOD)
+    except InputError as error:
+        return RefusedCase(name, deployment, error)
     return ClosedLoopRun(
-        name=f"{prompt} + {output}, {concurrency} in flight",
-        deployment=Deployment(
-            _GPUS.get(system, system), str(row["model_path"]), tp, version or _UNRECORDED_VERSION, dtype
-        ),
+        name=name,
+        deployment=deployment,
         concurrency=concurrency,
         prompt_tokens=prompt,
         output_tokens=output,

@@ -13,18 +13,30 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
 import pandas as pd
 
-from benchmarks.measured.case import Deployment
+from benchmarks.measured.case import Deployment, gpu_key, require_only
 from benchmarks.measured.replay import Engine, latencies, requests_of, scenario_of
 from capplan import Profile
 from capplan.twin.instance import run
 from capplan.workload import Requests
 
 FOLDER: Final = "vllm023_h100_qwen3_14b"
+_GPU: Final = "h100-80g"
+_UNDERSTOOD: Final = MappingProxyType(
+    {
+        "enable_chunked_prefill": (True,),
+        "block_size": (16,),
+        "pipeline_parallel_size": (1,),
+        "data_parallel_size": (1,),
+        "quantization": (),
+        "kv_cache_dtype": ("auto", "bfloat16"),
+    }
+)
 _EMPTY_CHUNKS: Final = 2
 _GPU_MEMORY_UTILIZATION: Final = 0.92
 """Default of vLLM since 0.20."""
@@ -61,12 +73,17 @@ def read(folder: Path) -> list[RateRun]:
     root = folder / FOLDER
     server = json.loads((root / "server_config.json").read_text(encoding="utf-8"))
     deployment = Deployment(
-        "h100-80g", server["model"], server["tensor_parallel_size"], server["vllm_version"]
+        gpu_key(server.get("gpu", _GPU)),
+        server["model"],
+        server["tensor_parallel_size"],
+        server["vllm_version"],
     )
+    require_only(server, _UNDERSTOOD)
     engine = Engine(
         max_num_batched_tokens=server["max_num_batched_tokens"],
         max_model_len=server["max_seq_len"],
-        gpu_memory_utilization=_GPU_MEMORY_UTILIZATION,
+        max_num_seqs=server.get("max_num_seqs", Engine.max_num_seqs),
+        gpu_memory_utilization=server.get("gpu_memory_utilization", _GPU_MEMORY_UTILIZATION),
         prefix_caching=server["enable_prefix_caching"],
     )
     traces = {path.parent: pd.read_csv(path) for path in root.glob("**/trace.csv")}
@@ -76,9 +93,16 @@ def read(folder: Path) -> list[RateRun]:
         summary = json.loads(path.read_text(encoding="utf-8"))
         trace = traces.get(path.parent)
         requests = _drawn(summary, counted) if trace is None else _traced(trace)
-        name = f"{summary['config']['aggregate_rate']:g} rps"
+        name = f"{_rate_rps(summary['config']):g} rps"
         runs.append(RateRun(name, deployment, engine, requests, _measured(summary["overall"], server)))
     return sorted(runs, key=lambda run: float(run.name.split()[0]))
+
+
+def _rate_rps(config: Mapping[str, Any]) -> float:
+    """Return the rate of all tenants together; a run may name that of each."""
+    if "aggregate_rate" in config:
+        return float(config["aggregate_rate"])
+    return float(config["rate_per_tenant"]) * len(config["tenants"])
 
 
 def _traced(trace: pd.DataFrame) -> Requests:

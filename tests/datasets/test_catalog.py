@@ -1,7 +1,7 @@
 import pytest
 
-from capplan.datasets import arch_of, model_arch
-from capplan.datasets._catalog import model_archs
+from capplan.datasets import arch_of, gpu_sheet, model_arch
+from capplan.datasets._catalog import gpu_sheets, model_archs
 from capplan.errors import InputError
 from capplan.serving import weight_bytes
 
@@ -74,3 +74,30 @@ def test_fields_that_a_family_leaves_out_have_its_defaults() -> None:
     )
     assert (gemma.tied_embeddings, qwen.tied_embeddings, mistral.tied_embeddings) == (True, False, False)
     assert (gemma.sliding_window, qwen.sliding_window, mistral.sliding_window) == (128, None, 128)
+
+
+@pytest.mark.parametrize(
+    ("names", "key"),
+    [
+        ("h200_sxm, NVIDIA H200, H200-141GB", "h200"),
+        ("A100-80GB, A100-SXM4-80GB", "a100-80g"),
+        ("A100-PCIE-80GB, NVIDIA A100 80GB PCIe", "a100-80g-pcie"),
+        ("NVIDIA H100 80GB HBM3, H100-SXM5-80GB", "h100-80g"),
+        ("NVIDIA H100 PCIe", "h100-80g-pcie"),
+        ("RTX4090, NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("RTXPRO6000, rtx_pro_6000_server", "rtx-pro-6000"),
+    ],
+)
+def test_a_gpu_is_found_by_the_spellings_of_drivers_clouds_and_tables(names: str, key: str) -> None:
+    assert {gpu_sheet(name).key for name in names.split(", ")} == {key}
+
+
+def test_every_data_sheet_is_found_by_its_key_and_name_alone() -> None:
+    for sheet in gpu_sheets():
+        assert gpu_sheet(sheet.key) is gpu_sheet(sheet.name) is sheet
+
+
+@pytest.mark.parametrize("name", ["H100", "A100", "H200-80GB", "GB200", "NVIDIA", ""])
+def test_a_name_of_several_gpus_or_of_another_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match="must be one of"):
+        gpu_sheet(name)
