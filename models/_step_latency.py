@@ -369,11 +369,13 @@ other steps hold no LoRA kernels.
 """
 
 FORMS = (ADDITIVE, DIGITAL_TWIN, TOPPINGS_BGMV, TOPPINGS_MBGMV, TABLE)
-"""A new form is one more entry before the last: numbers from that of the table form on have a `step_line`."""
+"""A new form is one more entry."""
 
 _VARIANTS = tuple(
     (form, kernel)
-    for form in FORMS
+    for form in sorted(
+        FORMS, key=lambda each: each is TABLE
+    )  # numbers from the table's on have a `step_line`
     for kernel in (form.ranks if isinstance(form.ranks, Mapping) else (None,))
 )
 """The forms in compiled code, by number: those that depend on the kernel once for each."""
@@ -408,13 +410,11 @@ def coefficient_array(model: FittedModel) -> NDArray[np.float64]:
     Raises
     ------
     InputError
-        If the form is unknown, or a coefficient is missing; in a model with tables, all of whose coefficients
-        are optional, also if one is unknown.
+        If the form is unknown, or a coefficient is missing or unknown.
     """
     form = latency_form(model.form)
     values = [model.value(name) for name in form.coefficients]
-    if form is TABLE:
-        _require_known(model, form)
+    _require_known(model, form)
     if form is TABLE or model.coefficients.keys() & form.optional.keys():
         for name, instead in form.optional.items():
             if name in model.coefficients:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Final
 
@@ -23,11 +24,11 @@ class Exporter:
     exported directory. A file that ends in ``.sh`` is written as a program."""
     top_names: frozenset[str]
     """Entries at the top of the directory, which a later export may replace."""
+    serves: bool
+    """Whether servers run with what the files say, and must be verified as they run: without what the files
+    leave out of the plan, its scheduler, cache and re-balancing."""
     options: tuple[str, ...] = ()
     """Those of `export` that it takes."""
-    serves: bool = False
-    """Whether the files start servers, which must then be verified as they serve: without what they leave out
-    of the plan, its scheduler, cache and re-balancing."""
     notes: Callable[[Plan], tuple[str, ...]] = lambda _: ()
     """Lines for who uses the files."""
 
@@ -35,7 +36,7 @@ class Exporter:
 EXPORTERS: Final[Mapping[str, Exporter]] = MappingProxyType(
     {
         "vllm": Exporter(
-            vllm_files, TOP_NAMES, ("port", "runtime_updates"), serves=True, notes=download_notes
+            vllm_files, TOP_NAMES, serves=True, options=("port", "runtime_updates"), notes=download_notes
         ),
     }
 )
@@ -69,7 +70,11 @@ def export(
     for name, value in options.items():
         if name not in exporter.options and value != defaults[name]:
             raise InputError(f"does not go with target {target}", value, name)
-    return exporter.files(plan, **{name: options[name] for name in exporter.options})
+    files = exporter.files(plan, **{name: options[name] for name in exporter.options})
+    for path in map(PurePosixPath, files):
+        if path.parts[0] not in exporter.top_names or ".." in path.parts:
+            raise TypeError(f"exporter {target}: {path} is not below one of its top_names")
+    return files
 
 
 def find_exporter(target: str) -> Exporter:

@@ -17,6 +17,8 @@ from capplan.errors import InputError
 from capplan.models._step_latency import (
     ADDITIVE,
     DIGITAL_TWIN,
+    FORMS,
+    TABLE,
     TOPPINGS_BGMV,
     TOPPINGS_MBGMV,
     LatencyForm,
@@ -119,12 +121,30 @@ class StepModelCandidate:
         if self.form is DIGITAL_TWIN:
             return _fit_digital_twin(self, table)
         columns = self.columns(table)
+        if self.form is not ADDITIVE:
+            self._require_linear(table, columns)
         problem = LinearProblem.of(columns, table.step_ms)
         fit = fit_mean(problem)
         bound = np.isnan(fit.std_errors) if table.rows > len(columns) else np.zeros(len(columns), bool)
         values = np.where(bound, 0.0, fit.values)  # the solver stops slightly above the bound
         covariance = clustered_covariance(*problem.relative(values), ~bound, table.run)
         return StepModelFit(self, problem.names, values, covariance)
+
+    def _require_linear(self, table: MeasuredSteps, columns: Mapping[str, NDArray[np.float64]]) -> None:
+        """Check that the form is the sum of its regressors, as the fit takes it to be.
+
+        Raises
+        ------
+        TypeError
+            If it has a constant, or is not linear in its coefficients.
+        """
+        first, *others = self.form.names
+        code = latency_code(self.form.name, self.kernel)
+        whole = unit_columns(code, self.form.names, table, dict.fromkeys(others, 1.0))[first]
+        if not np.allclose(whole, sum(columns[name] for name in self.form.names)):
+            raise TypeError(
+                f"step model {self.form.name}: must be linear in its coefficients, without a constant"
+            )
 
 
 @dataclass(frozen=True)
@@ -205,7 +225,7 @@ def candidates(table: MeasuredSteps, kernel: Kernel) -> tuple[StepModelCandidate
         ktokens = share * float(table.kv_tokens.max()) / 1e3
         additive.append(StepModelCandidate(f"additive-cache-{name}", ADDITIVE, kernel, not_fitted, ktokens))
     additive.sort(key=lambda each: first.index(each.label) if each.label in first else len(first))
-    published = (DIGITAL_TWIN, TOPPINGS_BGMV, TOPPINGS_MBGMV)
+    published = (form for form in FORMS if form not in (ADDITIVE, TABLE))
     return (*additive, *(StepModelCandidate(form.name, form, kernel) for form in published))
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from capplan import Plan
-from capplan.deploy import vllm_files
+from capplan.deploy import EXPORTERS, vllm_files
 from capplan.spec import Cache, RebalanceSettings, Scheduler
 from tests.cli.conftest import Run, error_line
 from tests.cli.examples import small_plan, write_inputs
@@ -61,7 +61,7 @@ def test_force_removes_no_file_that_no_export_wrote(run: Run, plan_json: Path) -
 
 def test_an_unknown_target_gets_the_known_ones(run: Run, plan_json: Path) -> None:
     line = error_line(run("export", plan_json, "--target", "vlm", "-o", plan_json.parent / "deploy"))
-    assert "--target: must be one of vllm (got 'vlm')" in line
+    assert f"--target: must be one of {', '.join(EXPORTERS)} (got 'vlm')" in line
     assert list(plan_json.parent.iterdir()) == [plan_json]
 
 

@@ -27,9 +27,9 @@ def make_scenario(choose: Choose, max_requests: int = 40) -> Scenario:
     names = form.names if choose(0, 1) or form is TABLE else form.coefficients
     given = _CACHE | (_ATTENTION if form is ADDITIVE else {})
     coefficients = np.array([given[n] if n in given else choose(0, 3) / choose(1, 3) for n in names])
-    for always in ("base_ms", "k7", "k7_base", "decode_beta", "prefill_beta"):  # no step takes no time
-        if always in names:
-            coefficients[names.index(always)] = choose(1, 4)
+    always = {"base_ms", "k7", "k7_base", "decode_beta", "prefill_beta"} & {*names} or {*names}
+    for name in sorted(always):  # no step takes no time
+        coefficients[names.index(name)] = choose(1, 4)
     if form is TABLE:
         coefficients = np.concatenate(
             [coefficients, pack_tables(*make_tables(choose).values(), coefficients.size)]

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan._jit import by_reference, jit
+from capplan.errors import InputError
 from capplan.serving import int_fields, new_record
 from capplan.serving.pooled import RequestSample, clustered_classes
 from capplan.spec import (
@@ -311,7 +312,15 @@ def summarize(
     client_itl_factor
         Mean gap between tokens at a client relative to the gap in the engine: two tokens in one chunk are one
         gap for two steps.
+
+    Raises
+    ------
+    InputError
+        If the step model gave no step a time above 0.
     """
+    if trace.counts.steps > 0 and trace.sums.busy_ns <= 0:
+        rule = "must give steps a time above 0 ms"
+        raise InputError(rule, float(trace.sums.busy_ns) / 1e6, "profile: step_latency")
     horizon_s = scenario.horizon_ns / NS_PER_S
     reduced = reduce_trace(
         scenario.requests,
