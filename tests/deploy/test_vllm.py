@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from capplan import Plan, errors
-from capplan.deploy import TOP_NAMES, export, vllm_files
+from capplan.deploy import TOP_NAMES, Exporter, _export, export, vllm_files
 from capplan.spec import Cache, Group, PlanBase, PlanEngine, Totals, Verification
 from tests.cli.examples import MODEL, group, small_plan
 
@@ -390,3 +390,11 @@ def test_a_length_beyond_the_positions_of_the_model_is_refused() -> None:
     with pytest.raises(errors.InputError, match=expected):
         vllm_files(plan)
     assert vllm_files(plan_of(part))
+
+
+@pytest.mark.parametrize("path", ["other/a.sh", "launch/../../a.sh", "/etc/a.sh", "../a.sh"])
+def test_an_exporter_writes_below_its_top_names_only(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Exporter(lambda _plan: {path: ""}, frozenset({"launch"}), serves=False)
+    monkeypatch.setattr(_export, "EXPORTERS", {"mine": target})
+    with pytest.raises(TypeError, match=r"exporter mine: .* is not below one of its top_names"):
+        export(small_plan(), "mine")

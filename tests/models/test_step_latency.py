@@ -100,3 +100,11 @@ def test_every_form_takes_time_under_every_kernel(form: LatencyForm, kernel: Ker
 def test_an_unknown_form_is_an_input_error_that_lists_the_known_ones() -> None:
     with pytest.raises(errors.InputError, match="additive, digital-twin"):
         latency_form("quadratic")
+
+
+def test_a_coefficient_that_the_form_does_not_have_is_refused() -> None:
+    model = part(
+        "toppings-bgmv", decode_alpha=1.0, decode_beta=1.0, prefill_alpha=1.0, prefill_beta=1.0, base=1.0
+    )
+    with pytest.raises(errors.InputError, match=r"step_latency\.coefficients\.base"):
+        coefficient_array(model)

@@ -132,3 +132,8 @@ def test_max_model_len_is_within_the_positions_of_the_model() -> None:
     by_default = {**SETTINGS, "max_model_len": None}
     longest = simulate(workload(), short, **{**SETTINGS, "max_model_len": 256})
     assert simulate(workload(), short, **by_default).throughput_tok_s == longest.throughput_tok_s
+
+
+def test_steps_that_take_no_time_are_refused() -> None:
+    with pytest.raises(errors.InputError, match="profile: step_latency: must give steps a time above 0 ms"):
+        simulate(workload(), profile(step_ms=0.0), **SETTINGS)

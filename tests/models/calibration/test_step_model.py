@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from capplan import InputError
 from capplan.models import ADDITIVE
-from capplan.models.calibration import MeasuredSteps, calibrate_steps
+from capplan.models.calibration import MeasuredSteps, _candidates, calibrate_steps
 from capplan.models.calibration._candidates import TERM_GROUPS, candidate_named, candidates
 from capplan.models.calibration._step_model import predict_left_out, step_ranges
 from capplan.models.calibration._tables import step_table
@@ -271,3 +271,11 @@ def test_window_means_average_terms_with_a_threshold_over_their_steps(
     assert columns["ms_per_adapter_small_rank16"][0] == pytest.approx(small, abs=0.07)
     beyond = np.mean(np.maximum(0.0, requests + prompts - 512)) / 1000
     assert columns["ms_per_ktoken_beyond_graphs"][0] == pytest.approx(beyond, rel=0.1, abs=0.012)
+
+
+def test_a_form_that_is_not_linear_is_not_fitted_as_if_it_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = table_of(steps_of("digital-twin", DIGITAL_TWIN_TRUTH, kernel=Kernel.VLLM))
+    candidate = candidate_named("digital-twin", table, Kernel.VLLM)
+    monkeypatch.setattr(_candidates, "DIGITAL_TWIN", None)  # without its own fit
+    with pytest.raises(TypeError, match="step model digital-twin: must be linear"):
+        candidate.fit(table)
