@@ -27,6 +27,8 @@ from capplan.twin.instance import run
 from capplan.workload import Requests
 
 FOLDER: Final = "vllm_request_logs"
+_VERSION: Final = "0.19.0"
+"""Of logs that do not name it."""
 _UNDERSTOOD: Final = MappingProxyType(
     {
         "data_parallel_size": (1,),
@@ -125,8 +127,8 @@ def _log(folder: Path) -> RequestLog | RefusedCase:
     deployment = Deployment(
         gpu_key(hardware),
         meta["model"],
-        settings["tensor_parallel_size"],
-        meta["vllm_version"],
+        settings.get("tensor_parallel_size", 1),
+        meta.get("vllm_version", _VERSION),
         settings.get("quantization") or dtype,
     )
     try:

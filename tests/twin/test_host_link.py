@@ -57,6 +57,8 @@ def calls(draw: st.DrawFn) -> list[tuple[int, int, int, int]]:
             link.load(now_ns, copy_ns)
         elif place not in ahead:
             continue
+        elif kind == NEED:
+            link.promote(ahead[place], now_ns)
         made.append((kind, place, now_ns, copy_ns))
     return made
 
