@@ -408,7 +408,7 @@ class _CalledLibrary(_LinkedLibrary):
     """A function that LLVM does not inline."""
 
     def add_ir_module(self, module: Any) -> None:
-        """Add the module of the function, whose records nobody writes while it runs."""
+        """Add the module of the function; no code writes its records while it runs."""
         for function in module.functions:
             if function.is_declaration:
                 continue

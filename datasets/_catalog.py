@@ -274,14 +274,21 @@ def gpu_sheet(key: str) -> GpuSheet:
     InputError
         For an unknown type; the message lists the known ones.
     """
-    kind, memory = _spelling(key)
-    for sheet in gpu_sheets():
-        for own_kind, own_memory in (_spelling(sheet.key), _spelling(sheet.name)):
-            named = own_memory or (memory if _is_about(memory, sheet) else None)
-            if (kind, memory) == (own_kind, named):
-                return sheet
+    if (sheet := find_gpu(key)) is not None:
+        return sheet
     rule = f"must be one of {', '.join(sheet.key for sheet in gpu_sheets())}; {other_gpu(key)}"
     raise InputError(rule, key, "--gpu")
+
+
+def find_gpu(name: str) -> GpuSheet | None:
+    """Return the data sheet of a GPU type as `gpu_sheet` does; None for an unknown type."""
+    kind, memory = _spelling(name)
+    for sheet in gpu_sheets():
+        for own_kind, own_memory in (_spelling(sheet.key), _spelling(sheet.name)):
+            is_implied = own_memory is None and _is_about(memory, sheet)
+            if kind == own_kind and (memory == own_memory or is_implied):
+                return sheet
+    return None
 
 
 _NO_PART_OF_A_TYPE: Final = re.compile(

@@ -373,12 +373,11 @@ FORMS = (ADDITIVE, DIGITAL_TWIN, TOPPINGS_BGMV, TOPPINGS_MBGMV, TABLE)
 
 _VARIANTS = tuple(
     (form, kernel)
-    for form in sorted(
-        FORMS, key=lambda each: each is TABLE
-    )  # numbers from the table's on have a `step_line`
+    for form in sorted(FORMS, key=lambda each: each is TABLE)
     for kernel in (form.ranks if isinstance(form.ranks, Mapping) else (None,))
 )
-"""The forms in compiled code, by number: those that depend on the kernel once for each."""
+"""The forms in compiled code, by number: those that depend on the kernel once for each, and the form with
+tables last, so that numbers from its first on have a `step_line`."""
 _FIRST_TABLE = _VARIANTS.index((TABLE, Kernel.VLLM))
 
 

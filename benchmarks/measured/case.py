@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Final, Protocol
 
 from capplan import InputError, Profile
-from capplan.datasets import gpu_sheet, model_arch
+from capplan.datasets import find_gpu, gpu_sheet, model_arch
 from capplan.models import EngineChoice, roofline_profile
 from capplan.models.compose import SYSTEMS
 from capplan.spec import Kernel
@@ -36,20 +36,18 @@ class Deployment:
     dtype: str = "bfloat16"
 
 
-_UNSTATED: Final = MappingProxyType({"h100": "h100-80g", "a100": "a100-80g"})
+_UNSTATED: Final = MappingProxyType(
+    {"h100": "h100-80g", "a100": "a100-80g"} | {system.key: system.sheet_key for system in SYSTEMS}
+)
 """Sheets of GPUs that sources name without their memory."""
 
 
 def gpu_key(name: str) -> str:
     """Return the key of a GPU's data sheet by the name in a source; an unknown name as it is."""
-    systems = {system.key: system.sheet_key for system in SYSTEMS}
-    known = systems.get(name.lower()) or _UNSTATED.get(name.lower())
-    if known is not None:
-        return known
-    try:
-        return gpu_sheet(name).key
-    except InputError:
-        return name  # profiles refuse it
+    if name.lower() in _UNSTATED:
+        return _UNSTATED[name.lower()]
+    sheet = find_gpu(name)
+    return name if sheet is None else sheet.key  # profiles refuse the name
 
 
 def require_only(settings: Mapping[str, object], understood: Mapping[str, Collection[object]]) -> None:

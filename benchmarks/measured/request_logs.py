@@ -123,13 +123,13 @@ def _log(folder: Path) -> RequestLog | RefusedCase:
     meta = json.loads((folder / "vllm_meta.json").read_text(encoding="utf-8"))
     settings = meta["engine_kwargs"]
     hardware = meta.get("hardware", {}).get("device_name", folder.name.split("_")[0])
-    dtype = {"auto": "bfloat16"}.get(settings.get("dtype", "auto"), settings.get("dtype"))
+    dtype = settings.get("dtype", "auto")
     deployment = Deployment(
         gpu_key(hardware),
         meta["model"],
         settings.get("tensor_parallel_size", 1),
         meta.get("vllm_version", _VERSION),
-        settings.get("quantization") or dtype,
+        settings.get("quantization") or ("bfloat16" if dtype == "auto" else dtype),
     )
     try:
         require_only(settings, _UNDERSTOOD)

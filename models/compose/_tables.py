@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from capplan.datasets import GpuSheet, gpu_sheet, other_gpu
+from capplan.datasets import GpuSheet, find_gpu, gpu_sheet, other_gpu
 from capplan.errors import InputError
 
 if TYPE_CHECKING:
@@ -50,15 +50,16 @@ SYSTEMS: Final = (
 
 
 def system_of(gpu: str) -> System:
-    """Return the measured GPU type of a name: the package's, or that of a data sheet.
+    """Return the measured GPU type of a name: the package's, or one that `gpu_sheet` knows.
 
     Raises
     ------
     InputError
         For an unknown name; the message lists the known ones.
     """
+    sheet = find_gpu(gpu)
     for system in SYSTEMS:
-        if gpu.lower() in (system.key, system.sheet_key):
+        if gpu.lower() == system.key or (sheet is not None and sheet.key == system.sheet_key):
             return system
     known = ", ".join(f"{each.sheet_key} ({each.key})" for each in SYSTEMS)
     raise InputError(f"must be a GPU with measured operators: {known}; {other_gpu(gpu)}", gpu, "--gpu")

@@ -39,8 +39,11 @@ SWITCHES = {
         *("unhashed_to_front", "lone_prefill_exempt"),
     },
     "vllm-0.33": {
-        *("prefix_caching", "reserve_full_sequence"),
-        *("unhashed_to_front", "lone_prefill_exempt", "hold_ending"),
+        "prefix_caching",
+        "reserve_full_sequence",
+        "unhashed_to_front",
+        "lone_prefill_exempt",
+        "hold_ending",
     },
     "capplan": {
         *("prefix_caching", "reserve_full_sequence"),
