@@ -18,7 +18,7 @@ from tests.twin.pooled import pooled_scenarios, seeded_pooled, with_period
 
 pytestmark = pytest.mark.long
 
-SEEDS = range(300)
+SEEDS = range(600)
 EVENTS = [name for name in t.POOL_COUNTS if name not in ("refreshes", "kept_queues", "scaled_quotas")]
 
 
