@@ -23,6 +23,15 @@ _CACHES: Final = MappingProxyType(
 _PREFETCHES: Final = MappingProxyType(
     {"none": p.NO_PREFETCH, "queue": p.BY_QUEUE, "histogram": p.BY_HISTOGRAM}
 )
+_LOADINGS: Final = MappingProxyType(
+    {
+        "asynchronous": p.ASYNCHRONOUS,
+        "on-demand": p.ON_DEMAND,
+        "assisted": p.ASSISTED,
+        "resident": p.RESIDENT,
+        "cached": p.RESIDENT,
+    }
+)
 
 
 def rules_of_scheduler(scheduler: Scheduler) -> ServingRules:
@@ -38,7 +47,8 @@ def with_scheduling(limits: Limits, scheduler: Scheduler, cache: Cache) -> Limit
     return limits._replace(
         order=_ORDERS[scheduler.policy],
         cache=_CACHES[cache.policy],
-        prefetch=_PREFETCHES[cache.prefetch],
+        prefetch=_PREFETCHES[cache.prefetch] if cache.loads else p.NO_PREFETCH,
+        loading=_LOADINGS[cache.loading],
         chunked=int(scheduler.chunked),
         bypass=int(scheduler.bypass),
         ageing_ns=round((scheduler.ageing_s or 0.0) * _NS_PER_S),

@@ -111,6 +111,7 @@ class Limits(NamedTuple):
     admit_every: int = 1
     cache: int = 0
     prefetch: int = 0
+    loading: int = 0
     chunked: int = 0
     bypass: int = 0
     ageing_ns: int = 0

@@ -379,6 +379,24 @@ class Provenance(SpecModel):
     notes: Line = Field(default="", description="Remarks.")
 
 
+class CpuLora(SpecModel):
+    """CPU cores that compute the part of an adapter that is not on the GPU yet (Toppings, section 4.2).
+
+    A task is the product of some tokens with both matrices of one projection in one layer, on one core.
+    """
+
+    workers: Count = Field(description="CPU cores, each with a process of its own.")
+    tokens_per_task: Count = Field(description="Most tokens of a task.")
+    task_base_ms: NonNegative = Field(description="Milliseconds of a task beside its products.")
+    ms_per_mmac: NonNegative = Field(
+        description="Milliseconds per million multiplications of a task: tokens x rank x (inputs + outputs)."
+    )
+    signal_ms: NonNegative = Field(
+        description="Milliseconds of a layer with tasks for transfers and signals, which nothing overlaps."
+    )
+    provenance: Provenance = Field(description="Source of the numbers.")
+
+
 class Profile(SpecModel):
     """Models of a GPU type with one model, engine version and tensor parallelism, for twin and planner."""
 
@@ -394,6 +412,9 @@ class Profile(SpecModel):
     memory: FittedModel = Field(description="KV tokens beside weights and adapter slots.")
     loading: FittedModel = Field(description="Milliseconds to load an adapter to the host and to a slot.")
     host: FittedModel = Field(description="Milliseconds of a request outside engine steps.")
+    cpu_lora: CpuLora | None = Field(
+        default=None, description="CPU cores that assist the loading of adapters; null if not measured."
+    )
     length_correlation: Annotated[float, Field(gt=-1, lt=1)] = Field(
         default=0.0,
         description="Correlation of prompt and output length (normal scores) in the requests of the "

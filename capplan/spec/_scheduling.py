@@ -218,6 +218,16 @@ class Scheduler(SpecModel):
 
 CachePolicy: TypeAlias = Literal["none", "lru", "fairshare", "gdsf", "chameleon"]
 
+Loading: TypeAlias = Literal["asynchronous", "on-demand", "assisted", "resident", "cached"]
+
+_STRAWMAN: Final = "strawman"
+"""Toppings' name of asynchronous loading."""
+
+
+def _read_strawman(value: Any) -> Any:
+    return "asynchronous" if value == _STRAWMAN else value
+
+
 Prefetch: TypeAlias = Literal["none", "queue", "histogram"]
 
 CHAMELEON_WEIGHTS: Final[Mapping[str, float]] = {"frequency": 0.45, "recency": 0.10, "size": 0.45}
@@ -242,6 +252,18 @@ class Cache(SpecModel):
         description="Adapters loaded ahead: none, those of waiting requests, or by histogram those that are "
         "expected by their idle times, then those of waiting requests.",
     )
+    loading: Annotated[Loading, BeforeValidator(_read_strawman), one_of(Loading, _STRAWMAN)] = Field(
+        default="asynchronous",
+        description="asynchronous (strawman): decoding goes on, and a prompt waits for its adapter; "
+        "on-demand: the batch of prompts waits, and decoding with it; assisted: prompts begin at once, and "
+        "CPU cores compute the layers that are not copied yet; resident: all adapters are loaded at the "
+        "start; cached: the same in memory beside that of KV, an ideal to compare with.",
+    )
+    cpu_workers: Count | None = Field(
+        default=None,
+        description="CPU cores that compute for adapters being loaded, for loading assisted; absent: as "
+        "many as the profile's cpu_lora was measured with.",
+    )
 
     @model_validator(mode="after")
     def _weights_of_the_score(self) -> Self:
@@ -256,11 +278,26 @@ class Cache(SpecModel):
     @property
     def _unread(self) -> Mapping[str, str]:
         """Keys without effect, with the rule for each."""
-        return {} if self.policy == "chameleon" else {"weights": "goes with policy chameleon"}
+        unread = {} if self.policy == "chameleon" else {"weights": "goes with policy chameleon"}
+        if not self.loads:
+            unread["prefetch"] = f"does not go with loading {self.loading}, which loads nothing later"
+        if self.loading != "assisted":
+            unread["cpu_workers"] = "goes with loading assisted"
+        return unread
 
     @model_serializer(mode="wrap")
     def _read_keys(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return without_keys(handler(self), self._unread)
+        unread = set(self._unread)
+        if self.loading == "asynchronous":
+            unread.add("loading")  # documents without the key mean the same
+        if self.cpu_workers is None:
+            unread.add("cpu_workers")
+        return without_keys(handler(self), unread)
+
+    @property
+    def loads(self) -> bool:
+        """Whether adapters are loaded while the engine serves."""
+        return self.loading not in ("resident", "cached")
 
     @property
     def counts_uses(self) -> bool:
@@ -364,6 +401,12 @@ def _contradiction(scheduler: Scheduler, cache: Cache) -> tuple[tuple[str, ...],
         if cache.prefetch != "queue":
             words = "must be queue beside scheduler slora, which loads adapters of waiting requests ahead"
             return ("cache", "prefetch"), words, cache.prefetch
+        if cache.loading != "asynchronous":
+            words = "must be asynchronous beside scheduler slora, which loads by its own rules"
+            return ("cache", "loading"), words, cache.loading
+    elif scheduler.chunked and cache.loading in ("on-demand", "assisted"):
+        words = "must be asynchronous, resident or cached beside chunked prompts, which never pause decoding"
+        return ("cache", "loading"), words, cache.loading
     elif "refresh_s" in scheduler.model_fields_set and not (scheduler.has_queues or cache.counts_uses):
         words = "goes with policy chameleon or static, or cache chameleon, fairshare or gdsf"
         return ("scheduler", "refresh_s"), words, scheduler.refresh_s

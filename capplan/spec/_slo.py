@@ -48,7 +48,8 @@ class Slo(SpecModel):
     """Service-level objectives; every bound given must hold on every GPU.
 
     TTFT = time to first token; E2E = arrival to last token; TPOT = (E2E - TTFT) / (output tokens - 1);
-    TPT = E2E / output tokens; ITL = gap between consecutive tokens.
+    TPT = E2E / output tokens; ITL = gap between consecutive tokens; interruptions = pauses of a request's
+    decoding by batches of others' prompts and by loads.
     """
 
     ttft_mean_s: Positive | None = _bound("time to first token", "mean", "s")
@@ -71,6 +72,14 @@ class Slo(SpecModel):
     itl_p50_ms: Positive | None = _bound("inter-token latency", "p50", "ms")
     itl_p95_ms: Positive | None = _bound("inter-token latency", "p95", "ms")
     itl_p99_ms: Positive | None = _bound("inter-token latency", "p99", "ms")
+    interruption_mean_count: Positive | None = _bound("pauses of a request's decoding", "mean", "number")
+    interruption_p50_count: Positive | None = _bound("pauses of a request's decoding", "p50", "number")
+    interruption_p95_count: Positive | None = _bound("pauses of a request's decoding", "p95", "number")
+    interruption_p99_count: Positive | None = _bound("pauses of a request's decoding", "p99", "number")
+    interruption_mean_share: Share | None = _bound("share of these pauses in E2E", "mean", "0 to 1")
+    interruption_p50_share: Share | None = _bound("share of these pauses in E2E", "p50", "0 to 1")
+    interruption_p95_share: Share | None = _bound("share of these pauses in E2E", "p95", "0 to 1")
+    interruption_p99_share: Share | None = _bound("share of these pauses in E2E", "p99", "0 to 1")
     tpt_over_base: Ratio | None = Field(
         default=None,
         description="A request is good when its TPT is at most this multiple of the mean TPT without LoRA.",
@@ -96,9 +105,8 @@ class Slo(SpecModel):
 
     def latency_bounds(self) -> dict[str, float]:
         """Return the latency bounds that are set: key (``"ttft_p99_s"``) to value, in the key's unit."""
-        bounds = {
-            name: getattr(self, name) for name in type(self).model_fields if name.endswith(("_s", "_ms"))
-        }
+        units = ("_s", "_ms", "_count", "_share")
+        bounds = {name: getattr(self, name) for name in type(self).model_fields if name.endswith(units)}
         return {name: value for name, value in bounds.items() if value is not None}
 
     @property
@@ -116,6 +124,10 @@ class Slo(SpecModel):
 def describe_latency(bound: str) -> tuple[str, str]:
     """Return the latency that a bound such as ``ttft_p99_s`` is on, as text, and its unit."""
     metric, statistic, unit = bound.split("_")
+    if metric == "interruption":
+        return (
+            (f"interruptions {statistic}", "") if unit == "count" else (f"interrupted {statistic}", "of E2E")
+        )
     return f"{metric.upper()} {statistic}", unit
 
 

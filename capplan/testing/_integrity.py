@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from capplan.serving import NONE, Heap, Limits, State
 from capplan.serving import state as s
-from capplan.serving.pooled import NO_CACHE, QUEUES, SJF, PooledState
+from capplan.serving.pooled import NO_CACHE, QUEUES, RESIDENT, SJF, PooledState
 from capplan.serving.state import EMPTY
 
 
@@ -192,7 +192,7 @@ def _check_cache(state: State, limits: Limits, running: list[int]) -> None:
     same("pages of pinned adapters", pooled.counts.pinned_pages, pinned_pages)
     prefetched = pooled.adapters.prefetched[1:] == 1
     assert not np.any(prefetched & (used | ~resident)), "a prefetched adapter is in use or gone"
-    if limits.cache == NO_CACHE:
+    if limits.cache == NO_CACHE and limits.loading != RESIDENT:
         assert not np.any(resident & ~used & ~loading & ~prefetched), "an idle adapter stays without a cache"
 
 

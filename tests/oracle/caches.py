@@ -53,8 +53,8 @@ class CachedAdapter:
 
     @property
     def pinned(self) -> bool:
-        """Whether it must stay."""
-        return self.users > 0 or self.loading
+        """Whether it must stay, or takes none of the pool."""
+        return self.users > 0 or self.loading or self.pages == 0
 
 
 class ReferenceCache:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from capplan.models import StepFeatures, StepRanks, rank_ms, step_ms
 from capplan.serving import Limits
+from capplan.serving.pooled import ASSISTED, ASYNCHRONOUS, ON_DEMAND
 from capplan.serving.state import POOLED, SLORA
 from capplan.spec import Profile, Workload
 from capplan.twin.instance import (
@@ -27,10 +28,12 @@ from capplan.twin.instance import (
 from capplan.twin.instance import _trace as t
 from capplan.twin.instance import _trace as trace
 from capplan.twin.instance._clock import with_reloads_ns
+from tests.oracle.assist import assisted_ns
 from tests.oracle.host_link import ReferenceCopier
 from tests.oracle.pooled import ReferencePooled
 from tests.oracle.scheduler import ReferenceRequest, ReferenceScheduler, ReferenceStep
 from tests.oracle.set_up import reference_pool, refreshed_queues
+from tests.oracle.size_queues import PooledRequest
 from tests.oracle.slora import ReferenceSlora
 
 
@@ -176,11 +179,16 @@ class _Run:
         milliseconds = step_ms(costs.form, costs.coefficients, self._computed(step, features))
         if costs.uses_ranks:
             milliseconds += rank_ms(costs.form, costs.coefficients, float(costs.s_max), self._ranks(step))
-        duration_ns = load_ns + round(milliseconds * 1e6)
+        step_ns = round(milliseconds * 1e6)
+        load_ns += self._assistance_ns(step, step_ns)
+        duration_ns = load_ns + step_ns
         counts.load_ns += load_ns
         self._record_details(step, features, duration_ns, load_ns)
         counts.preemptions += len(step.preempted)
         counts.steps += 1
+        paused_ns = load_ns if self._has_decodes(step) else duration_ns
+        counts.interruptions += paused_ns > 0
+        counts.interrupted_ns += paused_ns
         counts.request_steps += len(running)
         counts.small_request_steps += len(running) if len(running) <= t.SMALL_BATCH else 0
         counts.max_running = max(counts.max_running, len(running))
@@ -239,6 +247,14 @@ class _Run:
             return 0
         in_step_ns = with_reloads_ns(in_step_ns, active, limits.max_loras)
         return self.copier.link.load(self.now_ns, in_step_ns) - self.now_ns
+
+    def _has_decodes(self, step: ReferenceStep) -> bool:
+        """Return whether decoding goes on; vLLM's rules never pause it for prompts alone."""
+        return self.scenario.limits.policy != SLORA or not step.admitted
+
+    def _assistance_ns(self, step: ReferenceStep, step_ns: int) -> int:
+        """Return the time that a batch of prompts takes longer while its adapters are copied."""
+        return 0
 
     def _ranks(self, step: ReferenceStep) -> StepRanks:
         """Count the ranks in a step."""
@@ -310,7 +326,7 @@ class _Run:
         for number in [*output.first, *output.later]:
             self.last_token_ns[number] = self.now_ns
         for number in output.finished:
-            self.trace.finish_ns[number] = self.now_ns
+            trace.record_finish(self.trace, number, self.now_ns)
 
 
 class _PooledRun(_Run):
@@ -350,7 +366,44 @@ class _PooledRun(_Run):
         adapter = int(self.scenario.requests.adapter[number])
         self.copier.promote(adapter, self.now_ns)
         wait_ns = self.copier.wait_ns(adapter, self.now_ns)
-        trace.record_admission_with_wait(self.trace, number, adapter, self.now_ns, wait_ns)
+        held_ns = wait_ns if self.scenario.limits.loading == ASYNCHRONOUS else -int(self.trace.counts.load_ns)
+        trace.record_first_admission(self.trace, number, adapter, self.now_ns, held_ns, wait_ns == 0)
+
+    def _parts(self, step: ReferenceStep) -> list[tuple[PooledRequest, int]]:
+        """Return the requests of a step and their tokens."""
+        tokens = dict(step.tokens)
+        return [
+            (request, tokens[request.number]) for request in self.pooled.running if request.number in tokens
+        ]
+
+    def _has_decodes(self, step: ReferenceStep) -> bool:
+        return any(request.is_decoding for request, _ in self._parts(step))
+
+    def _wait_for_loads(self, step: ReferenceStep) -> int:
+        """Return the wait of prompts for loads on demand, or of decodes after assisted prompts."""
+        has_decodes = self._has_decodes(step)
+        if self.scenario.limits.loading != (ASSISTED if has_decodes else ON_DEMAND):
+            return 0
+        waits_ns = []
+        for request, _ in self._parts(step):
+            self.copier.promote(request.adapter, self.now_ns)
+            waits_ns.append(self.copier.wait_ns(request.adapter, self.now_ns))
+        return max(waits_ns)
+
+    def _assistance_ns(self, step: ReferenceStep, step_ns: int) -> int:
+        if self.scenario.limits.loading != ASSISTED or self._has_decodes(step):
+            return 0
+        loading = self._loading()
+        cold = [
+            (request.adapter, count) for request, count in self._parts(step) if request.adapter in loading
+        ]
+        for adapter, _ in cold:
+            self.copier.promote(adapter, self.now_ns)
+        costs = self.scenario.costs
+        return (
+            assisted_ns(costs.assist, self.copier, cold, costs.load_ns.tolist(), self.now_ns, step_ns)
+            - step_ns
+        )
 
     def _loading(self) -> set[int]:
         return {a for a in self.pooled.residents() if self.pooled.cache.adapters[a].loading}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from capplan.serving import Limits
-from capplan.serving.pooled import QUEUES, SJF
+from capplan.serving.pooled import ASYNCHRONOUS, QUEUES, SJF
 from capplan.serving.pooled._state import BY_HISTOGRAM, NO_PREFETCH
 from tests.oracle.admission import QueueAdmission
 from tests.oracle.caches import CachedAdapter, ReferenceCache
@@ -135,8 +135,11 @@ class ReferencePooled:
 
     def starts_late(self, request: PooledRequest) -> bool:
         """Return whether others go on decoding before a request does."""
-        is_loaded = self.cache.is_ready(request.adapter)
-        return not request.is_decoding and bool(self.limits.chunked or not is_loaded)
+        return not request.is_decoding and bool(self.limits.chunked or not self.may_start(request))
+
+    def may_start(self, request: PooledRequest) -> bool:
+        """Return whether a step may have the prompt of a request, after it or while the adapter is loaded."""
+        return self.limits.loading != ASYNCHRONOUS or self.cache.is_ready(request.adapter)
 
     def make_room(self, blocks: int, first_tier_only: bool = False) -> bool:
         """Evict idle adapters until `blocks` are free; return whether they are."""
@@ -308,7 +311,7 @@ class ReferencePooled:
     def _prompts(self, left: int) -> list[tuple[PooledRequest, int]]:
         """Give prompts whose adapter is loaded tokens in order, up to the first without tokens or blocks."""
         chosen: list[tuple[PooledRequest, int]] = []
-        for request in [r for r in self.running if not r.is_decoding and self.cache.is_ready(r.adapter)]:
+        for request in [r for r in self.running if not r.is_decoding and self.may_start(r)]:
             tokens = request.known - request.computed
             if tokens > left and chosen and not self.limits.chunked:
                 break

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from capplan.serving import Limits
-from capplan.serving.pooled import PoolSetup, RequestSample, new_queues
+from capplan.serving.pooled import RESIDENT, PoolSetup, RequestSample, new_queues
 from capplan.spec import Scheduler
 from tests.oracle.caches import CachedAdapter
 from tests.oracle.pooled import ReferencePooled
@@ -18,6 +20,11 @@ def reference_pool(limits: Limits, num_blocks: int, setup: PoolSetup) -> Referen
     """Return an idle engine; without queues in its set-up it has one, with all tokens."""
     columns = (setup.adapter_pages, setup.adapter_bytes, setup.adapter_tokens, setup.load_ns)
     adapters = [CachedAdapter(*values) for values in zip(*(each.tolist() for each in columns), strict=True)]
+    if limits.loading == RESIDENT:
+        adapters = [
+            replace(adapter, pages=0, tokens=0, resident=number > 0)
+            for number, adapter in enumerate(adapters)
+        ]
     queues = SizeQueues([num_blocks * limits.block_size], [])
     if setup.queues is not None:
         classes = setup.queues.classes

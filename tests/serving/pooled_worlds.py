@@ -12,6 +12,7 @@ import numpy as np
 from capplan.engine._scheduler_output import cancel_waiting
 from capplan.serving import NONE, Limits, State, adapter_loaded, commit, finish, new_state, schedule, submit
 from capplan.serving.pooled import _state as p
+from capplan.serving.pooled._caches import make_resident
 from capplan.serving.pooled._refresh import set_queues
 from capplan.serving.state import POOLED
 from capplan.spec import MOST_QUEUES, Wrs
@@ -64,6 +65,8 @@ class PooledWorld:
         own = state.pooled.adapters
         own.bytes[:] = self.size_bytes
         own.tokens[:], own.cost_ns[:] = self.tokens, self.cost_ns
+        if self.limits.loading == p.RESIDENT:
+            make_resident(state)
         state.pooled.weights[:] = self.weights
         write_queues(state, self.limits, self.queues)
         return state
@@ -72,6 +75,8 @@ class PooledWorld:
         """Return the empty reference."""
         columns = zip(self.pages, self.size_bytes, self.tokens, self.cost_ns, strict=True)
         adapters = [CachedAdapter(*column) for column in columns]
+        if self.limits.loading == p.RESIDENT:
+            adapters = [replace(each, resident=number > 0) for number, each in enumerate(adapters)]
         return ReferencePooled(self.limits, self.num_blocks, adapters, self.queues, self.weights)
 
     def takes(self, arrival: Arrival) -> bool:
@@ -131,6 +136,8 @@ def make_pooled_world(choose: Choose, max_requests: int = 24, **switches: int) -
     arrivals = make_arrivals(choose, limits, adapters, requests, bool(seconds_apart))
     last_ns = arrivals[-1].at_ns + 300 * MS
     times = sorted({choose(0, last_ns // MS) * MS for _ in range(choose(0, 3))})
+    if limits.loading == p.RESIDENT:
+        pages, tokens_per_page = (0,) * len(pages), 0
     return PooledWorld(
         limits,
         num_blocks,
@@ -151,7 +158,7 @@ def make_pooled_limits(
     choose: Choose, adapters: int, block_size: int, num_blocks: int, batch: tuple[int, int]
 ) -> Limits:
     """Return limits with any switches, without ageing and refreshes; `batch`: its requests and tokens."""
-    return Limits(
+    limits = Limits(
         max_num_seqs=batch[0],
         max_num_batched_tokens=batch[1],
         max_model_len=choose(4, num_blocks * block_size),
@@ -167,9 +174,12 @@ def make_pooled_limits(
         admit_every=(1, 1, 3, 10)[choose(0, 3)],
         cache=choose(p.NO_CACHE, p.SCORE),
         prefetch=choose(p.NO_PREFETCH, p.BY_HISTOGRAM),
+        loading=choose(p.ASYNCHRONOUS, p.RESIDENT),
         chunked=choose(0, 1),
         bypass=int(choose(0, 3) > 0),
     )
+    # Batches of prompts that wait for loads or are assisted are whole.
+    return limits._replace(chunked=0) if limits.loading in (p.ON_DEMAND, p.ASSISTED) else limits
 
 
 def make_queues(choose: Choose, most: int, total: int, longest: int, largest_bytes: int) -> SizeQueues:

@@ -124,8 +124,14 @@ def _states_with_bypassers() -> Iterator[tuple[PooledWorld, State]]:
                 yield world, seen.replay.state
 
 
+def _first_outgrows(state: State) -> bool:
+    """Return whether the first running row decodes and will generate more than predicted."""
+    first = running_rows(state)[0]
+    return bool(state.pooled.outgrow.items.position[first] > 0)
+
+
 def test_the_counted_state_is_checked() -> None:
-    world, state = next(_states_with_bypassers())
+    world, state = next(found for found in _states_with_bypassers() if _first_outgrows(found[1]))
     check_integrity(state, world.limits, world.num_blocks)
     for records, names in (
         (state.counters, ("n_active", "n_claimed", "n_resident", "adapter_pages", "n_waiting")),

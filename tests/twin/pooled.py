@@ -7,6 +7,7 @@ from capplan.serving.pooled import PoolSetup
 from capplan.serving.pooled import _state as p
 from capplan.spec import MOST_QUEUES, QueueClass, Queues, Scheduler, Wrs
 from capplan.twin import Scenario
+from capplan.twin.instance._assist import NO_ASSIST, CpuAssist
 from capplan.twin.instance._scenario import NS_PER_MS
 from tests.serving.pooled_worlds import make_pooled_limits
 from tests.serving.worlds import Choose, seeded
@@ -42,7 +43,11 @@ def make_pooled(choose: Choose, max_requests: int = 40) -> Scenario:
         requests=requests._replace(predicted_tokens=predicted.astype(np.int32)),
         limits=limits,
         num_blocks=num_blocks,
-        costs=base.costs._replace(pages=pages, disk_ns=np.zeros_like(pages)),
+        costs=base.costs._replace(
+            pages=pages,
+            disk_ns=np.zeros_like(pages),
+            assist=_make_assist(choose, adapters) if limits.loading == p.ASSISTED else NO_ASSIST,
+        ),
         pool=PoolSetup(
             adapter_pages=pages,
             adapter_bytes=np.append(size_bytes.min(), size_bytes),
@@ -52,6 +57,18 @@ def make_pooled(choose: Choose, max_requests: int = 40) -> Scenario:
             queues=_queues(choose, num_blocks * block_size) if limits.order == p.QUEUES else None,
         ),
         scheduler=with_period(Scheduler(policy="chameleon"), limits.refresh_ns / 1e9) if refreshed else None,
+    )
+
+
+def _make_assist(choose: Choose, adapters: int) -> CpuAssist:
+    return CpuAssist(
+        layers=choose(1, 8),
+        workers=choose(1, 4),
+        tokens_per_task=choose(1, 8),
+        base_ns=choose(0, 3) * NS_PER_MS // 10,
+        signal_ns=choose(0, 3) * NS_PER_MS // 10,
+        token_ns=np.array([0.0, *(choose(0, 30) * NS_PER_MS / 100 for _ in range(adapters))]),
+        modules=np.array([0, *(choose(1, 4) for _ in range(adapters))]),
     )
 
 

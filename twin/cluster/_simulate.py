@@ -285,7 +285,10 @@ def _part(scenario: ClusterScenario, trace: ClusterTrace, instance: int, profile
     return _Part(rows, engine, own, host.value("request_ms") / 1e3, factor)
 
 
-_PER_REQUEST = ("first_ns", "finish_ns", "stalled_ns", "status", "admitted_ns", "skipped_ns", "held_up_ns")
+_PER_REQUEST = (
+    *("first_ns", "finish_ns", "stalled_ns", "interruptions", "interrupted_ns", "status"),
+    *("admitted_ns", "skipped_ns", "held_up_ns"),
+)
 
 
 def _overall(scenario: ClusterScenario, trace: ClusterTrace, parts: Sequence[_Part]) -> SimulationResult:

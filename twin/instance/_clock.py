@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 from capplan._jit import by_reference, inner, jit
 from capplan.models import KvLine, StepFeatures, StepRanks, rank_ms, step_line, step_ms, with_line_ms
 from capplan.serving import NONE, Limits, State, adapter_loaded, int_fields, new_record
-from capplan.serving.pooled import with_pool
+from capplan.serving.pooled import ASSISTED, ASYNCHRONOUS, ON_DEMAND, with_pool
 from capplan.serving.routers import PRESENT, QUEUED, QUEUED_TOKENS
-from capplan.serving.state import ENDING, SLORA
+from capplan.serving.state import ENDING, LOADING, SLORA
+from capplan.twin.instance._assist import assisted_ns, layers_on_cpu
 from capplan.twin.instance._host_link import (
     NEVER_NS,
     HostLink,
@@ -51,6 +52,8 @@ class TwinClock(NamedTuple):
     """Start of that copy, or of its wait for the link."""
     copies: NDArray[np.int64]
     """Ring of the adapters that are loaded on demand asynchronously, of the same length."""
+    on_cpu: NDArray[np.int64]
+    """Layers of each adapter that CPU cores compute while it is copied, of the same length."""
     link: HostLink
     """Link from host memory, which instances of a cluster may share."""
     # -- instances of a cluster only; otherwise empty --
@@ -69,6 +72,7 @@ def new_clock(adapters: int) -> TwinClock:
         ready_ns=np.full(adapters + 1, -1, np.int64),
         begun_ns=np.zeros(adapters + 1, np.int64),
         copies=np.zeros(adapters + 1, np.int64),
+        on_cpu=np.zeros(adapters + 1, np.int64),
         link=new_link(),
         following=np.zeros(0, np.int64),
         rank_stats=np.zeros((3, 0), np.int64),
@@ -194,8 +198,6 @@ def loads_ns(
 ) -> int:
     """Start the loads of a step and return the time that it waits for adapters."""
     c = state.counters
-    if c.n_loads == 0 and limits.policy != SLORA:
-        return 0
     beside = limits.load_beside != 0
     through_copier = beside or limits.policy == SLORA
     in_step_ns = 0
@@ -221,7 +223,58 @@ def loads_ns(
         for i in range(c.n_admitted):
             ready_ns = clock.ready_ns[state.rows.adapter[state.lists.admitted[i]]]
             in_step_ns = max(in_step_ns, ready_ns - begin_ns)
+    if limits.loading == ON_DEMAND or limits.loading == ASSISTED:
+        in_step_ns = max(in_step_ns, _wait_of_step_ns(state, limits, clock, begin_ns))
     return in_step_ns
+
+
+@inner
+def _wait_of_step_ns(state: State, limits: Limits, clock: TwinClock, begin_ns: int) -> int:
+    """Return the wait of prompts for loads on demand, or of decodes after assisted prompts."""
+    c = state.counters
+    longest_ns = 0
+    if limits.loading == ON_DEMAND and c.step_decodes == 0:
+        for i in range(c.n_partial):
+            row = state.lists.partial[i]
+            if state.rows.tokens[row] > 0:
+                longest_ns = max(longest_ns, wait_for_load_ns(clock, state.rows.adapter[row], begin_ns))
+    if limits.loading == ASSISTED and c.step_decodes > 0 and _n_loading(state) > 0:
+        row = c.run_head
+        while row != NONE:
+            adapter = state.rows.adapter[row]
+            if state.rows.since[row] >= 0 and state.adapters.claim[adapter] == LOADING:
+                longest_ns = max(longest_ns, wait_for_load_ns(clock, adapter, begin_ns))
+            row = state.rows.following[row]
+    return longest_ns
+
+
+@inner
+def waits_in_step(limits: Limits, c: np.record) -> bool:
+    """Return whether a step may begin loads or wait for some; `c` are the state's counters."""
+    return bool(c.n_loads > 0 or limits.policy == SLORA or limits.loading != ASYNCHRONOUS)
+
+
+@inner
+def assisted_prompts_ns(state: State, costs: Costs, clock: TwinClock, begin_ns: int, step_ns: int) -> int:
+    """Return the duration of a batch of prompts, while CPU cores compute for adapters that are copied."""
+    cold = False
+    for i in range(state.counters.n_partial):
+        row = state.lists.partial[i]
+        adapter, tokens = state.rows.adapter[row], state.rows.tokens[row]
+        if tokens > 0 and state.adapters.claim[adapter] == LOADING:
+            cold = True
+            clock.ready_ns[adapter] = begin_ns + wait_for_load_ns(clock, adapter, begin_ns)
+            load_ns = costs.load_ns[adapter]
+            clock.on_cpu[adapter] = layers_on_cpu(costs.assist, adapter, tokens, load_ns, step_ns)
+    if not cold:
+        return step_ns
+    return assisted_ns(state, costs.assist, costs.load_ns, clock.ready_ns, clock.on_cpu, begin_ns, step_ns)
+
+
+@with_pool(0)
+def _n_loading(state: State) -> int:
+    """Return the number of loads in progress."""
+    return int(state.pooled.counts.n_loading)
 
 
 @with_pool(False)

@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 from capplan._jit import by_reference, inner, jit
 from capplan.models import no_line
 from capplan.serving import NONE, Limits, State, commit, schedule, submit
-from capplan.serving.pooled import PooledState, has_pool, refresh
+from capplan.serving.pooled import ASSISTED, ASYNCHRONOUS, PooledState, has_pool, refresh
 from capplan.serving.state import SLORA, VLLM
 from capplan.serving.vllm import decode_step, steps_ahead
 from capplan.twin.instance._clock import (
     TwinClock,
+    assisted_prompts_ns,
     compute_ns,
     count_finished,
     count_present,
@@ -30,6 +31,7 @@ from capplan.twin.instance._clock import (
     tables_line,
     take_copies,
     wait_for_load_ns,
+    waits_in_step,
 )
 from capplan.twin.instance._host_link import NEVER_NS, Pauses
 from capplan.twin.instance._scenario import Costs, Scenario, new_engine
@@ -42,7 +44,8 @@ from capplan.twin.instance._trace import (
     gap_bin,
     new_trace,
     record_admission,
-    record_admission_with_wait,
+    record_finish,
+    record_first_admission,
     record_first_token,
     record_loads,
     record_rejection,
@@ -233,7 +236,7 @@ def _note_admissions_only(engine: SimulatedEngine) -> None:
     trace.counts.preemptions += state.counters.n_preempted
     if keeps_stats(clock):
         count_step(state, costs, clock)
-    record_admissions(engine, trace.counts.now_ns)
+    record_admissions(engine, trace.counts.now_ns, 0)
 
 
 @inner
@@ -286,13 +289,15 @@ def _charge(engine: SimulatedEngine, requests: Requests, tokens: int) -> None:
     if keeps_stats(clock):
         count_step(state, costs, clock)
     load_ns = 0
-    if c.n_loads > 0 or limits.policy == SLORA:
+    if waits_in_step(limits, c):
         load_ns = loads_ns(state, limits, costs, clock, trace, counts.now_ns)
-        counts.load_ns += load_ns
     if limits.policy != VLLM and c.step_decodes == 0:
         step_ns = prompts_ns(state, costs, tokens, ranks_ms(state, costs))
+        if limits.loading == ASSISTED:
+            load_ns += assisted_prompts_ns(state, costs, clock, counts.now_ns, step_ns) - step_ns
     else:
         step_ns = compute_ns(c, costs, tokens, tables_line(c, costs, tokens), ranks_ms(state, costs))
+    counts.load_ns += load_ns
     duration_ns = load_ns + step_ns
     _elapse(engine, requests, duration_ns, load_ns, tokens)
 
@@ -305,12 +310,16 @@ def _elapse(engine: SimulatedEngine, requests: Requests, duration_ns: int, load_
     counts = trace.counts
     begin_ns = counts.now_ns
     if has_pool(state):
-        record_admissions(engine, begin_ns)
+        record_admissions(engine, begin_ns, load_ns)
     if trace.admitted_ns.size > 0:
         record_details(engine, requests, begin_ns, duration_ns, load_ns, tokens)
     counts.now_ns += duration_ns
     clock.at.visible_ns = begin_ns if limits.async_scheduling else counts.now_ns
     sum_up(c, counts, trace.sums, duration_ns, tokens)
+    # vLLM's rules never pause decoding for prompts alone.
+    paused_ns = duration_ns if limits.policy != VLLM and c.step_decodes == 0 else load_ns
+    counts.interruptions += paused_ns > 0
+    counts.interrupted_ns += paused_ns
     if has_pool(state):
         record_pool_gaps(engine, duration_ns)
     else:
@@ -426,14 +435,16 @@ def record_details(
 
 
 @inner
-def record_admissions(engine: SimulatedEngine, begin_ns: int) -> None:
-    """Record the admitted requests, which wait for their adapters among the running ones."""
-    state, clock, trace = engine.state, engine.clock, engine.trace
+def record_admissions(engine: SimulatedEngine, begin_ns: int, load_ns: int) -> None:
+    """Record the admitted requests, which wait for their adapters among the running ones or in steps."""
+    state, limits, clock, trace = engine.state, engine.limits, engine.clock, engine.trace
     for i in range(state.counters.n_admitted):
         row = state.lists.admitted[i]
         adapter = state.rows.adapter[row]
         wait_ns = wait_for_load_ns(clock, adapter, begin_ns)
-        record_admission_with_wait(trace, state.rows.request[row], adapter, begin_ns, wait_ns)
+        held_ns = wait_ns if limits.loading == ASYNCHRONOUS else load_ns - trace.counts.load_ns
+        request, hit = state.rows.request[row], wait_ns == 0
+        record_first_admission(trace, request, adapter, begin_ns, held_ns, hit)
 
 
 @inner
@@ -453,4 +464,4 @@ def record_tokens(engine: SimulatedEngine) -> None:
         if has_pool(state):
             trace.stalled_ns[request] = now
     for i in range(c.n_finished):
-        trace.finish_ns[state.rows.request[state.lists.finished[i]]] = now
+        record_finish(trace, state.rows.request[state.lists.finished[i]], now)

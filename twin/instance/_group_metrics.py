@@ -40,6 +40,10 @@ class GroupMetrics:
     ttft_s: LatencyStats
     tpot_ms: LatencyStats
     tpt_ms: LatencyStats
+    interruption_count: LatencyStats
+    """Pauses of a request's decoding by prompts of others and loads."""
+    interruption_share: LatencyStats
+    """Share of these pauses in E2E."""
     e2e_s: LatencyStats
     slowdown: LatencyStats
     """E2E over the E2E of the same request alone on an idle engine, its adapter resident."""
@@ -98,7 +102,8 @@ def group_metrics(
     answerable = per_group(tokens * (table.status != RUNNING))
     served = np.divide(done, answerable, out=np.ones(count), where=answerable > 0)
     gaps, decoding_ms = map(per_group, _token_gaps(table))
-    latencies = ("ttft_s", "tpot_ms", "tpt_ms", "e2e_s", "slowdown", "queue_s", "load_wait_s")
+    latencies = ("ttft_s", "tpot_ms", "tpt_ms", "interruption_count", "interruption_share")
+    latencies += ("e2e_s", "slowdown", "queue_s", "load_wait_s")
     columns: dict[str, NDArray[Any]] = {
         "submitted": per_group().astype(int),
         **{STATUSES[code]: per_group(table.status == code).astype(int) for code in _ENDS},
@@ -194,8 +199,8 @@ def attainment(
     together = np.full(len(table), KEPT if limits else OPEN, np.int8)
     found = []
     for bound, limit in limits.items():
-        kind = bound.split("_")[0]
-        value, at_least = measured[kind]
+        kind, _, unit = bound.split("_")
+        value, at_least = measured[kind] if unit in ("s", "ms", "base") else measured[unit]
         verdict = np.full(len(table), OPEN, np.int8)
         verdict[value <= limit] = KEPT
         verdict[(value > limit) | (at_least > limit) | rejected] = BROKEN
@@ -220,6 +225,8 @@ def _measured(
         "tpt": (table.tpt_ms, 1e3 * so_far_s / table.output_tokens),
         "tpot": (table.tpot_ms, nothing),
         "itl": (client_itl_factor * table.tpot_ms, nothing),
+        "count": (table.interruption_count, nothing),
+        "share": (table.interruption_share, nothing),
     }
 
 

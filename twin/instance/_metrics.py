@@ -235,6 +235,18 @@ class SimulationResult(Plotted):
     tpt_ms_p90: float
     tpt_ms_p95: float
     tpt_ms_p99: float
+    interruption_count_mean: float
+    """Times that others' prompts or loads pause a request's decoding (Toppings section 2.3)."""
+    interruption_count_p50: float
+    interruption_count_p90: float
+    interruption_count_p95: float
+    interruption_count_p99: float
+    interruption_share_mean: float
+    """Share of these pauses in E2E."""
+    interruption_share_p50: float
+    interruption_share_p90: float
+    interruption_share_p95: float
+    interruption_share_p99: float
     served_fraction: float
     """Tokens of completed over submitted requests, without those in execution at the end."""
     starved: bool
@@ -354,6 +366,8 @@ def summarize(
         **_named("tpot_ms", latency_stats_in_place(reduced.tpot_ms)),
         **_named("e2e_s", latency_stats_in_place(reduced.e2e_s)),
         **_named("tpt_ms", latency_stats_in_place(reduced.tpt_ms)),
+        **_named("interruption_count", latency_stats_in_place(reduced.interruption_count)),
+        **_named("interruption_share", latency_stats_in_place(reduced.interruption_share)),
         served_fraction=served,
         starved=served < STARVED_BELOW,
         completed=completed,
@@ -402,6 +416,8 @@ class Reduced(NamedTuple):
     ttft_s: NDArray[np.float64]
     e2e_s: NDArray[np.float64]
     tpt_ms: NDArray[np.float64]
+    interruption_count: NDArray[np.float64]
+    interruption_share: NDArray[np.float64]
     tpot_ms: NDArray[np.float64]
     """Requests of several output tokens only."""
     totals: np.record
@@ -424,12 +440,11 @@ def reduce_trace(
     """
     n = requests.arrival_ns.size
     # Untouched pages take no memory, even if most requests are rejected.
-    ttft_s, e2e_s, tpt_ms, tpot_ms = (np.empty(n) for _ in range(4))
-    totals = new_record(_TOTALS)
-    everything = Reduced(ttft_s, e2e_s, tpt_ms, tpot_ms, totals)
+    everything = Reduced(*(np.empty(n) for _ in Reduced._fields[:-1]), new_record(_TOTALS))
     _reduce(requests, trace, horizon_ns, max_model_len, overhead_s, everything)
-    done, several = int(totals.completed), int(totals.several)
-    return Reduced(ttft_s[:done], e2e_s[:done], tpt_ms[:done], tpot_ms[:several], totals)
+    done, several = int(everything.totals.completed), int(everything.totals.several)
+    cut = [values[:done] for values in everything[:-1]]
+    return Reduced(*cut, everything.totals)._replace(tpot_ms=everything.tpot_ms[:several])
 
 
 @jit
@@ -456,6 +471,8 @@ def _reduce(
         out.ttft_s[completed] = (first_ns - arrival_ns) / 1e9 + overhead_s
         out.e2e_s[completed] = e2e_s
         out.tpt_ms[completed] = e2e_s * 1e3 / output
+        out.interruption_count[completed] = trace.interruptions[i]
+        out.interruption_share[completed] = trace.interrupted_ns[i] / 1e9 / e2e_s if e2e_s > 0.0 else 0.0
         completed += 1
         if output > 1:
             decoding_ns += finish_ns - first_ns

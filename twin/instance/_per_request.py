@@ -59,6 +59,10 @@ class RequestTable:
     tpot_ms: NDArray[np.float64]
     """Finished requests of several output tokens."""
     tpt_ms: NDArray[np.float64]
+    interruption_count: NDArray[np.float64]
+    """Pauses of its decoding by prompts of others and loads; finished requests."""
+    interruption_share: NDArray[np.float64]
+    """Share of these pauses in E2E."""
     e2e_s: NDArray[np.float64]
     isolated_s: NDArray[np.float64]
     """E2E of the same request alone on an idle engine with its adapter resident; finished requests."""
@@ -152,6 +156,8 @@ def request_table(
         ttft_s=first_s - arrival_s + overhead_s,
         tpot_ms=_MS_PER_S * (finish_s - first_s) / np.where(output > 1, output - 1, np.nan),
         tpt_ms=_MS_PER_S * e2e_s / output,
+        interruption_count=np.where(np.isnan(finish_s), np.nan, trace.interruptions),
+        interruption_share=trace.interrupted_ns / NS_PER_S / e2e_s,
         e2e_s=e2e_s,
         isolated_s=isolated_s,
         slowdown=e2e_s / isolated_s,

@@ -52,6 +52,7 @@ from capplan.spec import (
     require_duration,
     scheduler_of,
 )
+from capplan.twin.instance._assist import NO_ASSIST, CpuAssist, cpu_assist
 from capplan.workload import Requests, draw_requests, predicted_tokens
 
 SchedulerLike: TypeAlias = Scheduler | Mapping[str, Any] | str
@@ -282,6 +283,8 @@ class Costs(NamedTuple):
     """Whether it depends on those of requests that decode."""
     pages: NDArray[np.int64]
     """KV blocks of each adapter if adapters and KV share one pool (S-LoRA), same shape."""
+    assist: CpuAssist = NO_ASSIST
+    """CPU cores that assist loading."""
 
 
 class Scenario(NamedTuple):
@@ -356,7 +359,10 @@ def build_scenario(
         requests = with_predictions(workload, requests, policies.predictor, seed)
     # Without slots, all adapters can be in a step: the models take their number for that of the slots.
     slots = adapters if serving.unified_memory else args.max_loras
-    costs = build_costs(workload, profile, slots, args.max_lora_rank)
+    cache = None if policies.scheduling is None else policies.scheduling[1]
+    costs = build_costs(workload, profile, slots, args.max_lora_rank, cache)
+    if cache is not None and cache.loading == "resident":
+        num_blocks = _beside_adapters(num_blocks, costs)
     return Scenario(
         requests=requests,
         limits=policies.limits(args, adapters, profile.engine.block_size, num_blocks),
@@ -368,6 +374,15 @@ def build_scenario(
         pool=_pool(workload, profile, costs, policies),
         scheduler=policies.scheduling[0] if policies.scheduling is not None and policies.pooled else None,
     )
+
+
+def _beside_adapters(num_blocks: int, costs: Costs) -> int:
+    """Return the KV blocks that all adapters leave if they are loaded at the start."""
+    pages = int(costs.pages.sum())
+    if pages >= num_blocks:
+        rule = f"must leave memory for KV: the adapters take {pages} of {num_blocks} blocks"
+        raise InputError(rule, "resident", "cache.loading")
+    return num_blocks - pages
 
 
 def _pool(workload: Workload, profile: Profile, costs: Costs, policies: Policies) -> PoolSetup | None:
@@ -467,8 +482,10 @@ def _require_room(workload: Workload, max_model_len: int) -> None:
             raise InputError(f"must be at least {mean}", max_model_len, "max_model_len")
 
 
-def build_costs(workload: Workload, profile: Profile, a_max: int, s_max: int) -> Costs:
-    """Evaluate the profile's models for these adapters and slots."""
+def build_costs(
+    workload: Workload, profile: Profile, a_max: int, s_max: int, cache: Cache | None = None
+) -> Costs:
+    """Evaluate the profile's models for these adapters, slots and cache."""
     ranks = [adapter.rank for adapter in workload.adapters]
     shapes = [(adapter.rank, adapter.target_modules) for adapter in workload.adapters]
     shares = {modules: load_share(profile, modules) for _, modules in set(shapes)}
@@ -495,6 +512,7 @@ def build_costs(workload: Workload, profile: Profile, a_max: int, s_max: int) ->
         uses_ranks=uses_ranks(form, coefficients),
         uses_decode_ranks=uses_decode_ranks(form, coefficients),
         pages=np.array([0, *(pages[shape] for shape in shapes)], np.int64),
+        assist=cpu_assist(profile, cache, shapes),
     )
 
 

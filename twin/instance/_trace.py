@@ -31,6 +31,8 @@ _COUNTS = int_fields(
     "max_kv_tokens",
     "max_step_tokens",
     "load_ns",
+    "interruptions",  # steps in which decoding pauses: batches of prompts, and steps that wait for loads
+    "interrupted_ns",  # the time of those pauses
     "request_steps",  # sum over steps of the running requests
     "small_request_steps",  # the same over steps with at most SMALL_BATCH of them
     "bucket",  # bucket of the time series in which the last step ended
@@ -101,6 +103,11 @@ class TwinTrace(NamedTuple):
     stalled_ns: NDArray[np.int64]
     """Clock at the last token before a request was preempted or left out of a step; under the rules for one
     pool also when it began to decode."""
+    interruptions: NDArray[np.int64]
+    """Pauses of decoding between each request's first token and its last (Toppings, section 2.3); until its
+    last one, those before its first, negative."""
+    interrupted_ns: NDArray[np.int64]
+    """Their time, likewise."""
     status: NDArray[np.int8]
     """STATUS_RUNNING: in execution at the end; STATUS_REJECTED: rejected; STATUS_LOST: ended by a crash of
     its instance; 0: none of these."""
@@ -151,6 +158,8 @@ def new_trace(
         first_ns=np.full(requests, NEVER, np.int64),
         finish_ns=np.full(requests, NEVER, np.int64),
         stalled_ns=np.zeros(requests, np.int64),
+        interruptions=np.zeros(requests, np.int64),
+        interrupted_ns=np.zeros(requests, np.int64),
         status=np.zeros(requests, np.int8),
         gaps=np.zeros(_GAP_BINS, np.int64),
         counts=counts,
@@ -236,8 +245,8 @@ def record_admission(trace: TwinTrace, request: int, adapter: int, begin_ns: int
 
 
 @jit
-def record_admission_with_wait(
-    trace: TwinTrace, request: int, adapter: int, begin_ns: int, wait_ns: int
+def record_first_admission(
+    trace: TwinTrace, request: int, adapter: int, begin_ns: int, held_ns: int, hit: bool
 ) -> None:
     """Record the first admission of a request under the rules for one pool.
 
@@ -247,24 +256,36 @@ def record_admission_with_wait(
         The admitted request; further admissions are ignored.
     begin_ns
         Clock at the start of the step.
-    wait_ns
-        Time until the adapter is loaded.
+    held_ns
+        Wait for the adapter; if steps wait for it, without the waits of steps before this one.
+    hit
+        Whether the adapter is loaded.
     """
     if trace.admitted_ns.size == 0 or trace.admitted_ns[request] != NEVER:
         return
     trace.admitted_ns[request] = begin_ns
-    trace.held_up_ns[request] = wait_ns
+    trace.held_up_ns[request] = held_ns
     if trace.adapters.size > 0:
         trace.adapters.admissions[adapter] += 1
-        trace.adapters.hits[adapter] += wait_ns == 0
+        trace.adapters.hits[adapter] += hit
 
 
 @jit
 def record_first_token(trace: TwinTrace, request: int, now_ns: int, loads_ns: int) -> None:
     """Record a request's first token at the end of a step, and ``counts.load_ns`` at that time."""
     trace.first_ns[request] = now_ns
+    trace.interruptions[request] = -trace.counts.interruptions
+    trace.interrupted_ns[request] = -trace.counts.interrupted_ns
     if trace.held_up_ns.shape[0] > 0:
         trace.held_up_ns[request] += loads_ns
+
+
+@jit
+def record_finish(trace: TwinTrace, request: int, now_ns: int) -> None:
+    """Record a request's last token at the end of a step, after its first one."""
+    trace.finish_ns[request] = now_ns
+    trace.interruptions[request] += trace.counts.interruptions
+    trace.interrupted_ns[request] += trace.counts.interrupted_ns
 
 
 @jit

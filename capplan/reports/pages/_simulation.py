@@ -230,6 +230,8 @@ _LATENCIES: Final = (
     ("ITL, ms", "itl_ms", 2),
     ("TPOT, ms", "tpot_ms", 2),
     ("TPT, ms", "tpt_ms", 2),
+    ("interruptions", "interruption_count", 1),
+    ("interrupted share of E2E", "interruption_share", 3),
     ("E2E, s", "e2e_s", 2),
     ("slowdown", "slowdown", 2),
     ("queueing, s", "queue_s", 3),

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 _DEFAULTS: Final = ("ttft_p99_s", "tpot_p99_ms")
-_ORDER: Final = ("ttft", "tpot", "e2e", "tpt", "itl")
-_DECIMALS: Final = {"s": 2, "ms": 1}
+_ORDER: Final = ("ttft", "tpot", "e2e", "tpt", "itl", "interruption")
+_DECIMALS: Final = {"s": 2, "ms": 1, "count": 1, "share": 3}
 
 
 def shown_latencies(plan: Plan) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from capplan.errors import InfeasibleError
 from capplan.reports._console import DASH, Table, number, percent
 from capplan.reports.tables._scheduling import pool_rows
+from capplan.spec import describe_latency
 
 if TYPE_CHECKING:
     from capplan.spec import Cache, Scheduler
@@ -36,6 +37,9 @@ _ROWS: Final = (  # metric of the result, its name with unit, decimals
     ("itl_ms_mean", "ITL mean, ms", 2),
     ("itl_ms_p99", "ITL p99, ms", 2),
     ("e2e_s_p99", "E2E p99, s", 2),
+    ("tpt_ms_mean", "TPT mean, ms", 2),
+    ("interruption_count_p50", "interruptions p50", 0),
+    ("interruption_share_mean", "interrupted share of E2E, mean", 3),
     ("completed", "completed requests", 0),
     ("submitted", "submitted requests", 0),
     ("rejected", "rejected requests", 0),
@@ -93,5 +97,5 @@ def bound_text(bound: str, limit: float) -> str:
         return "all of these"
     if bound == "tpt_over_base":
         return f"tpt_over_base: TPT <= {limit:.4g} ms"
-    kind, _, unit = bound.split("_")
-    return f"{bound}: {kind.upper()} <= {limit:g} {unit}"
+    latency, unit = describe_latency(bound)
+    return f"{bound}: {latency.split()[0]} <= {limit:g} {unit}"

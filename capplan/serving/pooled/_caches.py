@@ -21,8 +21,18 @@ from capplan.serving.state import LOADING, NO_CLAIM, NONE, Limits, State
 
 @inner
 def is_pinned(state: State, adapter: int) -> bool:
-    """Return whether an adapter cannot be evicted, or is not one."""
-    return adapter == 0 or state.adapters.users[adapter] > 0 or state.adapters.claim[adapter] == LOADING
+    """Return whether an adapter cannot be evicted, or takes none of the pool, as the base model."""
+    adapters = state.adapters
+    return adapters.pages[adapter] == 0 or adapters.users[adapter] > 0 or adapters.claim[adapter] == LOADING
+
+
+def make_resident(state: State) -> None:
+    """Load all adapters of an idle engine for good, into memory that is not of the pool."""
+    state.adapters.pages[1:] = 0
+    state.pooled.adapters.tokens[1:] = 0
+    state.adapters.resident[1:] = 1
+    state.counters.n_resident = state.adapters.resident.size - 1
+    state.pooled.counts.keeps_idle = 1
 
 
 @inner

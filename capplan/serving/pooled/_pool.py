@@ -20,7 +20,7 @@ from capplan.serving.pooled._size_queues import (
     set_prediction,
     unbook,
 )
-from capplan.serving.pooled._state import QUEUES, with_pool
+from capplan.serving.pooled._state import ASYNCHRONOUS, QUEUES, with_pool
 from capplan.serving.state import NONE, Limits, State
 from capplan.serving.vllm._running import (
     append_running,
@@ -65,7 +65,13 @@ def starts_late(state: State, limits: Limits, row: int) -> bool:
 
     It waits for its adapter, or its prompt is computed beside them.
     """
-    return bool(limits.chunked or not is_loaded(state, state.rows.adapter[row]))
+    return bool(limits.chunked or not may_start(state, limits, state.rows.adapter[row]))
+
+
+@inner
+def may_start(state: State, limits: Limits, adapter: int) -> bool:
+    """Return whether a step may have prompts of an adapter, which waits for its load if need be."""
+    return bool(limits.loading != ASYNCHRONOUS or is_loaded(state, adapter))
 
 
 @inner

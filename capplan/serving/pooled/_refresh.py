@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.serving._memory import adapter_bytes, adapter_tokens
+from capplan.serving.pooled._caches import make_resident
 from capplan.serving.pooled._queue_design import (
     RequestSample,
     SizeClasses,
@@ -27,7 +28,7 @@ from capplan.serving.pooled._queue_design import (
 from capplan.serving.pooled._quotas import allocate_quotas, needed_tokens, queue_loads, scaled_quotas
 from capplan.serving.pooled._size_clusters import cluster_sizes
 from capplan.serving.pooled._size_queues import rebin
-from capplan.serving.pooled._state import DEGREE_1, DEGREE_2, OUTPUT_ONLY, WINDOW
+from capplan.serving.pooled._state import DEGREE_1, DEGREE_2, OUTPUT_ONLY, RESIDENT, WINDOW
 from capplan.serving.state import NONE, Limits, State
 from capplan.spec import Cache, ModelArch, QueueConfig, Queues, Scheduler, TargetModules, Wrs, require_room
 
@@ -107,6 +108,8 @@ def set_up(state: State, limits: Limits, setup: PoolSetup) -> None:
     pooled.adapters.bytes[:] = setup.adapter_bytes
     pooled.adapters.tokens[:] = setup.adapter_tokens
     pooled.adapters.cost_ns[:] = setup.load_ns
+    if limits.loading == RESIDENT:
+        make_resident(state)
     set_up_policies(state, limits, setup.weights, setup.queues)
 
 

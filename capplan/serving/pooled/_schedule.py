@@ -1,10 +1,13 @@
 """Rules for one pool of adapters and KV: order of admission, adapter cache and kind of steps are switches.
 
-Loads are asynchronous: an admitted request waits for its adapter among the running ones, and the others go
-on. Steps are either batches of whole prompts, which pause decoding as in S-LoRA, or chunks of prompts beside
-decoding rows as in vLLM. The rules depend on no clock: the caller sets ``counters.now_ns``.
+Loads are asynchronous unless `Limits.loading` says otherwise: an admitted request waits for its adapter
+among the running ones, and the others go on. On demand, a batch of prompts waits for its adapters. With
+assistance of the CPU it begins at once, and the first decode step waits for what is not copied yet. Steps are
+either batches of whole prompts, which pause decoding as in S-LoRA, or chunks of prompts beside decoding rows
+as in vLLM. The rules depend on no clock: the caller sets ``counters.now_ns``.
 
-Source: Chameleon, section 4; S-LoRA c1ddf48 for arrival order; muServe for shortest predicted output first.
+Source: Chameleon, section 4; S-LoRA c1ddf48 for arrival order; muServe for shortest predicted output first;
+Toppings, sections 2.3 and 4, for loads.
 
 Loads of adapters ahead of their requests: for waiting ones, and by the idle times of adapters.
 
@@ -25,8 +28,8 @@ from capplan.serving.pooled._pool import (
     append_late,
     grow,
     has_memory,
-    is_loaded,
     make_room_by_recompute,
+    may_start,
     requeue,
     row_has_memory,
     starts_late,
@@ -34,6 +37,7 @@ from capplan.serving.pooled._pool import (
 )
 from capplan.serving.pooled._size_queues import join_queue, record_arrival, set_prediction
 from capplan.serving.pooled._state import (
+    ASSISTED,
     BY_HISTOGRAM,
     DECODES,
     IDLE_BINS,
@@ -221,6 +225,8 @@ def pooled_steps_ahead(state: State, limits: Limits) -> int:
     c, outgrow = state.counters, state.pooled.outgrow
     if c.n_waiting > 0 or limits.prefetch == BY_HISTOGRAM:
         return 0
+    if limits.loading == ASSISTED and state.pooled.counts.n_loading > 0:  # a step may wait for them
+        return 0
     first_end = state.finish.items.key[state.finish.items.ids[0]] >> 32
     steps = first_end - c.tick - 1
     if outgrow.size[0] > 0:
@@ -362,7 +368,7 @@ def _decode(state: State, limits: Limits) -> int:
 
 @inner_once
 def _start_prompts(state: State, limits: Limits, budget: int) -> int:
-    """Give tokens to the rows whose adapter is loaded, in order of admission; return the tokens.
+    """Give tokens to rows in order of admission, unless they wait for their adapter; return the tokens.
 
     Prompts are whole unless steps are mixed; only one longer than the budget is computed in parts.
     """
@@ -376,7 +382,7 @@ def _start_prompts(state: State, limits: Limits, budget: int) -> int:
         state.rows.tokens[row] = 0
         wanted = state.rows.prompt[row] + state.rows.output[row] - state.rows.computed[row]
         tokens = min(wanted, left)
-        if stopped or tokens <= 0 or not is_loaded(state, state.rows.adapter[row]):
+        if stopped or tokens <= 0 or not may_start(state, limits, state.rows.adapter[row]):
             c.n_absent += 1
             continue
         if not limits.chunked and wanted > left and left < budget:

@@ -39,6 +39,12 @@ NO_PREFETCH = 0
 BY_QUEUE = 1
 BY_HISTOGRAM = 2
 
+# Loads of adapters on demand.
+ASYNCHRONOUS = 0  # prompts wait for them, and decoding goes on
+ON_DEMAND = 1  # a batch of prompts waits for them
+ASSISTED = 2  # prompts begin at once: CPU cores compute the layers that are not copied yet
+RESIDENT = 3  # none: all adapters are loaded at the start
+
 # Forms of request sizes.
 DEGREE_2 = 0
 DEGREE_1 = 1

@@ -9,7 +9,7 @@ from capplan.twin.cluster._scenario import ClusterScenario, take_requests
 from capplan.twin.instance import _trace as t
 from capplan.twin.instance import run
 
-PER_REQUEST = ("first_ns", "finish_ns", "stalled_ns", "status")
+PER_REQUEST = ("first_ns", "finish_ns", "stalled_ns", "interruptions", "interrupted_ns", "status")
 WAITS = ("admitted_ns", "skipped_ns", "held_up_ns")
 
 
