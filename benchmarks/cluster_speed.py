@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.common import command_line, cpu_timed, emit, in_fresh_process, peak_mib, records_table
-from benchmarks.papers.toppings_cluster import ClusterSetting, profile_with, simulation
+from benchmarks.papers.toppings.cluster import ClusterSetting, profile_with, simulation
 from capplan.serving.routers import ROUTERS
 from capplan.spec import Kernel
 from capplan.twin.cluster import ClusterResult, simulate_cluster

@@ -1,9 +1,10 @@
-"""Routers in Toppings' settings: ``python -m benchmarks.papers.toppings_cluster`` prints a table of the docs.
+"""Routers in Toppings' settings: ``python -m benchmarks.papers.toppings.cluster`` prints a table of the docs.
 
+Every instance is the engine of `baseline` with assisted loading, and outputs are those of `baseline`.
 SLO attainment is the share of requests whose TPT (end to end / output tokens) is at most 1.5 times the mean
 TPT of the same requests on the same instances without adapters, routed to the least loaded instance (section
-7.4). A request that does not finish within the horizon violates it. Every instance holds every adapter,
-but dLoRA is on its own placement.
+7.4). A request that does not finish within the horizon violates it. Every instance holds every adapter, but
+dLoRA is on its own placement.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.common import H100_LLAMA, command_line, cpu_timed, preset_workload, records_table
-from benchmarks.papers.loraserve.hardware import PREFILL_RATIO, with_rank_costs
+from benchmarks.papers.toppings import baseline
+from benchmarks.papers.toppings.servers import MAX_MODEL_LEN, SYSTEMS
 from capplan import Adapter, Profile, Workload, load_profile
 from capplan.serving.routers import ROUTERS, Toppings
-from capplan.spec import Kernel, ProvenanceKind, write_text_atomic
+from capplan.spec import Kernel, write_text_atomic
 from capplan.twin.cluster import (
     ClusterResult,
     Instance,
@@ -32,7 +34,6 @@ from capplan.twin.cluster import (
 )
 
 RANKS: Final = (8, 16, 32, 64)
-DECODE_MS_PER_KRANK: Final = {Kernel.BGMV: 3.5, Kernel.MBGMV: 2.34375}
 SLO_FACTOR: Final = 1.5
 RATES_RPS: Final = (30.0, 40.0, 50.0)
 WITHOUT: Final = "(no LoRA, least-loaded)"
@@ -41,12 +42,19 @@ COMPARED: Final = tuple(ROUTERS)
 
 
 def engine(profile: Profile, adapters: Mapping[str, float] | None = None) -> Instance:
-    """Return an instance: 64 slots of rank 64, vLLM's default batch.
-
-    Loading is asynchronous, which is nearest to the paper's engine: its CPU computes for an adapter that is
-    loading, and no other request waits.
-    """
-    return Instance(profile, a_max=64, s_max=64, rules="capplan", prefix_caching=False, adapters=adapters)
+    """Return an instance: the paper's engine, or vLLM's with 64 slots of rank 64 for its kernel."""
+    if profile.cpu_lora is None:
+        return Instance(profile, a_max=64, s_max=64, rules="capplan", prefix_caching=False, adapters=adapters)
+    return Instance(
+        profile,
+        a_max=1,
+        s_max=64,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_batched_tokens=MAX_MODEL_LEN,
+        scheduler="fifo",
+        cache=SYSTEMS["assisted"].cache(),
+        adapters=adapters,
+    )
 
 
 @dataclass(frozen=True)
@@ -76,27 +84,13 @@ class ClusterSetting:
 
 
 def profile_with(kernel: Kernel) -> Profile:
-    """Return the H100 with LoRA kernels of this kind; for vLLM's, the shipped profile."""
-    shipped = load_profile(H100_LLAMA)
-    if kernel is Kernel.VLLM:
-        return shipped
-    step = shipped.step_latency
-    free = [name for name in step.coefficients if "slot" in name or "adapter" in name]
-    return shipped.replace(
-        name=f"h100-64g/llama-3.1-8b/{kernel.value}",
-        engine=shipped.engine.replace(kernel=kernel),
-        step_latency=with_rank_costs(step, free, PREFILL_RATIO, DECODE_MS_PER_KRANK[kernel]),
-        provenance=shipped.provenance.replace(
-            kind=ProvenanceKind.PUBLISHED,
-            source="step without LoRA, memory, loading: shipped; LoRA: Toppings Figs 5, 6; LoRAServe III-A",
-            command="python -m benchmarks.papers.toppings_cluster",
-            notes="put together for one benchmark; LoRA terms are those of other GPUs",
-        ),
-    )
+    """Return the paper's engine with these LoRA kernels; for vLLM's, the shipped profile of an H100."""
+    return load_profile(H100_LLAMA) if kernel is Kernel.VLLM else baseline.profile(kernel)
 
 
 def cluster(rps: float) -> ClusterSetting:
-    return ClusterSetting(f"8 instances, {rps:g} req/s", preset_workload(f"toppings-cluster-{rps:g}"), 8)
+    load = baseline.with_outputs(preset_workload(f"toppings-cluster-{rps:g}"))
+    return ClusterSetting(f"8 instances, {rps:g} req/s", load, 8)
 
 
 def simulation(
@@ -104,7 +98,7 @@ def simulation(
 ) -> ClusterSetting:
     """Return section 7.5: 60 instances and 40,000 adapters; the four ranks are assigned in turn (assumed)."""
     shares = function_shares(adapters) if popularity == "functions" else zipf_shares(adapters)
-    lengths = preset_workload("toppings-cluster-30")
+    lengths = baseline.with_outputs(preset_workload("toppings-cluster-30"))
     cycled = tuple(
         Adapter(name=f"f{i}", rank=RANKS[i % 4], rate_rps=rps * share)
         for i, share in enumerate(shares.tolist())

@@ -1,0 +1,1 @@
+"""Toppings (USENIX ATC 2025): its baseline engine, servers by loading policy, routers of a cluster."""
