@@ -407,16 +407,19 @@ def run_core(connection: socket.socket) -> None:
         return
     with contextlib.ExitStack() as stack:
         try:
-            engine = stack.enter_context(Engine(settings.model, settings.adapters, **settings.options))
+            beside = settings.beside_cpus
+            engine = stack.enter_context(
+                Engine(settings.model, settings.adapters, beside_cpus=beside, **settings.options)
+            )
             warm_up(engine)
         except CapplanError as error:
             connection.sendall(frame(CoreRefused(error)))
             return
         gc.collect()
         gc.freeze()  # shorter collections between steps
-        if settings.beside_cpus:
-            engine.core.loader.bind(settings.beside_cpus)
-        loop = CoreLoop(engine, connection, AWAKE_S if settings.beside_cpus else 0.0)
+        if beside:
+            engine.core.loader.bind(beside)
+        loop = CoreLoop(engine, connection, AWAKE_S if beside else 0.0)
         connection.sendall(frame(loop.ready()))
         loop.run()
 

@@ -50,7 +50,11 @@ _INDEX_BYTES: Final = 8
 
 
 def build_core(
-    worker: Worker, sources: Sequence[AdapterSource], options: EngineOptions, virtual_time: bool
+    worker: Worker,
+    sources: Sequence[AdapterSource],
+    options: EngineOptions,
+    virtual_time: bool,
+    beside_cpus: Sequence[int] = (),
 ) -> tuple[EngineCore, Sizes]:
     """Allocate an engine and return its core and sizes.
 
@@ -69,6 +73,8 @@ def build_core(
     sizes = choose_sizes(worker, options)
     _require_memory(sizes, kv_page_elements(config, options.block_size) * dtype.itemsize, options)
     worker.allocate(sizes)
+    if options.loading == "assisted" and not virtual_time and options.scheduling is not None:
+        worker.start_assistance(sizes, options.scheduling[1].cpu_workers, beside_cpus)
     args, pool = sizes.args, worker.pool
     limits = options.limits(args, capacity, sizes.num_blocks)
     state = new_state(options.max_in_flight, capacity, sizes.num_blocks, limits)
@@ -125,9 +131,16 @@ def choose_sizes(worker: Worker, options: EngineOptions) -> Sizes:
     slot_bytes = layout.elements(layout.ranks(args.max_lora_rank)) * dtype.itemsize
     unified = options.chosen_memory() == "unified"
     slots_bytes = 0 if slotless else args.max_loras * slot_bytes
+    # Rows do not cross page boundaries: less than a row is lost in each page.
+    usable = max(1, page_bytes - layout.longest_row * dtype.itemsize + dtype.itemsize)
+    resident_pages = 0
+    if options.loading in ("resident", "cached"):
+        resident_pages = adapters * -(-slot_bytes // usable)
     num_blocks = options.num_kv_blocks or _blocks_that_fit(
-        worker, args, page_bytes, slots_bytes if unified else 0
+        worker, args, page_bytes, (slots_bytes if unified else 0) + resident_pages * page_bytes
     )
+    if options.loading == "resident":
+        num_blocks = _beside_adapters(num_blocks, resident_pages)
     most = num_blocks * options.block_size
     if num_blocks >= 1 and "max_model_len" not in options.args:
         args = args.replace(max_model_len=min(config.max_positions, most))
@@ -136,12 +149,24 @@ def choose_sizes(worker: Worker, options: EngineOptions) -> Sizes:
             f"a request of max_model_len {args.max_model_len} needs more KV than the {most} tokens there are"
         )
         raise InfeasibleError(message, "memory")
-    adapter_pages = 0
+    adapter_pages = resident_pages
     if unified and slots_bytes:
-        # Rows do not cross page boundaries: less than a row is lost in each page.
-        usable = page_bytes - layout.longest_row * dtype.itemsize + dtype.itemsize
-        adapter_pages = args.max_loras * -(-slot_bytes // max(1, usable))
+        adapter_pages = args.max_loras * -(-slot_bytes // usable)
     return Sizes(args, num_blocks, num_blocks + adapter_pages, 0 if unified else slot_bytes)
+
+
+def _beside_adapters(num_blocks: int, resident_pages: int) -> int:
+    """Return the KV blocks that all adapters leave.
+
+    Raises
+    ------
+    InfeasibleError
+        If they leave none.
+    """
+    if resident_pages >= num_blocks:
+        message = f"all adapters take {resident_pages} of {num_blocks} blocks, which leaves none for KV"
+        raise InfeasibleError(f"memory: {message}", "memory")
+    return num_blocks - resident_pages
 
 
 def _check_host_slots(args: EngineArgs, adapters: int, slotless: bool) -> None:
@@ -269,7 +294,10 @@ class Engine:
     adapters
         Name to a PEFT folder, or to the rank of a random adapter.
     virtual_time
-        Run on a virtual clock; see `capplan.engine._timing`.
+        Run on a virtual clock; see `capplan.engine._timing`. Loads take no real time then, and are not
+        assisted.
+    beside_cpus
+        CPUs beside those that the engine computes on, for cores that assist loading; none: not known.
     settings
         Fields of `EngineArgs` and `EngineOptions`, such as ``max_loras``, ``max_num_seqs``, ``dtype``,
         ``device`` and ``rules``.
@@ -299,6 +327,7 @@ class Engine:
         adapters: Mapping[str, str | Path | int] | None = None,
         *,
         virtual_time: bool = False,
+        beside_cpus: Sequence[int] = (),
         **settings: Any,
     ) -> None:
         self.options = EngineOptions.parse(settings)
@@ -312,7 +341,8 @@ class Engine:
                 _adapter_source(value, self.options.seed + self._numbers.add(name))
                 for name, value in (adapters or {}).items()
             ]
-            self.core, self.sizes = build_core(self.worker, sources, self.options, virtual_time)
+            stack.callback(self.worker.close)
+            self.core, self.sizes = build_core(self.worker, sources, self.options, virtual_time, beside_cpus)
             stack.callback(self.core.loader.close)
             self._resources = stack.pop_all()
         self.args = self.sizes.args

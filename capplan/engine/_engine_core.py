@@ -170,7 +170,7 @@ class EngineCore:
             timer.skip()
         self._update_running(begin_ns, counters)
         timer.lap("prepare")
-        errors = self.loads.run(timer)
+        errors = self.loads.run(timer, output.requests["row"])
         if tokens == 0:
             return StepOutput(None, [], failed) if failed else None
         emitted, non_finite = self._execute(output.requests, errors, timer)
@@ -246,13 +246,14 @@ class EngineCore:
         return [request for row in rows.tolist() if (request := by_row[row]) is not None]
 
     def _execute(
-        self, scheduled: ScheduledRequests, errors: Mapping[int, str], timer: PhaseTimer
+        self, scheduled: ScheduledRequests, errors: dict[int, str], timer: PhaseTimer
     ) -> tuple[list[Request], list[Request]]:
         """Run the model and sample; return the requests with a new token, and those without finite logits."""
         prepared = self._input_batch.prepare_inputs(scheduled)
         requests = self._requests_of(prepared.rows)
         timer.lap("prepare")
         logits = self.runner.run(prepared.inputs)
+        errors |= self.loads.failed_meanwhile(scheduled["row"])
         if self._device.type == "cuda":
             # Otherwise the model's time counts as the sampler's. Adapter copies on their stream go on.
             torch.cuda.current_stream(self._device).synchronize()

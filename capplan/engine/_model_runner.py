@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from capplan.engine._input_batch import Decodes, ModelInputs, StepInputs
 from capplan.engine._pool import KvCache
 from capplan.engine._settings import EngineOptions
+from capplan.engine.assist._lora import Assistance
 from capplan.engine.kernels._cpu import CompiledAttention, CompiledLoRA, CompiledNorms
 from capplan.engine.kernels._torch_lora import GroupedLoRA, PaddedLoRA
 from capplan.engine.lora._manager import LoRAManager
@@ -63,8 +64,12 @@ class ModelRunner:
 
     Attributes
     ----------
+    adapters
+        Factory of the kernels of adapters on the device.
     graphs
         CUDA graphs of decode steps; None: decode steps run eagerly.
+    assistance
+        CPU cores that compute for adapters being copied; None: there are none.
     """
 
     def __init__(
@@ -79,12 +84,13 @@ class ModelRunner:
         self._weights = weights
         self._pool = cache.pool
         self._attention = attention
-        self._adapters = adapters
+        self.adapters = adapters
         self._norms = norms
         self._collectives = collectives
         self._device = cache.pool.tensor.device
         self._hidden: torch.Tensor | None = None
         self.graphs: DecodeGraphs | None = None
+        self.assistance: Assistance | None = None
 
     @torch.inference_mode()
     def run(self, step: StepInputs) -> torch.Tensor:
@@ -95,9 +101,12 @@ class ModelRunner:
                 self._pool.clear(inputs.new_pages)
             if self.graphs is not None and self.graphs.can_run(inputs):
                 hidden = self.graphs.run(inputs)
+            elif self.assistance is not None and self.assistance.is_needed(inputs):
+                with self.assistance.adapters(inputs) as adapters:
+                    hidden = self.hidden(inputs, adapters)
             else:
                 uses_adapters = any(segment.adapter for segment in inputs.segments)
-                hidden = self.hidden(inputs, self._adapters(inputs) if uses_adapters else None)
+                hidden = self.hidden(inputs, self.adapters(inputs) if uses_adapters else None)
             self._hidden = hidden
             return self._logits(hidden[inputs.sampled])
 

@@ -24,6 +24,7 @@ from capplan.spec import (
     Count,
     EngineArgs,
     Natural,
+    Positive,
     Predictor,
     Queues,
     Scheduler,
@@ -97,6 +98,9 @@ class EngineOptions(SpecModel):
     memory
         ``slots``: `max_loras` slots of `max_lora_rank` rows. ``unified``: adapters at their true ranks in
         pages of the KV pool. None: unified under rules without slots, and slots otherwise.
+    copy_gb_per_s
+        Bandwidth of copies of adapters to the memory of a CPU, GB per second, which stand in for those over a
+        GPU's link; None: that of the memory.
     block_size
         Tokens of one KV block.
     num_kv_blocks
@@ -136,6 +140,7 @@ class EngineOptions(SpecModel):
     queues: Queues | None = None
     load_times: LoadTimes | None = None
     memory: Memory | None = None
+    copy_gb_per_s: Positive | None = None
     block_size: Count = 16
     num_kv_blocks: Count | None = None
     max_adapters: Count | None = None
@@ -186,6 +191,12 @@ class EngineOptions(SpecModel):
             raise InputError("go with scheduler chameleon or static", self.scheduler.policy, "queues")
         if self.queues is not None:
             require_room(self.queues, "queues")
+        if self.loading == "assisted" and self.tensor_parallel_size > 1:
+            rule = "must not be assisted with tensor parallelism: the cores serve one process"
+            raise InputError(rule, self.loading, "cache.loading")
+        if self.copy_gb_per_s is not None and self.device != "cpu":
+            rule = "goes with device cpu: copies to a GPU take what they take"
+            raise InputError(rule, self.copy_gb_per_s, "copy_gb_per_s")
 
     def _check_kernels(self) -> None:
         if self.device != "cpu" or os.environ.get("TRITON_INTERPRET") == "1":
@@ -212,6 +223,11 @@ class EngineOptions(SpecModel):
         """Scheduler and adapter cache; None: those of the rules."""
         implied = Scheduler(policy="chameleon") if self.queues is not None else None
         return completed(self.scheduler or implied, self.cache)
+
+    @property
+    def loading(self) -> str:
+        """Policy by which adapters are loaded, of those of a cache."""
+        return "asynchronous" if self.scheduling is None else self.scheduling[1].loading
 
     def _named_rules(self) -> ServingRules:
         if self.scheduling is None:

@@ -30,7 +30,11 @@ from capplan.engine._model_runner import (
 )
 from capplan.engine._pool import KvCache, PagePool, kv_page_elements
 from capplan.engine._settings import EngineOptions
-from capplan.engine.lora._adapter import AdapterLayout
+from capplan.engine.assist._board import BoardShape
+from capplan.engine.assist._crew import crew_cpus, start_crew
+from capplan.engine.assist._lora import Assistance
+from capplan.engine.assist._measure import measured_times
+from capplan.engine.lora._adapter import SITES, AdapterLayout
 from capplan.engine.lora._loader import copy_stream
 from capplan.engine.lora._manager import LoRAManager
 from capplan.engine.lora._memory import RowTables, StaticSlots, UnifiedPages
@@ -153,6 +157,37 @@ class Worker:
         """Return the runner of steps on all ranks."""
         return self.runner
 
+    def start_assistance(self, sizes: Sizes, workers: int | None, beside: Sequence[int]) -> Assistance:
+        """Start CPU cores that compute for adapters while they are copied; after `allocate`.
+
+        Parameters
+        ----------
+        workers
+            Number of cores; None: one on each CPU.
+        beside
+            CPUs beside those of the engine; none: not known.
+        """
+        layout, args, lora, options = self.lora.layout, sizes.args, self.lora, self.options
+        cpus = crew_cpus(workers, beside)
+        tokens = args.max_num_batched_tokens
+        shape = BoardShape(
+            cores=len(cpus),
+            tasks=max(map(len, SITES)) * (tokens + args.max_num_seqs),
+            tokens=tokens,
+            inputs=max(size for size, _ in layout.sizes),
+            outputs=max(int(sizes.sum()) for _, sizes in layout.site_outputs),
+            itemsize=self.dtype.itemsize,
+        )
+        largest = layout.elements(layout.ranks(args.max_lora_rank))
+        crew = start_crew(shape, cpus, lora.rank_of.size - 1, largest, self.dtype)
+        lora.share(crew.adapters)
+        given = (args.max_lora_rank, tokens, options.copy_gb_per_s)
+        times = measured_times(crew, layout, self.model.weights, *given)
+        lora.groups_for = partial(times.groups, layout, self.dtype.itemsize)
+        assistance = Assistance(self.runner.adapters, lora, crew, times)
+        self.runner.assistance = assistance
+        return assistance
+
     def measure(self, args: EngineArgs) -> MeasuredMemory:
         """Run the largest step with few pages, capture the largest graphs, and return what they take.
 
@@ -213,6 +248,13 @@ class Worker:
         )
         self.runner = self._new_runner(sizes)
 
+    def close(self) -> None:
+        """End the cores that assist loading."""
+        runner = getattr(self, "runner", None)
+        if runner is not None and runner.assistance is not None:
+            runner.assistance.crew.close()
+            runner.assistance = None
+
     def check(self) -> None:
         """Raise an error if another rank has ended."""
 
@@ -222,7 +264,8 @@ class Worker:
 
     def _new_lora(self, capacity: int, layout: AdapterLayout) -> LoRAManager:
         pin = self.device.type == "cuda"
-        return LoRAManager(capacity, layout, self.dtype, pin, copy_stream(self.device))
+        copies = copy_stream(self.device, self.options.copy_gb_per_s)
+        return LoRAManager(capacity, layout, self.dtype, pin, copies)
 
     def _new_runner(self, sizes: Sizes) -> ModelRunner:
         options, args, config, device = self.options, sizes.args, self.config, self.device

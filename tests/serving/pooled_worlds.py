@@ -66,7 +66,8 @@ class PooledWorld:
         own.bytes[:] = self.size_bytes
         own.tokens[:], own.cost_ns[:] = self.tokens, self.cost_ns
         if self.limits.loading == p.RESIDENT:
-            make_resident(state)
+            for adapter in range(1, len(self.pages)):
+                make_resident(state, adapter)
         state.pooled.weights[:] = self.weights
         write_queues(state, self.limits, self.queues)
         return state

@@ -21,7 +21,7 @@ from capplan.engine.kernels._torch_lora import GroupedLoRA, Views
 from capplan.engine.lora._adapter import GROUPS, SITES, A, AdapterLayout, B
 from capplan.engine.lora._memory import RowTables
 from capplan.engine.models._config import ModelConfig
-from capplan.engine.models._decoder import Norms, RopeTable, TorchAttention
+from capplan.engine.models._decoder import LoRALayers, Norms, RopeTable, TorchAttention
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -185,7 +185,7 @@ products by PyTorch, with 32 a little longer.
 """
 
 
-class CompiledLoRA:
+class CompiledLoRA(LoRALayers):
     """MBGMV, token by token at true ranks, for adapters with few tokens; matrix products for the others."""
 
     def __init__(

@@ -9,12 +9,13 @@ import torch
 
 from capplan.engine._input_batch import Segment
 from capplan.engine.lora._memory import SiteViews
+from capplan.engine.models._decoder import LoRALayers
 
 Views = Callable[[int], Sequence[Sequence[SiteViews]]]
 """Matrices of an adapter by layer and site."""
 
 
-class GroupedLoRA:
+class GroupedLoRA(LoRALayers):
     """One product per adapter at its rank.
 
     The tokens of an adapter are one slice of the activations: nothing is gathered or padded.
@@ -61,7 +62,7 @@ _COPIES_BYTES: Final = 2**20
 Pad = Callable[[torch.Tensor, SiteViews], None]
 
 
-class PaddedLoRA:
+class PaddedLoRA(LoRALayers):
     """Punica's BGMV in PyTorch, for comparison: every token at the largest rank in the batch.
 
     A and B are copied per token, with zeros beyond an adapter's rank. The copies of a few tokens at a time

@@ -25,6 +25,7 @@ from capplan.engine.kernels._triton_lora_kernels import (
 )
 from capplan.engine.lora._adapter import GROUPS, SITES, A, AdapterLayout, B
 from capplan.engine.lora._memory import RowTables
+from capplan.engine.models._decoder import LoRALayers
 
 _DEFAULT_MULTIPROCESSORS: Final = 132
 """Of an H100 (SXM), for devices that are no GPU."""
@@ -71,7 +72,7 @@ _LEAST_PART: Final = 256
 _PROGRAMS_PER_MULTIPROCESSOR: Final = 2
 
 
-class TokenLoRA:
+class TokenLoRA(LoRALayers):
     """MBGMV, token by token. Launches do not depend on the adapters in the batch, as CUDA graphs require.
 
     Parameters

@@ -183,6 +183,12 @@ class AdapterLayout:
         """Return the number of elements of an adapter."""
         return int(np.tile(self._group_lengths, self.layers) @ self.group_rows(ranks))
 
+    def group_starts(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the first element of each group of rows of an adapter, shape (layers * groups,)."""
+        sizes = np.tile(self._group_lengths, self.layers) * self.group_rows(ranks)
+        starts: NDArray[np.int64] = np.cumsum(sizes) - sizes
+        return starts
+
     def first_rows(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the first row of each group and the end of the last one, shape (layers * groups + 1,)."""
         return np.concatenate([[0], np.cumsum(self.group_rows(ranks))])
@@ -224,10 +230,13 @@ class HostAdapter:
         Rank on each module, 0 if it has none, shape (layers, modules).
     flat
         All rows of this rank in the order of `AdapterLayout`, in the dtype of the model.
+    is_shared
+        Whether other processes can read it.
     """
 
     ranks: NDArray[np.int64]
     flat: torch.Tensor
+    is_shared: bool = False
 
 
 def pack(

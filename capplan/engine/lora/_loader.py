@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -22,22 +22,35 @@ from capplan.engine._timing import EngineClock
 
 
 class CopyStream:
-    """Copies to a CPU's memory, which end before they return."""
+    """Copies to a CPU's memory, which end before they return.
+
+    Parameters
+    ----------
+    bytes_per_s
+        Bandwidth of a GPU's link that the copies stand in for; None: that of the memory.
+    """
+
+    def __init__(self, bytes_per_s: float | None = None) -> None:
+        self._ns_per_byte = 0.0 if bytes_per_s is None else 1e9 / bytes_per_s
 
     def fence(self) -> Any:
         """Return the end of all computation so far; called by the thread that computes."""
         return None
 
     @contextmanager
-    def copying(self, after: Any) -> Iterator[None]:
+    def copying(self, after: Any, size_bytes: int = 0) -> Iterator[None]:
         """Run copies after a fence, and return at their end; called by the thread that copies."""
+        until_ns = time.monotonic_ns() + round(size_bytes * self._ns_per_byte)
         yield
+        while (left_ns := until_ns - time.monotonic_ns()) > 0:
+            time.sleep(left_ns * 1e-9)
 
 
 class CudaCopyStream(CopyStream):
     """Copies from pinned host memory on a stream of their own, which the GPU's copy engine runs."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -48,7 +61,7 @@ class CudaCopyStream(CopyStream):
         return event
 
     @contextmanager
-    def copying(self, after: torch.cuda.Event) -> Iterator[None]:
+    def copying(self, after: torch.cuda.Event, size_bytes: int = 0) -> Iterator[None]:
         """Run copies after a fence, and return at their end; called by the thread that copies."""
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(after)
@@ -59,10 +72,36 @@ class CudaCopyStream(CopyStream):
         end.synchronize()
 
 
-def copy_stream(device: torch.device) -> CopyStream:
-    """Return the stream of copies to a device."""
-    return CudaCopyStream(device) if device.type == "cuda" else CopyStream()
+def copy_stream(device: torch.device, gb_per_s: float | None = None) -> CopyStream:
+    """Return the stream of copies to a device; for a CPU, at most so many GB per second."""
+    if device.type == "cuda":
+        return CudaCopyStream(device)
+    return CopyStream(None if gb_per_s is None else 1e9 * gb_per_s)
 
+
+class LayerProgress:
+    """Layers of an adapter that a load has copied; written by the loader's thread alone."""
+
+    def __init__(self, layers: int) -> None:
+        self._copied = bytearray(layers)
+        self.has_ended = False
+        """Whether the load has ended, with all layers or an error."""
+
+    def note(self, layers: range) -> None:
+        """Note that layers have been copied."""
+        self._copied[layers.start : layers.stop] = b"\1" * len(layers)
+
+    def has(self, layer: int) -> bool:
+        """Return whether a layer has been copied."""
+        return bool(self._copied[layer])
+
+    def wait_for(self, layer: int) -> None:
+        """Wait until a layer has been copied, or the load has failed."""
+        while not self._copied[layer] and not self.has_ended:
+            time.sleep(_LOOK_S)
+
+
+_LOOK_S: Final = 1e-4
 
 LoadJob = Callable[[], str | None]
 """Copies an adapter and returns an error message, or None."""
@@ -111,6 +150,10 @@ class AdapterLoader(ABC):
     def wait(self, adapter: int) -> str | None:
         """Wait for the adapter's last load and return its error."""
         return self._loads[adapter].result() if adapter in self._loads else None
+
+    def has_ended(self, adapter: int) -> bool:
+        """Return whether the adapter's last load has ended; True without any."""
+        return adapter not in self._loads or self._loads[adapter].done()
 
     def discard(self, adapter: int) -> None:
         """Wait for the adapter's last load and do not report it."""

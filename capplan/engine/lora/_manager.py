@@ -7,10 +7,11 @@ manager copies the bytes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from statistics import median
-from typing import Any, Final
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -20,12 +21,16 @@ from capplan.engine._scheduler_output import describe_adapter, evict_unused
 from capplan.engine._timing import EngineClock, PhaseTimer
 from capplan.engine.lora._adapter import AdapterLayout, AdapterSource, HostAdapter, require_rank
 from capplan.engine.lora._load_times import LoadTimes
-from capplan.engine.lora._loader import AdapterLoader, CopyStream, LoadJob, LoadResult
+from capplan.engine.lora._loader import AdapterLoader, CopyStream, LayerProgress, LoadJob, LoadResult
 from capplan.engine.lora._memory import AdapterMemory, AdapterPlacement, RowTables, SiteViews
 from capplan.errors import InputError
 from capplan.serving import Limits, State, adapter_loaded
 from capplan.serving import state as s
+from capplan.serving.pooled import ASSISTED, ON_DEMAND, RESIDENT, make_resident
 from capplan.serving.state import POOLED, SLORA
+
+if TYPE_CHECKING:
+    from capplan.engine.assist._crew import SharedAdapters
 
 _NS_PER_MS: Final = 1e6
 
@@ -108,6 +113,11 @@ class LoRAManager:
 
     memory: AdapterMemory
     load_times: LoadTimes | None = None
+    groups_for: Callable[[NDArray[np.int64], int], Sequence[range]] | None = None
+    """Groups of layers in which an adapter of these ranks is copied, for a prompt of so many tokens, the
+    first of which is copied last; None: all layers at once."""
+    shared: SharedAdapters | None = None
+    """Host memory that other processes read."""
 
     def __init__(
         self, capacity: int, layout: AdapterLayout, dtype: torch.dtype, pin: bool, copies: CopyStream
@@ -121,6 +131,7 @@ class LoRAManager:
         self._ranks: dict[int, NDArray[np.int64]] = {}
         self._host: dict[int, HostAdapter] = {}
         self._placements: dict[int, AdapterPlacement] = {}
+        self._progress: dict[int, LayerProgress] = {}
         self._tables: RowTables | None = None
 
     @property
@@ -163,7 +174,45 @@ class LoRAManager:
         adapter = self._sources[number].read(self.layout, self._dtype, self._pin, max_rank)
         if not np.array_equal(adapter.ranks, self._ranks[number]):
             raise InputError("must not change while the engine runs", location=str(self._sources[number]))
-        self._host[number] = adapter
+        self._host[number] = adapter if self.shared is None else self._shared_copy(number, adapter)
+
+    def share(self, shared: SharedAdapters) -> None:
+        """Keep the adapters on the host where other processes read them, from now on."""
+        self.shared = shared
+        for number, adapter in self._host.items():
+            self._host[number] = self._shared_copy(number, adapter)
+
+    def _shared_copy(self, number: int, adapter: HostAdapter) -> HostAdapter:
+        """Return an adapter in shared memory; itself if that is full."""
+        flat = None if self.shared is None else self.shared.store(number, adapter.flat)
+        return adapter if flat is None else HostAdapter(adapter.ranks, flat, is_shared=True)
+
+    def is_shared(self, number: int) -> bool:
+        """Return whether other processes can read an adapter."""
+        return number in self._host and self._host[number].is_shared
+
+    def shared_starts(self, number: int) -> NDArray[np.int64]:
+        """Return the element of shared memory at which each group of rows of an adapter begins."""
+        if self.shared is None:
+            raise RuntimeError("no memory is shared")
+        return self.shared.first(number) + self.layout.group_starts(self._ranks[number])
+
+    def ranks(self, number: int) -> NDArray[np.int64]:
+        """Return the rank of an adapter on each module, shape (layers, modules)."""
+        return self._ranks[number]
+
+    def is_copying(self, number: int) -> bool:
+        """Return whether an adapter is being copied layer by layer."""
+        return number in self._progress and not self._progress[number].has_ended
+
+    def is_copied(self, number: int, layer: int) -> bool:
+        """Return whether a layer of an adapter is on the device."""
+        return number not in self._progress or self._progress[number].has(layer)
+
+    def wait_for_layer(self, number: int, layer: int) -> None:
+        """Wait until a layer is on the device, or the load has failed."""
+        if number in self._progress:
+            self._progress[number].wait_for(layer)
 
     def pages(self, number: int) -> int:
         """Return the pages of an adapter in the KV pool."""
@@ -207,7 +256,9 @@ class LoRAManager:
         if self._tables is not None:
             self._tables.add(number, placement, self.memory.padding(number, self._tables.max_rank))
 
-    def apply(self, state: State, wait: Callable[[int], object]) -> list[tuple[int, LoadJob]]:
+    def apply(
+        self, state: State, wait: Callable[[int], object], prompts: Mapping[int, int] = MappingProxyType({})
+    ) -> list[tuple[int, LoadJob]]:
         """Apply the scheduler's evictions, allocate memory for its loads, and return the load jobs.
 
         A job may run concurrently with a batch without its adapter: they share no memory.
@@ -216,6 +267,8 @@ class LoRAManager:
         ----------
         wait
             Waits for a load of an adapter that is in progress.
+        prompts
+            Tokens of the first prompt that needs each adapter.
         """
         resident, on_host = state.adapters.resident, state.adapters.on_host
         n = state.counters.n_loads
@@ -229,7 +282,7 @@ class LoRAManager:
         for number in [n for n in tuple(self._host) if n in from_disk or not on_host[n]]:
             wait(number)
             self.drop(number)
-        return [(number, self.new_load(number)) for number in loads]
+        return [(number, self.new_load(number, None, prompts.get(number, 1))) for number in loads]
 
     def discard(self, number: int) -> None:
         """Remove all copies of an adapter; none of its loads may be in progress."""
@@ -246,27 +299,65 @@ class LoRAManager:
 
     def drop(self, number: int) -> None:
         """Remove the copy of an adapter on the host, if there is one."""
-        self._host.pop(number, None)
+        adapter = self._host.pop(number, None)
+        if adapter is not None and adapter.is_shared and self.shared is not None:
+            del adapter
+            self.shared.drop(number)
 
-    def new_load(self, number: int, at: NDArray[np.int64] | None = None) -> LoadJob:
-        """Place an adapter in free memory, or in the slot or pages `at`; return the job that copies it."""
-        self.place(number, self._ranks[number], at)
+    def new_load(self, number: int, at: NDArray[np.int64] | None = None, prompt_tokens: int = 1) -> LoadJob:
+        """Place an adapter in free memory, or in the slot or pages `at`; return the job that copies it.
+
+        `prompt_tokens` are those of the prompt that waits for it.
+        """
+        ranks = self._ranks[number]
+        self.place(number, ranks, at)
+        groups: Sequence[range] = (range(self.layout.layers),)
+        if self.groups_for is not None:
+            groups = self.groups_for(ranks, prompt_tokens)
+            self._progress[number] = LayerProgress(self.layout.layers)
         # Steps so far may read what the memory held before.
-        return partial(self._load, number, self._placements[number], self.copies.fence())
+        return partial(self._load, number, self._placements[number], self.copies.fence(), groups)
 
-    def _load(self, number: int, placement: AdapterPlacement, after: Any) -> str | None:
+    def _load(
+        self, number: int, placement: AdapterPlacement, after: Any, groups: Sequence[range]
+    ) -> str | None:
         """Copy an adapter to the device, from the host or its source; return an error message, or None."""
+        progress = self._progress.get(number)
         try:
             if number not in self._host:
                 self._read(number)
-            with self.copies.copying(after):
-                self.memory.clear(number)
-                placement.copy_from(self._host[number])
+            adapter = self._host[number]
+            self._copy(number, placement, adapter, after, groups, progress)
         except InputError as error:
             return str(InputError(error.rule, error.value, error.location.rpartition("/")[2]))
         except (RuntimeError, MemoryError) as error:
             return str(error)
+        finally:
+            if progress is not None:
+                progress.has_ended = True
         return None
+
+    def _copy(
+        self,
+        number: int,
+        placement: AdapterPlacement,
+        adapter: HostAdapter,
+        after: Any,
+        groups: Sequence[range],
+        progress: LayerProgress | None,
+    ) -> None:
+        """Copy an adapter to the device, all at once or group by group, the first group last."""
+        size_bytes = adapter.flat.numel() * adapter.flat.itemsize
+        if progress is None:
+            with self.copies.copying(after, size_bytes):
+                self.memory.clear(number)
+                placement.copy_from(adapter)
+            return
+        first, *others = groups
+        for group in (*others, first):
+            with self.copies.copying(after, size_bytes * len(group) // self.layout.layers):
+                placement.copy_layers(adapter, group)
+            progress.note(group)
 
 
 class AdapterLoads:
@@ -294,21 +385,35 @@ class AdapterLoads:
         self._slora = limits.policy == SLORA
         self._pooled = limits.policy == POOLED
         self._beside = bool(limits.load_beside)
+        self._loading = limits.loading
         self._token_bytes = token_bytes
 
     def register(self, number: int, source: AdapterSource, max_rank: int) -> None:
         """Register an adapter; its first request loads it."""
         self.lora.register(number, source, max_rank)
-        self.set_sizes(number)
+        try:
+            self.set_sizes(number)
+        except InputError:
+            self.lora.unregister(number)
+            raise
 
     def set_sizes(self, number: int) -> None:
-        """Set the sizes of a new adapter in the scheduler's state, under rules that use them."""
+        """Set the sizes of a new adapter in the scheduler's state, under rules that use them.
+
+        One that is to stay on the device is loaded now.
+        """
         if self._slora or self._pooled:
             self._state.adapters.pages[number] = self.lora.pages(number)
         if self._pooled:
             size_bytes = self.lora.bytes(number)
             tokens = -(-size_bytes // self._token_bytes) if self._token_bytes else 0
             describe_adapter(self._state, number, size_bytes, tokens, self.lora.load_ns(number))
+        if self._loading == RESIDENT:
+            error = self.lora.new_load(number)()
+            if error is not None:
+                self.lora.discard(number)
+                raise InputError(error, location="adapter")
+            make_resident(self._state, number)
 
     def unregister(self, number: int) -> None:
         """Remove an adapter without requests in flight."""
@@ -327,19 +432,45 @@ class AdapterLoads:
         evict_unused(self._state, number)
         self.lora.discard(number)
 
+    def failed_meanwhile(self, rows: NDArray[np.int64]) -> dict[int, str]:
+        """Return the errors of loads that ended during a step of these rows, by adapter."""
+        if self._loading != ASSISTED:
+            return {}
+        adapters = set(self._state.rows.adapter[rows].tolist()) - {0}
+        found = {adapter: self._error_of(adapter) for adapter in adapters if self.loader.has_ended(adapter)}
+        return {adapter: error for adapter, error in found.items() if error is not None}
+
+    def _error_of(self, adapter: int) -> str | None:
+        """Return the error of a load that has ended or is waited for; one with an error is not reported."""
+        error = self.loader.wait(adapter)
+        if error is not None and self._state.adapters.claim[adapter] == s.LOADING:
+            self.loader.discard(adapter)
+            adapter_loaded(self._state, adapter)
+        return error
+
+    def _awaited(self, rows: NDArray[np.int64]) -> set[int]:
+        """Return the adapters that a step of these rows waits for."""
+        state = self._state
+        is_decode = state.counters.step_decodes > 0
+        if self._slora:  # a batch of prompts waits for all of its adapters
+            rows = state.lists.admitted[: state.counters.n_admitted]
+        elif not (self._loading == ASSISTED if is_decode else self._loading == ON_DEMAND):
+            return set()
+        return set(state.rows.adapter[rows].tolist()) - {0}
+
     def accept(self, load: LoadResult) -> None:
         """Report a finished load to the scheduler; after a failed one, no request of it may be in flight."""
         adapter_loaded(self._state, load.adapter)
         if load.error is not None:
             self.discard(load.adapter)
 
-    def run(self, timer: PhaseTimer) -> dict[int, str]:
-        """Start the loads of a step, wait for those it requires, and return errors by adapter."""
+    def run(self, timer: PhaseTimer, rows: NDArray[np.int64]) -> dict[int, str]:
+        """Start the loads of a step, wait for those that its rows require, and return errors by adapter."""
         state = self._state
         errors: dict[int, str | None] = {}
         # Every resident adapter has memory after the loads of the step: others with memory are evicted.
         if state.counters.n_loads > 0 or len(self.lora.in_memory) > state.counters.n_resident:
-            for adapter, job in self.lora.apply(state, self.loader.wait):
+            for adapter, job in self.lora.apply(state, self.loader.wait, self._prompts()):
                 if self._beside or self._slora:
                     timer.lap("load")
                     self.loader.start(adapter, job, report=self._beside)
@@ -347,14 +478,18 @@ class AdapterLoads:
                 else:
                     errors[adapter] = job()
         timer.lap("load")
-        if self._slora:  # a batch of prompts waits for all of its adapters
-            admitted = state.lists.admitted[: state.counters.n_admitted]
-            for adapter in set(state.rows.adapter[admitted].tolist()) - {0}:
-                ready_ns = self.loader.ready_ns(adapter)
-                errors[adapter] = self.loader.wait(adapter)
-                timer.lap("load")
-                timer.extend_to("load", ready_ns - self._clock.now_ns())
+        for adapter in self._awaited(rows):
+            ready_ns = self.loader.ready_ns(adapter)
+            errors[adapter] = self._error_of(adapter)
+            timer.lap("load")
+            timer.extend_to("load", ready_ns - self._clock.now_ns())
         return {adapter: error for adapter, error in errors.items() if error is not None}
+
+    def _prompts(self) -> dict[int, int]:
+        """Return the prompt tokens of the first admitted request of each adapter."""
+        rows = self._state.lists.admitted[: self._state.counters.n_admitted][::-1]
+        adapters, tokens = self._state.rows.adapter[rows], self._state.rows.prompt[rows]
+        return dict(zip(adapters.tolist(), tokens.tolist(), strict=True))
 
 
 _REPEATS: Final = 5

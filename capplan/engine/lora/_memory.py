@@ -73,15 +73,25 @@ class AdapterPlacement:
         for target, source in self._copies:
             self.memory[target].copy_(adapter.flat[source], non_blocking=True)
 
+    def copy_layers(self, adapter: HostAdapter, layers: range) -> None:
+        """Copy the rows of some layers."""
+        rows = self.layout.first_rows(self.ranks)
+        first, end = rows[layers.start * len(GROUPS)], rows[layers.stop * len(GROUPS)]
+        for target, source in self._copies_of(int(first), int(end)):
+            self.memory[target].copy_(adapter.flat[source], non_blocking=True)
+
     @cached_property
     def _copies(self) -> list[tuple[slice, slice]]:
         """Elements of `memory` and of the adapter for each run of contiguous rows."""
+        return self._copies_of(0, self.offsets.size)
+
+    def _copies_of(self, begin: int, stop: int) -> list[tuple[slice, slice]]:
         lengths = self.layout.row_lengths(self.ranks)
         starts = np.concatenate([[0], np.cumsum(lengths)]).tolist()
         copies = []
-        for first, end in _runs(self.offsets, lengths):
-            at, size = int(self.offsets[first]), starts[end] - starts[first]
-            copies.append((slice(at, at + size), slice(starts[first], starts[end])))
+        for first, end in _runs(self.offsets[begin:stop], lengths[begin:stop]):
+            at, size = int(self.offsets[begin + first]), starts[begin + end] - starts[begin + first]
+            copies.append((slice(at, at + size), slice(starts[begin + first], starts[begin + end])))
         return copies
 
     @cached_property

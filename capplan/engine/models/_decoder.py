@@ -7,8 +7,9 @@ whether a key was computed in this step, in an earlier one, or for another reque
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch.nn import functional
@@ -26,12 +27,15 @@ DOWN: Final = 3
 """Sites of a layer where adapters add to a linear map: q, k and v as one, gate and up as one."""
 
 
-class LoRALayers(Protocol):
+class LoRALayers(ABC):
     """Adapters of the tokens of one step."""
 
+    def begin(self, layer: int, site: int, x: torch.Tensor) -> None:  # noqa: B027 - most have nothing to begin
+        """Begin what runs beside the base model's linear map of `x`."""
+
+    @abstractmethod
     def add(self, layer: int, site: int, x: torch.Tensor, out: torch.Tensor) -> None:
         """Add the low-rank product of each token of `x` to `out`, the base model's output."""
-        ...
 
 
 class Norms:
@@ -196,7 +200,9 @@ def _linear(
     linear: Linear, x: torch.Tensor, adapters: LoRALayers | None, layer: int, site: int
 ) -> torch.Tensor:
     """Apply a linear map of the base model and its adapters."""
+    if adapters is None:
+        return linear(x)
+    adapters.begin(layer, site, x)
     out = linear(x)
-    if adapters is not None:
-        adapters.add(layer, site, x, out)
+    adapters.add(layer, site, x, out)
     return out

@@ -1,4 +1,4 @@
-from ._caches import evict
+from ._caches import evict, make_resident
 from ._layer_groups import LayerTimes, copied_before, first_group, layer_groups
 from ._queue_design import RequestSample, base_model_bytes, clustered_classes, design_queues
 from ._refresh import PoolSetup, compile_refresh, new_queues, pool_setup, refresh, set_up, set_up_policies
@@ -43,6 +43,7 @@ __all__ = [
     "has_pool",
     "layer_groups",
     "leave_queue",
+    "make_resident",
     "new_queues",
     "pool_setup",
     "refresh",

@@ -26,12 +26,12 @@ def is_pinned(state: State, adapter: int) -> bool:
     return adapters.pages[adapter] == 0 or adapters.users[adapter] > 0 or adapters.claim[adapter] == LOADING
 
 
-def make_resident(state: State) -> None:
-    """Load all adapters of an idle engine for good, into memory that is not of the pool."""
-    state.adapters.pages[1:] = 0
-    state.pooled.adapters.tokens[1:] = 0
-    state.adapters.resident[1:] = 1
-    state.counters.n_resident = state.adapters.resident.size - 1
+def make_resident(state: State, adapter: int) -> None:
+    """Load an adapter for good, into memory that is not of the pool."""
+    state.adapters.pages[adapter] = 0
+    state.pooled.adapters.tokens[adapter] = 0
+    state.adapters.resident[adapter] = 1
+    state.counters.n_resident += 1
     state.pooled.counts.keeps_idle = 1
 
 

@@ -109,7 +109,8 @@ def set_up(state: State, limits: Limits, setup: PoolSetup) -> None:
     pooled.adapters.tokens[:] = setup.adapter_tokens
     pooled.adapters.cost_ns[:] = setup.load_ns
     if limits.loading == RESIDENT:
-        make_resident(state)
+        for adapter in range(1, state.adapters.resident.size):
+            make_resident(state, adapter)
     set_up_policies(state, limits, setup.weights, setup.queues)
 
 

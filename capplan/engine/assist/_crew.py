@@ -1,0 +1,238 @@
+"""The cores that assist an engine: their processes, the adapters that they share, rounds of tasks.
+
+A core that ends, or does not finish its tasks in time, is killed before the board is used again, so that it
+can write nothing late; its tasks fail, and the caller waits for the copy instead. It is started again, and
+has tasks again once it is ready.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Final
+
+import numpy as np
+import torch
+
+from capplan.engine._affinity import allowed_cpus
+from capplan.engine.assist._board import Board, BoardShape, Task, has_ordered_stores
+from capplan.engine.assist._shared import SharedMemory
+from capplan.errors import InputError
+from capplan.processes import without_interrupts
+
+START_TIMEOUT_S: Final = 60.0
+"""For the cores to be ready when an engine starts."""
+ROUND_TIMEOUT_S: Final = 0.5
+"""For the tasks of one layer, which take milliseconds: a core that takes longer is stopped or starved."""
+_RESTART_S: Final = 1.0
+"""Least time between two starts of a core."""
+_COMMAND: Final = (sys.executable, "-m", "capplan.engine.assist._process")
+_CHECK_EVERY: Final = 256
+"""Polls of a core's counter between two looks at the clock and its process."""
+
+
+class SharedAdapters:
+    """Adapters in host memory that all cores read: one place of equal size for each number.
+
+    Parameters
+    ----------
+    capacity
+        Largest number of an adapter.
+    elements
+        Of the largest adapter.
+    """
+
+    def __init__(self, capacity: int, elements: int, dtype: torch.dtype) -> None:
+        page = os.sysconf("SC_PAGE_SIZE")
+        self._place_bytes = -(-elements * dtype.itemsize // page) * page
+        self._dtype = dtype
+        self.memory = SharedMemory.new((capacity + 1) * self._place_bytes)
+
+    def first(self, number: int) -> int:
+        """Return the element at which an adapter begins."""
+        return number * self._place_bytes // self._dtype.itemsize
+
+    def store(self, number: int, flat: torch.Tensor) -> torch.Tensor | None:
+        """Copy an adapter to its place and return it there; None if there is no memory for it."""
+        start_bytes, size_bytes = number * self._place_bytes, flat.numel() * flat.itemsize
+        if not size_bytes or not self.memory.reserve(start_bytes, size_bytes):
+            return None
+        shared = self.memory.tensor(start_bytes, flat.numel(), self._dtype)
+        return shared.copy_(flat)
+
+    def drop(self, number: int) -> None:
+        """Return the memory of an adapter, whose tensor is not used any more."""
+        self.memory.release(number * self._place_bytes, self._place_bytes)
+
+
+class _Process:
+    """One core's process."""
+
+    def __init__(self, arguments: Sequence[str], fds: Sequence[int]) -> None:
+        self._own, inherited = socket.socketpair()
+        self._own.setblocking(False)
+        self.is_ready = False
+        self.began_s = time.monotonic()
+        command = [*_COMMAND, str(inherited.fileno()), *arguments]
+        with inherited, without_interrupts():
+            self.process = subprocess.Popen(command, pass_fds=[inherited.fileno(), *fds])  # noqa: S603
+
+    def has_ended(self) -> bool:
+        """Return whether the process has ended; note whether it is ready."""
+        if not self.is_ready:
+            with suppress(OSError):  # nothing to read yet, or it has ended
+                self.is_ready = bool(self._own.recv(1))
+        return self.process.poll() is not None
+
+    def wake(self) -> None:
+        """Let it poll the board."""
+        with suppress(OSError):  # it has ended, or has not read earlier calls
+            self._own.send(b"\0")
+
+    def end(self) -> None:
+        """Kill it and wait for its end."""
+        self.process.kill()
+        self.process.wait()
+        self._own.close()
+
+
+class Crew:
+    """Cores that compute rounds of tasks.
+
+    Parameters
+    ----------
+    shape
+        Sizes of the board, with the number of cores.
+    cpus
+        CPU of each core.
+    adapters
+        What they read.
+
+    Attributes
+    ----------
+    restarts
+        Cores that were started again.
+    failed_rounds
+        Rounds that a core did not finish.
+    """
+
+    def __init__(
+        self, shape: BoardShape, cpus: Sequence[int], adapters: SharedAdapters, dtype: torch.dtype
+    ) -> None:
+        self.adapters = adapters
+        self.restarts = self.failed_rounds = 0
+        self._cpus = cpus
+        self._memory = SharedMemory.new(shape.starts_bytes()[-1])
+        self.board = Board(self._memory, shape, dtype)
+        name = str(dtype).removeprefix("torch.")
+        fds = (self._memory.descriptor, adapters.memory.descriptor)
+
+        def start(number: int) -> _Process:
+            given = [*map(str, fds), str(os.getpid()), str(number), str(cpus[number]), shape.text(), name]
+            return _Process(given, fds)
+
+        self._start = start
+        self._processes = [start(number) for number in range(len(cpus))]
+
+    def __len__(self) -> int:
+        return len(self._processes)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Numbers of the processes."""
+        return tuple(each.process.pid for each in self._processes)
+
+    def wait_until_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait for all cores; one that ends meanwhile is left out."""
+        until_s = time.monotonic() + timeout_s
+        for each in self._processes:
+            while not each.has_ended() and not each.is_ready and time.monotonic() < until_s:
+                time.sleep(0.01)
+
+    def ready(self) -> list[int]:
+        """Return the cores that can have tasks; start those again that have ended."""
+        found = []
+        for number, each in enumerate(self._processes):
+            if each.has_ended():
+                if time.monotonic() > each.began_s + _RESTART_S:
+                    each.end()
+                    self._processes[number] = self._start(number)
+                    self.restarts += 1
+            elif each.is_ready:
+                found.append(number)
+        return found
+
+    @contextmanager
+    def working(self) -> Iterator[list[int]]:
+        """Let the ready cores poll for rounds, and yield their numbers; then they sleep."""
+        cores = self.ready()
+        self.board.set_active(is_active=True)
+        for number in cores:
+            self._processes[number].wake()
+        try:
+            yield cores
+        finally:
+            self.board.set_active(is_active=False)
+
+    def post(self, tasks: Sequence[Task]) -> int:
+        """Begin a round, whose activations are on the board, and return its number."""
+        return self.board.post(np.array(tasks, np.int64))
+
+    def finish(self, number: int, cores: Sequence[int], timeout_s: float = ROUND_TIMEOUT_S) -> list[int]:
+        """Wait for the end of a round and return the cores that did not finish it, which are killed."""
+        until_s = time.monotonic() + timeout_s
+        late = []
+        for core in cores:
+            polls = 0
+            while not self.board.is_done(core, number):
+                polls += 1
+                if polls % _CHECK_EVERY:
+                    continue
+                os.sched_yield()
+                if self._processes[core].has_ended() or time.monotonic() > until_s:
+                    self._processes[core].end()
+                    late.append(core)
+                    break
+        self.failed_rounds += bool(late)
+        return late
+
+    def close(self) -> None:
+        """End all processes and release the memory."""
+        for each in self._processes:
+            each.end()
+        self._processes = []
+        del self.board
+        self._memory.close()
+        self.adapters.memory.close()
+
+
+def crew_cpus(count: int | None, beside: Sequence[int] = ()) -> tuple[int, ...]:
+    """Return the CPU of each of so many cores; None: one on each.
+
+    `beside` are the CPUs beside the engine's; without any, all but the first.
+    """
+    free = tuple(beside) or allowed_cpus()[1:]
+    wanted = len(free) if count is None else count
+    return tuple(free[i % len(free)] for i in range(wanted)) if free else ()
+
+
+def start_crew(
+    shape: BoardShape, cpus: Sequence[int], capacity: int, elements: int, dtype: torch.dtype
+) -> Crew:
+    """Return ready cores for so many adapters of at most so many elements.
+
+    Raises
+    ------
+    InputError
+        If the processor does not keep the order of stores, or there is no shared memory.
+    """
+    if not has_ordered_stores():
+        raise InputError("must not be assisted on this processor: use on-demand", "assisted", "cache.loading")
+    crew = Crew(shape, cpus, SharedAdapters(capacity, elements, dtype), dtype)
+    crew.wait_until_ready()
+    return crew
