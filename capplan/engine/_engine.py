@@ -131,11 +131,9 @@ def choose_sizes(worker: Worker, options: EngineOptions) -> Sizes:
     slot_bytes = layout.elements(layout.ranks(args.max_lora_rank)) * dtype.itemsize
     unified = options.chosen_memory() == "unified"
     slots_bytes = 0 if slotless else args.max_loras * slot_bytes
-    # Rows do not cross page boundaries: less than a row is lost in each page.
-    usable = max(1, page_bytes - layout.longest_row * dtype.itemsize + dtype.itemsize)
     resident_pages = 0
     if options.loading in ("resident", "cached"):
-        resident_pages = adapters * -(-slot_bytes // usable)
+        resident_pages = lora.pages_of_all(page_bytes // dtype.itemsize, args.max_lora_rank)
     num_blocks = options.num_kv_blocks or _blocks_that_fit(
         worker, args, page_bytes, (slots_bytes if unified else 0) + resident_pages * page_bytes
     )
@@ -151,7 +149,9 @@ def choose_sizes(worker: Worker, options: EngineOptions) -> Sizes:
         raise InfeasibleError(message, "memory")
     adapter_pages = resident_pages
     if unified and slots_bytes:
-        adapter_pages = args.max_loras * -(-slot_bytes // usable)
+        # Rows do not cross page boundaries: less than a row is lost in each page.
+        usable = page_bytes - layout.longest_row * dtype.itemsize + dtype.itemsize
+        adapter_pages = args.max_loras * -(-slot_bytes // max(1, usable))
     return Sizes(args, num_blocks, num_blocks + adapter_pages, 0 if unified else slot_bytes)
 
 

@@ -73,6 +73,12 @@ ENGINES: dict[str, dict[str, Any]] = {
         "num_kv_blocks": 120,
         "max_num_batched_tokens": 20,
     },
+    "assisted": {
+        "scheduler": "fifo",
+        "cache": {"policy": "none", "loading": "assisted", "cpu_workers": 2, "prefetch": "none"},
+        "num_kv_blocks": 900,
+        "copy_gb_per_s": 0.002,
+    },
     "padded": {"rules": "vllm-0.8", "num_kv_blocks": 60, "lora_kernel": "padded", "memory": "unified"},
     "torch": {"rules": "capplan", "num_kv_blocks": 60, "lora_kernel": "grouped", "attention_kernel": "torch"},
 }

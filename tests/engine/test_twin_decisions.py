@@ -15,7 +15,7 @@ from capplan.engine import Decision, Engine, EngineOptions, ModelConfig, Samplin
 from capplan.engine import _engine_core as engine_core
 from capplan.engine.lora._loader import VirtualLoader
 from capplan.serving import RULES, Limits, ServingRules, State
-from capplan.serving.pooled import refresh
+from capplan.serving.pooled import RESIDENT, refresh
 from capplan.serving.state import POOLED
 from capplan.spec import QueueClass, Queues, Scheduler, Wrs, cache_of
 from tests.engine.engines import TimedRequest, check_engine, replay
@@ -123,6 +123,8 @@ def reference_of(engine: Engine, queues: SizeQueues | None) -> ReferenceSchedule
     own = core.state.pooled.adapters
     columns = (pages.tolist(), own.bytes.tolist(), own.tokens.tolist(), own.cost_ns.tolist())
     adapters = [CachedAdapter(*each) for each in zip(*columns, strict=True)]
+    for adapter in adapters[1:] if core.limits.loading == RESIDENT else []:
+        adapter.resident = True
     return ReferencePooled(core.limits, blocks, adapters, queues, core.state.pooled.weights.tolist())
 
 
@@ -246,12 +248,22 @@ SYSTEMS: Final[Mapping[str, tuple[Any, Any]]] = MappingProxyType(
         "fifo-every-ten": ({"policy": "fifo", "admit_every": 10}, "lru"),
         "no-sched": ("fifo", "chameleon"),
         "sjf": ({"policy": "sjf", "ageing_s": 0.02}, "gdsf"),
+        "on-demand": ("fifo", {"policy": "none", "loading": "on-demand", "prefetch": "none"}),
+        "on-demand-ahead": ("chameleon", {"policy": "gdsf", "loading": "on-demand"}),
+        "strawman": ("fifo", {"policy": "none", "loading": "strawman", "prefetch": "none"}),
+        "assisted": ("fifo", {"policy": "none", "loading": "assisted", "prefetch": "none"}),
+        "assisted-ahead": ("chameleon", {"policy": "lru", "loading": "assisted"}),
+        "resident": ("chameleon", {"policy": "none", "loading": "resident"}),
+        "cached": ("fifo", {"policy": "none", "loading": "cached"}),
         "sjf-chunked": ({"policy": "sjf", "chunked": True}, {"policy": "lru", "prefetch": "none"}),
     }
 )
 
 
-QUEUED: Final = ("chameleon", "chameleon-chunked", "no-bypass", "no-cache", "histogram", "static")
+QUEUED: Final = (
+    *("chameleon", "chameleon-chunked", "no-bypass", "no-cache", "histogram", "static"),
+    *("on-demand-ahead", "assisted-ahead"),
+)
 
 
 def drawn_queues(rng: np.random.Generator) -> Queues | None:
@@ -290,6 +302,10 @@ def test_decisions_in_one_pool_equal_the_twins(system: str, monkeypatch: pytest.
     seen: Counter[str] = Counter()
     for seed in range(20):
         seen += replayed_in_one_pool(monkeypatch, seed, 14, system, 0.02)
+    if system in ("resident", "cached"):
+        assert seen["hits"] > 2
+        assert seen["misses"] == 0
+        return
     names = ["misses", "evictions", *(["overruns"] if system in QUEUED else [])]
     assert min(seen[name] for name in names) > 2  # otherwise the comparison is weak
     assert seen["bypasses"] > 0 or system != "chameleon"

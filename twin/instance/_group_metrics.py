@@ -102,8 +102,10 @@ def group_metrics(
     answerable = per_group(tokens * (table.status != RUNNING))
     served = np.divide(done, answerable, out=np.ones(count), where=answerable > 0)
     gaps, decoding_ms = map(per_group, _token_gaps(table))
-    latencies = ("ttft_s", "tpot_ms", "tpt_ms", "interruption_count", "interruption_share")
-    latencies += ("e2e_s", "slowdown", "queue_s", "load_wait_s")
+    latencies = (
+        *("ttft_s", "tpot_ms", "tpt_ms", "interruption_count", "interruption_share"),
+        *("e2e_s", "slowdown", "queue_s", "load_wait_s"),
+    )
     columns: dict[str, NDArray[Any]] = {
         "submitted": per_group().astype(int),
         **{STATUSES[code]: per_group(table.status == code).astype(int) for code in _ENDS},

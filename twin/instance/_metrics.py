@@ -440,11 +440,11 @@ def reduce_trace(
     """
     n = requests.arrival_ns.size
     # Untouched pages take no memory, even if most requests are rejected.
-    everything = Reduced(*(np.empty(n) for _ in Reduced._fields[:-1]), new_record(_TOTALS))
-    _reduce(requests, trace, horizon_ns, max_model_len, overhead_s, everything)
-    done, several = int(everything.totals.completed), int(everything.totals.several)
-    cut = [values[:done] for values in everything[:-1]]
-    return Reduced(*cut, everything.totals)._replace(tpot_ms=everything.tpot_ms[:several])
+    latencies = {name: np.empty(n) for name in Reduced._fields if name != "totals"}
+    totals = new_record(_TOTALS)
+    _reduce(requests, trace, horizon_ns, max_model_len, overhead_s, Reduced(**latencies, totals=totals))
+    ends = dict.fromkeys(latencies, int(totals.completed)) | {"tpot_ms": int(totals.several)}
+    return Reduced(**{name: values[: ends[name]] for name, values in latencies.items()}, totals=totals)
 
 
 @jit

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -88,6 +89,14 @@ class _Process:
             with suppress(OSError):  # nothing to read yet, or it has ended
                 self.is_ready = bool(self._own.recv(1))
         return self.process.poll() is not None
+
+    def is_stopped(self) -> bool:
+        """Return whether a signal has stopped the process, which gets ready no more."""
+        try:
+            status = Path(f"/proc/{self.process.pid}/stat").read_text()
+        except OSError:
+            return False
+        return status.rpartition(")")[2].split()[0] in ("T", "t")
 
     def wake(self) -> None:
         """Let it poll the board."""
@@ -165,6 +174,8 @@ class Crew:
                     self.restarts += 1
             elif each.is_ready:
                 found.append(number)
+            elif each.is_stopped():
+                each.end()
         return found
 
     @contextmanager

@@ -96,7 +96,8 @@ class AssistedLoRA(LoRALayers):
             (self._on_device if copied else self._on_cpu).append(segment)
 
     def _post(self, layer: int, site: int, x: torch.Tensor) -> _Posted | None:
-        tasks, first = [], 0
+        tasks: list[Task] = []
+        first = 0
         for segment in self._on_cpu:
             rows = segment.end - segment.start
             tasks += self._tasks_of(segment.adapter, layer, site, first, rows, len(tasks))

@@ -22,7 +22,7 @@ from capplan.engine._timing import EngineClock, PhaseTimer
 from capplan.engine.lora._adapter import AdapterLayout, AdapterSource, HostAdapter, require_rank
 from capplan.engine.lora._load_times import LoadTimes
 from capplan.engine.lora._loader import AdapterLoader, CopyStream, LayerProgress, LoadJob, LoadResult
-from capplan.engine.lora._memory import AdapterMemory, AdapterPlacement, RowTables, SiteViews
+from capplan.engine.lora._memory import AdapterMemory, AdapterPlacement, RowTables, SiteViews, pages_of
 from capplan.errors import InputError
 from capplan.serving import Limits, State, adapter_loaded
 from capplan.serving import state as s
@@ -213,6 +213,12 @@ class LoRAManager:
         """Wait until a layer is on the device, or the load has failed."""
         if number in self._progress:
             self._progress[number].wait_for(layer)
+
+    def pages_of_all(self, page_elements: int, max_rank: int) -> int:
+        """Return the pages of all adapters, of those to come at the largest rank."""
+        known = sum(pages_of(self.layout, page_elements, ranks) for ranks in self._ranks.values())
+        others = self.rank_of.size - 1 - len(self._ranks)
+        return known + others * pages_of(self.layout, page_elements, self.layout.ranks(max_rank))
 
     def pages(self, number: int) -> int:
         """Return the pages of an adapter in the KV pool."""

@@ -311,6 +311,12 @@ def _filled_pages(
     return page, within
 
 
+def pages_of(layout: AdapterLayout, page_elements: int, ranks: NDArray[np.int64]) -> int:
+    """Return the pages of an adapter at its ranks."""
+    page, _ = _filled_pages(layout, page_elements, ranks.tobytes())
+    return int(page[-1]) + 1 if page.size else 0
+
+
 def _ranks_of(layout: AdapterLayout, rank_bytes: bytes) -> NDArray[np.int64]:
     """Return ranks, shape (layers, modules), from their bytes."""
     return np.frombuffer(rank_bytes, np.int64).reshape(layout.layers, len(MODULES))

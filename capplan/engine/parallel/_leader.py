@@ -206,9 +206,9 @@ class _LeadingLoRA(LoRAManager):
         self._group.tell("drop", number)
         super().drop(number)
 
-    def new_load(self, number: int, at: NDArray[np.int64] | None = None) -> LoadJob:
+    def new_load(self, number: int, at: NDArray[np.int64] | None = None, prompt_tokens: int = 1) -> LoadJob:
         """Place an adapter in free memory and return the job that copies it; workers begin at once."""
-        load = super().new_load(number, at)
+        load = super().new_load(number, at, prompt_tokens)
         answers = self._group.ask("load", number, self.memory.location(number))
 
         def load_all() -> str | None:

@@ -23,7 +23,9 @@ from capplan.serving.state import LOADING, NO_CLAIM, NONE, Limits, State
 def is_pinned(state: State, adapter: int) -> bool:
     """Return whether an adapter cannot be evicted, or takes none of the pool, as the base model."""
     adapters = state.adapters
-    return adapters.pages[adapter] == 0 or adapters.users[adapter] > 0 or adapters.claim[adapter] == LOADING
+    return bool(
+        adapters.pages[adapter] == 0 or adapters.users[adapter] > 0 or adapters.claim[adapter] == LOADING
+    )
 
 
 def make_resident(state: State, adapter: int) -> None:
