@@ -45,7 +45,7 @@ class Recorder(CopyStream):
         return fence
 
     @contextlib.contextmanager
-    def copying(self, after: int) -> Iterator[None]:
+    def copying(self, after: int, size_bytes: int = 0) -> Iterator[None]:
         self.log.append(("copy", after))
         assert self.gate.wait(20)
         yield

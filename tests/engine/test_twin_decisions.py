@@ -57,6 +57,8 @@ def draw(seed: int, requests: int = 20, **settings: Any) -> tuple[Engine, list[T
     shared = 0 if slotless else int(rng.choice([0, 0, 9]))
     block_size = int(rng.integers(2, 6))
     spare = int(rng.integers(0, 6)) + (8 * _PAGES_PER_RANK // block_size if slotless else 0)
+    if options.loading == "resident":
+        spare += 2 * len(adapters) * _PAGES_PER_RANK
     engine = Engine(
         TINY,
         adapters,
