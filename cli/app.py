@@ -160,6 +160,7 @@ _COMMANDS: Final = {
     "dataset generate": "Simulate scenarios of one GPU, and write the results as training data.",
     "profile": "Measure the tables that profiles are fitted to.",
     "profile compose": "Compose a profile from measured operators of a GPU.",
+    "profile cpu-lora": "Measure the CPU cores that can assist the loading of adapters, into a profile.",
     "profile engine": "Measure the reference engine: KV memory, adapter loads, steps, and its server.",
     "profile kernels": "Time shrink and expand of padded and grouped LoRA kernels, and fit Toppings' models.",
     "profile roofline": "Compute a profile from a GPU's datasheet and a model's architecture.",
@@ -205,9 +206,9 @@ def _load(path: str) -> Any:
     if any(each.startswith(f"{path} ") for each in _COMMANDS):
         return CommandGroup(name=path, help=line, no_args_is_help=True)
     name = path.rpartition(" ")[2]
-    module = _MODULES.get(path, path.replace(" ", "_"))
+    module = _MODULES.get(path, path.replace(" ", "_").replace("-", "_"))
     made = typer.Typer(add_completion=False)
-    function = f"{name}_" if hasattr(builtins, name) else name
+    function = f"{name}_" if hasattr(builtins, name) else name.replace("-", "_")
     made.command(name)(getattr(import_module(f"capplan.cli.{module}"), function))
     found = get_command(made)
     if signal.getsignal(signal.SIGINT) is quit_at_once:

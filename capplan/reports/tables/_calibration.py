@@ -13,6 +13,7 @@ from capplan.reports._console import DASH, Table, number, smape
 if TYPE_CHECKING:
     from capplan.models import KernelReport
     from capplan.models.calibration import Residuals, StepCalibration
+    from capplan.profiling.kernels import Invocation
     from capplan.spec import FittedModel
     from capplan.twin.calibration import CalibrationResult, RunCalibration
 
@@ -117,3 +118,12 @@ def runs_table(runs: RunCalibration) -> Table:
     errors = [runs.errors(predicted) for predicted in (runs.before, runs.after, runs.held_out)]
     rows = [(target, *(smape(each.get(target, float("nan"))) for each in errors)) for target in errors[0]]
     return Table(("SMAPE", "before", "after", "on left-out runs"), rows)
+
+
+def invocation_table(invocations: Sequence[Invocation]) -> Table:
+    """Return what a call of CPU cores takes beside their computing."""
+    rows = [
+        (number(each.receivers), number(each.shared_memory_ms, 3), number(each.socket_ms, 3))
+        for each in invocations
+    ]
+    return Table(("cores called", "shared memory, ms", "domain socket, ms"), rows)
