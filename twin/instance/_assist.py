@@ -65,7 +65,7 @@ def cpu_assist(
         return NO_ASSIST
     cores = profile.cpu_lora
     if cores is None:
-        rule = f"must not be assisted with profile {profile.name}, which has no cpu_lora: measure it first"
+        rule = f"needs cpu_lora in profile {profile.name}: `capplan profile cpu-lora` measures it"
         raise InputError(rule, cache.loading, "cache.loading")
     every = profile.engine.target_modules or LORA_MODULES
     widths = zip(LORA_MODULES, profile.model.module_sizes, strict=True)
