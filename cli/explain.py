@@ -18,6 +18,7 @@ from capplan.reports.tables import (
     binding,
     curve_table,
     gpus_reason,
+    loading_table,
     plan_notes,
     provenance,
     queues_table,
@@ -158,6 +159,8 @@ def _print_explained(group: Group, explanation: Explanation | None) -> None:
                 print_table(curve_table(each.curve))
             for curve in each.knobs:
                 print_table(curve_table(curve))
+            if len(each.loading) > 1:
+                print_table(loading_table(each.loading))
             typer.echo(f"  {each.room.words}")
             print_table(room_table(each.room))
         elif group.id in each.ids:

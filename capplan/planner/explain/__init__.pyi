@@ -1,6 +1,7 @@
 from ._curve import CurvePoint, CurveRuns, SettingCurve, SlotCurve, slot_curve
 from ._explain import Explanation, GroupExplanation, explain
 from ._headroom import Headroom
+from ._loading import LoadingPoint
 from ._what_if import PlanOutcome
 
 __all__ = [
@@ -9,6 +10,7 @@ __all__ = [
     "Explanation",
     "GroupExplanation",
     "Headroom",
+    "LoadingPoint",
     "PlanOutcome",
     "SettingCurve",
     "SlotCurve",

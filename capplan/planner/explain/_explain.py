@@ -19,6 +19,7 @@ from capplan.planner.explain._curve import (
     slot_curve,
 )
 from capplan.planner.explain._headroom import Headroom, find_headroom
+from capplan.planner.explain._loading import LoadingPoint, loading_points
 from capplan.planner.explain._what_if import PlanOutcome, WhatIf, plan_outcome, what_if
 from capplan.planner.problem._parallel import Progress, no_progress, parallel_map
 from capplan.planner.problem._rebuild import RebuiltGroup, rebuild, search_seed
@@ -185,6 +186,8 @@ class GroupExplanation:
     """Simulations with other values of each engine knob that the planner may choose."""
     has_slots: bool = True
     """Whether there are adapter slots; else the curve over them has the plan's point alone."""
+    loading: tuple[LoadingPoint, ...] = ()
+    """Loading policies, the plan's first; empty with slots, or where there is one."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -280,5 +283,6 @@ def _explain_groups(
         fixed = problem.fixed_a_max is not None
         why = explain_slots(curve, solver, fixed=fixed) if problem.has_slots else SHARED
         names = tuple(each.group.id for each in same)
-        explained.append(GroupExplanation(names, curve, why, room, knobs, problem.has_slots))
+        loading = loading_points(problem.pessimistic, same[0].assignment, seed)
+        explained.append(GroupExplanation(names, curve, why, room, knobs, problem.has_slots, loading))
     return tuple(explained)

@@ -12,6 +12,7 @@ from capplan.reports.tables._explanation import (
     curve_load,
     curve_table,
     gpus_reason,
+    loading_table,
     provenance,
     room_table,
     times,
@@ -287,6 +288,7 @@ def _slots(group: GroupExplanation, bounds: Mapping[str, float]) -> list[page.Bl
         page.paragraph(group.why_a_max),
         *(_slot_curve(group.curve, bounds) if group.has_slots else ()),
         *(curve_table(curve, " (chosen)").text_second() for curve in group.knobs),
+        *([loading_table(group.loading, " (chosen)").text_second()] if len(group.loading) > 1 else []),
     ]
 
 

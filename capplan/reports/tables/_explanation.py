@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from capplan.reports._console import DASH, Table, counted, number, percent
 from capplan.reports.tables._plan import base_rate_rps, group_rate_rps
 
 if TYPE_CHECKING:
-    from capplan.planner.explain import Explanation, Headroom, PlanOutcome, SettingCurve
+    from capplan.planner.explain import Explanation, Headroom, LoadingPoint, PlanOutcome, SettingCurve
     from capplan.spec import Group, GroupVerification, Plan
 
 
@@ -120,6 +121,22 @@ def curve_table(curve: SettingCurve, chosen: str = " ◀ chosen") -> Table:
         holds = ("; ".join(point.broken) or "holds") if point.fits else "does not fit in memory"
         rows.append((value, *(cells[column] for column in columns), holds))
     return Table((f"{name} at {curve_load(curve)}", *columns, "verdict"), rows, text_last=True)
+
+
+def loading_table(points: Sequence[LoadingPoint], chosen: str = " ◀ chosen") -> Table:
+    """Return one row per loading policy, the plan's marked."""
+    rows = [
+        (
+            f"{point.loading}{'' if at else chosen}",
+            number(point.ttft_mean_s, 3),
+            number(point.tpt_mean_ms, 2),
+            percent(point.interruption_mean_share),
+            "; ".join(point.broken) or "holds",
+        )
+        for at, point in enumerate(points)
+    ]
+    head = ("loading at the planned load", "TTFT mean, s", "TPT mean, ms", "paused, of E2E", "verdict")
+    return Table(head, rows, text_last=True)
 
 
 def curve_load(curve: SettingCurve) -> str:
