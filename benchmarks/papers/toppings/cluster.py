@@ -88,17 +88,21 @@ def profile_with(kernel: Kernel) -> Profile:
     return load_profile(H100_LLAMA) if kernel is Kernel.VLLM else baseline.profile(kernel)
 
 
-def cluster(rps: float) -> ClusterSetting:
-    load = baseline.with_outputs(preset_workload(f"toppings-cluster-{rps:g}"))
+def cluster(rps: float, outputs: float = baseline.OUTPUT_FACTOR) -> ClusterSetting:
+    load = baseline.with_outputs(preset_workload(f"toppings-cluster-{rps:g}"), outputs)
     return ClusterSetting(f"8 instances, {rps:g} req/s", load, 8)
 
 
 def simulation(
-    popularity: str = "functions", adapters: int = 40_000, rps: float = 340.0, instances: int = 60
+    popularity: str = "functions",
+    adapters: int = 40_000,
+    rps: float = 340.0,
+    instances: int = 60,
+    outputs: float = baseline.OUTPUT_FACTOR,
 ) -> ClusterSetting:
     """Return section 7.5: 60 instances and 40,000 adapters; the four ranks are assigned in turn (assumed)."""
     shares = function_shares(adapters) if popularity == "functions" else zipf_shares(adapters)
-    lengths = baseline.with_outputs(preset_workload("toppings-cluster-30"))
+    lengths = baseline.with_outputs(preset_workload("toppings-cluster-30"), outputs)
     cycled = tuple(
         Adapter(name=f"f{i}", rank=RANKS[i % 4], rate_rps=rps * share)
         for i, share in enumerate(shares.tolist())
@@ -197,13 +201,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kernel", type=Kernel, choices=tuple(Kernel), default=Kernel.BGMV)
     parser.add_argument("--popularity", choices=("functions", "zipf"), default="functions")
     parser.add_argument("--routers", nargs="+", choices=COMPARED, default=COMPARED)
+    parser.add_argument("--outputs", type=float, default=baseline.OUTPUT_FACTOR, help="factor of lengths")
     parser.add_argument("--duration", dest="duration_s", type=float, default=3600.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the rows to this file, too")
     chosen = parser.parse_args(arguments)
-    settings = [cluster(rps) for rps in RATES_RPS] if chosen.setting != "simulation" else []
+    settings = []
+    if chosen.setting != "simulation":
+        settings += [cluster(rps, chosen.outputs) for rps in RATES_RPS]
     if chosen.setting != "cluster":
-        settings.append(simulation(chosen.popularity))
+        settings.append(simulation(chosen.popularity, outputs=chosen.outputs))
     rows: list[Row] = []
     next(compare(settings[0], chosen.kernel, [], 1.0, 0))  # compile first
     for setting in settings:
