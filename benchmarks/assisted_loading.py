@@ -1,25 +1,30 @@
-"""TTFT of cold requests with and without assistance: ``python -m benchmarks.assisted_loading``.
+"""TTFT of cold requests with and without assistance, and cores: ``python -m benchmarks.assisted_loading``.
 
 The reference engine on this machine's CPU, alone, serves one request at a time. Its copies are held to a
 bandwidth; the bandwidths are those at which the copy of an adapter takes a half, once and twice the time of a
 prompt. The copies stand in for those over a GPU's link, all else is real. TTFT is a median. The twin
 predicts it from parts that are measured apart: TTFT with all adapters loaded, the load at the bandwidth, and
 the cores' times.
+
+``--device cuda`` serves on a GPU, over its own link. ``--part cores`` compares the product of a prompt of 256
+tokens with A and B of q, k and v on 1, 2, 4, ... cores with PyTorch's threads (Toppings, Fig. 17).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from statistics import median
 from typing import Any, Final
 
 import numpy as np
+import torch
 
 from benchmarks.common import command_line, records_table
 from capplan import Adapter, Lengths, Profile, Workload, simulate
 from capplan.engine import Engine, ModelConfig, bound_to, cpu_model, other_cpus
-from capplan.engine.assist import CoreTimes, crew_cpus
+from capplan.engine.assist import BoardShape, CoreTimes, Crew, Task, crew_cpus, start_crew
 from capplan.models import ADDITIVE
 from capplan.models._memory import LOADING_FORM, MEMORY_FORM, assumed_model
 from capplan.spec import Cache, CpuLora, Gpu, ProfileEngine, Provenance, ProvenanceKind
@@ -44,10 +49,11 @@ PROVENANCE: Final = Provenance(
 )
 
 
-def engine(loading: str, gb_per_s: float | None, cpus: Sequence[int]) -> Engine:
+def engine(loading: str, gb_per_s: float | None, cpus: Sequence[int], device: str) -> Engine:
     return Engine(
         MODEL,
         {f"a{i}": RANK for i in range(ADAPTERS)},
+        device=device,
         scheduler="fifo",
         cache=cache(loading),
         copy_gb_per_s=gb_per_s,
@@ -114,30 +120,29 @@ def profile_of(warm_ms: float, load_ms: float, times: CoreTimes, sites: int) -> 
     )
 
 
-def measure(repeats: int) -> list[Mapping[str, str]]:
-    import torch
-
+def measure(repeats: int, device: str) -> list[Mapping[str, str]]:
     cpus = crew_cpus(None)
     own = other_cpus(cpus)
     torch.set_num_threads(max(1, len(own)))
     with bound_to(own):
-        with engine("cached", None, cpus) as warm:
+        with engine("cached", None, cpus, device) as warm:
             warm_ms = median(ttft_ms(warm, repeats))
             size_bytes = warm.core.lora.bytes(1)
         rows = []
-        for share in COPY_OVER_PROMPT:
-            load_ms = share * warm_ms
-            gb_per_s = size_bytes / load_ms / 1e6
+        for share in COPY_OVER_PROMPT if device == "cpu" else (None,):
+            gb_per_s = None if share is None else size_bytes / (share * warm_ms) / 1e6
             found: dict[str, float] = {}
             for loading in ("on-demand", "assisted"):
-                with engine(loading, gb_per_s, cpus) as served:
+                with engine(loading, gb_per_s, cpus, device) as served:
                     served.core.loader.bind(cpus or own)
                     found[loading] = median(ttft_ms(served, repeats))
                     if loading == "assisted":
                         runner: Any = served.worker.runner
                         times = runner.assistance.times
+            load_ms = size_bytes / times.copy_gb_per_s / 1e6
             profile = profile_of(warm_ms, load_ms, times, sites=4)
-            row = {"copy": f"{load_ms:.1f} ms ({gb_per_s:.2f} GB/s)", "all loaded, ms": f"{warm_ms:.1f}"}
+            row = {"copy": f"{load_ms:.1f} ms ({times.copy_gb_per_s:.2f} GB/s)"}
+            row["all loaded, ms"] = f"{warm_ms:.1f}"
             for loading, measured in found.items():
                 predicted = predicted_ms(profile, loading)
                 row[f"{loading}, ms"] = f"{measured:.1f}"
@@ -147,10 +152,60 @@ def measure(repeats: int) -> list[Mapping[str, str]]:
     return rows
 
 
+def scaling(repeats: int) -> list[Mapping[str, str]]:
+    """Return the time of the products of a prompt by cores and by as many threads of PyTorch."""
+    hidden, tokens, rank = 4096, 256, 64
+    cpus, rows = crew_cpus(None), []
+    x, a, b = torch.rand(tokens, hidden), torch.rand(3, rank, hidden), torch.rand(3, rank, hidden)
+    for count in [1 << i for i in range(5) if 1 << i <= len(cpus)]:
+        shape = BoardShape(count, 3 * tokens, tokens, hidden, 3 * hidden, 4)
+        sizes = (1, 6 * rank * hidden, torch.float32)
+        with bound_to(other_cpus(cpus)), closing(start_crew(shape, cpus[:count], *sizes)) as crew:
+            tasks = projections(count, tokens, hidden, rank)
+            with crew.working() as cores:
+
+                def by_cores(crew: Crew = crew, tasks: list[Task] = tasks, cores: list[int] = cores) -> None:
+                    crew.board.x(tokens, hidden).copy_(x)
+                    crew.finish(crew.post(tasks), cores)
+
+                cores_ms = timed_ms(by_cores, repeats)
+        torch.set_num_threads(count)
+        threads_ms = timed_ms(lambda: [(x @ a[m].t()) @ b[m] for m in range(3)], repeats)
+        times = {"cores, ms": f"{cores_ms:.2f}", "PyTorch's threads, ms": f"{threads_ms:.2f}"}
+        rows.append({"cores": str(count), **times, "ratio": f"{threads_ms / cores_ms:.2f}"})
+    return rows
+
+
+def projections(cores: int, tokens: int, hidden: int, rank: int) -> list[Task]:
+    """Return the tasks of q, k and v, so that each core has as many tokens."""
+    size = -(-3 * tokens // cores)
+    slices = [(m, at) for m in range(3) for at in range(0, tokens, size)]
+    return [
+        Task(i % cores, at, min(size, tokens - at), hidden, 0, rank * hidden, rank, hidden, m * hidden)
+        for i, (m, at) in enumerate(slices)
+    ]
+
+
+def timed_ms(run: Callable[[], object], repeats: int) -> float:
+    run()
+    times_ms = []
+    for _ in range(repeats):
+        began_s = time.perf_counter()
+        run()
+        times_ms.append(1e3 * (time.perf_counter() - began_s))
+    return median(times_ms)
+
+
 def main() -> None:
     parser = command_line(__doc__)
+    parser.add_argument("--part", choices=("ttft", "cores"), nargs="+", default=("ttft", "cores"))
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--repeats", type=int, default=30)
-    print(records_table(measure(parser.parse_args().repeats)))
+    chosen = parser.parse_args()
+    if "ttft" in chosen.part:
+        print(records_table(measure(chosen.repeats, chosen.device)))
+    if "cores" in chosen.part:
+        print(records_table(scaling(chosen.repeats)))
 
 
 if __name__ == "__main__":

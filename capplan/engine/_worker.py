@@ -179,7 +179,8 @@ class Worker:
             itemsize=self.dtype.itemsize,
         )
         largest = layout.elements(layout.ranks(args.max_lora_rank))
-        crew = start_crew(shape, cpus, lora.rank_of.size - 1, largest, self.dtype)
+        capacity, pin = lora.rank_of.size - 1, self.device.type == "cuda"
+        crew = start_crew(shape, cpus, capacity, largest, self.dtype, pin=pin)
         lora.share(crew.adapters)
         given = (args.max_lora_rank, tokens, options.copy_gb_per_s)
         times = measured_times(crew, layout, self.model.weights, *given)

@@ -46,9 +46,12 @@ class SharedAdapters:
         Largest number of an adapter.
     elements
         Of the largest adapter.
+    pin
+        Let a GPU copy from them by itself.
     """
 
-    def __init__(self, capacity: int, elements: int, dtype: torch.dtype) -> None:
+    def __init__(self, capacity: int, elements: int, dtype: torch.dtype, *, pin: bool = False) -> None:
+        self._pinned: set[int] | None = set() if pin else None
         page = os.sysconf("SC_PAGE_SIZE")
         self._place_bytes = -(-elements * dtype.itemsize // page) * page
         self._dtype = dtype
@@ -64,10 +67,16 @@ class SharedAdapters:
         if not size_bytes or not self.memory.reserve(start_bytes, size_bytes):
             return None
         shared = self.memory.tensor(start_bytes, flat.numel(), self._dtype)
+        if self._pinned is not None and number not in self._pinned:
+            self.memory.pin(start_bytes, size_bytes)
+            self._pinned.add(number)
         return shared.copy_(flat)
 
     def drop(self, number: int) -> None:
         """Return the memory of an adapter, whose tensor is not used any more."""
+        if self._pinned is not None and number in self._pinned:
+            self.memory.unpin(number * self._place_bytes)
+            self._pinned.remove(number)
         self.memory.release(number * self._place_bytes, self._place_bytes)
 
 
@@ -233,9 +242,15 @@ def crew_cpus(count: int | None, beside: Sequence[int] = ()) -> tuple[int, ...]:
 
 
 def start_crew(
-    shape: BoardShape, cpus: Sequence[int], capacity: int, elements: int, dtype: torch.dtype
+    shape: BoardShape,
+    cpus: Sequence[int],
+    capacity: int,
+    elements: int,
+    dtype: torch.dtype,
+    *,
+    pin: bool = False,
 ) -> Crew:
-    """Return ready cores for so many adapters of at most so many elements.
+    """Return ready cores for so many adapters of at most so many elements; `pin`: for a GPU.
 
     Raises
     ------
@@ -244,6 +259,6 @@ def start_crew(
     """
     if not has_ordered_stores():
         raise InputError("must not be assisted on this processor: use on-demand", "assisted", "cache.loading")
-    crew = Crew(shape, cpus, SharedAdapters(capacity, elements, dtype), dtype)
+    crew = Crew(shape, cpus, SharedAdapters(capacity, elements, dtype, pin=pin), dtype)
     crew.wait_until_ready()
     return crew

@@ -6,12 +6,13 @@ import ctypes
 import mmap
 import os
 import sys
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import torch
 
 from capplan.errors import InputError
 
+_cudart: Final[Any] = torch.cuda.cudart
 _PUNCH_HOLE: Final = 3  # FALLOC_FL_PUNCH_HOLE and FALLOC_FL_KEEP_SIZE
 
 
@@ -63,6 +64,16 @@ class SharedMemory:
         except OSError:
             return False
         return True
+
+    def pin(self, start_bytes: int, size_bytes: int) -> None:
+        """Let a GPU copy from and to a part of the memory by itself."""
+        address = self.tensor(start_bytes, size_bytes, torch.uint8).data_ptr()
+        torch.cuda.check_error(_cudart().cudaHostRegister(address, size_bytes, 0))
+
+    def unpin(self, start_bytes: int) -> None:
+        """Undo `pin`."""
+        address = self.tensor(start_bytes, 1, torch.uint8).data_ptr()
+        torch.cuda.check_error(_cudart().cudaHostUnregister(address))
 
     def release(self, start_bytes: int, size_bytes: int) -> None:
         """Return the memory of a part, which holds zeros then."""
