@@ -19,7 +19,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, Strict, model_seriali
 from capplan.errors import InputError
 from capplan.spec._engine_args import DEFAULT_MAX_MODEL_LEN
 from capplan.spec._lora_modules import TargetModules, module_sizes
-from capplan.spec._validation import Line, Many, SpecModel, rule_error
+from capplan.spec._validation import Line, Many, SparseModel, SpecModel, rule_error
 
 TABLE_FORM: Final = "table"
 """Name of the form of a step model that has tables."""
@@ -397,8 +397,10 @@ class CpuLora(SpecModel):
     provenance: Provenance = Field(description="Source of the numbers.")
 
 
-class Profile(SpecModel):
+class Profile(SparseModel):
     """Models of a GPU type with one model, engine version and tensor parallelism, for twin and planner."""
+
+    _optional_keys = ("cpu_lora",)
 
     schema_version: Annotated[int, Field(ge=1, le=1)] = Field(
         default=1, description="Version of this format."

@@ -14,6 +14,7 @@ from capplan.spec._validation import (
     NonNegative,
     Positive,
     Share,
+    SparseModel,
     SpecModel,
     Text,
     rule,
@@ -44,13 +45,19 @@ STABLE_TTFT_P99_S: Final = 30.0
 """Bound on TTFT p99 of stable queues, unless others are longer: 1 % of overload breaks it in an hour."""
 
 
-class Slo(SpecModel):
+class Slo(SparseModel):
     """Service-level objectives; every bound given must hold on every GPU.
 
     TTFT = time to first token; E2E = arrival to last token; TPOT = (E2E - TTFT) / (output tokens - 1);
     TPT = E2E / output tokens; ITL = gap between consecutive tokens; interruptions = pauses of a request's
     decoding by batches of others' prompts and by loads.
     """
+
+    _optional_keys = tuple(
+        f"interruption_{statistic}_{unit}"
+        for unit in ("count", "share")
+        for statistic in ("mean", "p50", "p95", "p99")
+    )
 
     ttft_mean_s: Positive | None = _bound("time to first token", "mean", "s")
     ttft_p50_s: Positive | None = _bound("time to first token", "p50", "s")
