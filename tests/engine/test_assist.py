@@ -3,6 +3,8 @@
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -245,6 +247,27 @@ def test_nothing_is_left_after_an_engine(nothing_left: Callable[[], None]) -> No
         serve()
     gc.collect()
     nothing_left()
+
+
+SERVED = """
+import time
+from tests.engine.test_assist import crew_of, engine_with
+engine = engine_with("assisted")
+print(*crew_of(engine).pids, flush=True)
+time.sleep(60)
+"""
+
+
+def test_cores_end_with_an_engine_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", SERVED], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pids = process.stdout.readline().split()
+        assert len(pids) == 2
+        process.kill()
+    until_s = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < until_s, "a core goes on without its engine"
+        time.sleep(0.05)
 
 
 def test_settings_that_do_not_go_together() -> None:
