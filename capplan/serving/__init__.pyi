@@ -1,6 +1,7 @@
 from ._memory import (
     adapter_bytes,
     adapter_pages,
+    adapter_tokens,
     kv_bytes_per_token,
     lora_elements_per_rank,
     slot_bytes,
@@ -48,6 +49,7 @@ __all__ = [
     "adapter_bytes",
     "adapter_loaded",
     "adapter_pages",
+    "adapter_tokens",
     "commit",
     "finish",
     "heap_push",

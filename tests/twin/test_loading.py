@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from capplan import Profile, simulate
-from capplan.errors import InputError
+from capplan.errors import InfeasibleError, InputError
 from capplan.planner.problem._evaluate import violated_bounds
 from capplan.spec import Cache, CpuLora, Provenance, ProvenanceKind, Slo
 from capplan.twin import simulate_detailed
@@ -113,6 +113,6 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(InputError, match="cpu-lora"):
         simulate(load, profile(), cache=cache("assisted"), **SETTINGS)
     crowded = workload(adapters=4000, rate_rps=0.001, rank=64)
-    with pytest.raises(InputError, match="must leave memory for KV"):
+    with pytest.raises(InfeasibleError, match="4000 resident adapters leave 0 of"):
         simulate(crowded, profile(), cache=cache("resident"), **SETTINGS)
     assert simulate(crowded, profile(), cache=cache("cached"), **SETTINGS).completed > 0

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan._jit import by_reference
-from capplan.errors import InputError
+from capplan.errors import InfeasibleError, InputError
 from capplan.models import (
     coefficient_array,
     disk_load_ms,
@@ -362,7 +362,7 @@ def build_scenario(
     cache = None if policies.scheduling is None else policies.scheduling[1]
     costs = build_costs(workload, profile, slots, args.max_lora_rank, cache)
     if cache is not None and cache.loading == "resident":
-        num_blocks = _beside_adapters(num_blocks, costs)
+        num_blocks = _beside_adapters(num_blocks, costs, profile.engine.block_size, args.max_model_len)
     return Scenario(
         requests=requests,
         limits=policies.limits(args, adapters, profile.engine.block_size, num_blocks),
@@ -376,13 +376,16 @@ def build_scenario(
     )
 
 
-def _beside_adapters(num_blocks: int, costs: Costs) -> int:
+def _beside_adapters(num_blocks: int, costs: Costs, block_size: int, max_model_len: int) -> int:
     """Return the KV blocks that all adapters leave if they are loaded at the start."""
-    pages = int(costs.pages.sum())
-    if pages >= num_blocks:
-        rule = f"must leave memory for KV: the adapters take {pages} of {num_blocks} blocks"
-        raise InputError(rule, "resident", "cache.loading")
-    return num_blocks - pages
+    left = num_blocks - int(costs.pages.sum())
+    if left * block_size < max_model_len:
+        raise InfeasibleError(
+            f"memory: {costs.pages.size - 1} resident adapters leave {max(0, left) * block_size} of "
+            f"{num_blocks * block_size} KV tokens, fewer than one request of max_model_len {max_model_len}",
+            reason="memory",
+        )
+    return left
 
 
 def _pool(workload: Workload, profile: Profile, costs: Costs, policies: Policies) -> PoolSetup | None:

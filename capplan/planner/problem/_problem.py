@@ -19,7 +19,7 @@ from capplan.errors import InfeasibleError, InfeasibleReason, InputError
 from capplan.models import KvBudget, kv_budget, pessimistic_profile
 from capplan.models.surrogates import EngineLimits
 from capplan.planner.problem._deadline import NEVER, Deadline
-from capplan.serving import VLLM_ENGINE, adapter_bytes
+from capplan.serving import VLLM_ENGINE, adapter_bytes, adapter_tokens
 from capplan.spec import (
     Adapter,
     EngineArgs,
@@ -474,7 +474,21 @@ class Problem:
                 return False
         budget = self._kv_budgets[assignment.pool]
         knobs = self.max_num_seqs(assignment), self.max_num_batched_tokens(assignment)
-        return budget.tokens(a_max if self.has_slots else 0, rank, *knobs) >= self.engine.max_model_len
+        tokens = budget.tokens(a_max if self.has_slots else 0, rank, *knobs)
+        return tokens - self._resident_tokens(assignment) >= self.engine.max_model_len
+
+    def _resident_tokens(self, assignment: Assignment) -> int:
+        """Return the KV tokens that adapters take which are loaded at the start."""
+        pair = self.workload.scheduling
+        if pair is None or pair[1].loading != "resident":
+            return 0
+        profile, held = self.pools[assignment.pool].profile, {share.name for share in assignment.shares}
+        every = profile.engine.target_modules
+        return sum(
+            adapter_tokens(profile.model, adapter.rank, profile.tp, adapter.target_modules or every)
+            for adapter in self.workload.adapters
+            if adapter.name in held
+        )
 
     def adapter_bytes(self, adapter: Adapter) -> int:
         """Return the bytes of an adapter's own weights."""
