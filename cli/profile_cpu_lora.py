@@ -38,7 +38,7 @@ class CpuLoraArgs:
 
 @command
 def cpu_lora(args: CpuLoraArgs) -> None:
-    """Measure the CPU cores that can assist the loading of adapters, and write them into a profile.
+    """Measure the CPU cores that can assist the loading of adapters, into a profile.
 
     Measures how long a core takes for some tokens, how many it computes in the time of the base model's
     layer, and a call through shared memory and through a domain socket.
