@@ -352,6 +352,9 @@ def summarize(
     charged_s = float(reduced.ttft_s.sum()) + (submitted - completed) * horizon_s
     busy = float(trace.sums.busy_ns)
 
+    # Without any pause all are 0, and the statistics those of the first one.
+    paused = slice(None if trace.counts.interruptions else 1)
+
     def mean_over_busy(integral: float) -> float:
         return float(integral) / busy if busy else 0.0
 
@@ -366,8 +369,8 @@ def summarize(
         **_named("tpot_ms", latency_stats_in_place(reduced.tpot_ms)),
         **_named("e2e_s", latency_stats_in_place(reduced.e2e_s)),
         **_named("tpt_ms", latency_stats_in_place(reduced.tpt_ms)),
-        **_named("interruption_count", latency_stats_in_place(reduced.interruption_count)),
-        **_named("interruption_share", latency_stats_in_place(reduced.interruption_share)),
+        **_named("interruption_count", latency_stats_in_place(reduced.interruption_count[paused])),
+        **_named("interruption_share", latency_stats_in_place(reduced.interruption_share[paused])),
         served_fraction=served,
         starved=served < STARVED_BELOW,
         completed=completed,
