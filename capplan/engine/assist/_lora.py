@@ -61,6 +61,8 @@ class AssistedLoRA(LoRALayers):
         self._crew = crew
         self._cores = list(cores)
         self._tokens_per_task = tokens_per_task
+        shared = {segment.adapter for segment in cold if lora.is_shared(segment.adapter)}
+        self._starts = {adapter: lora.shared_starts(adapter) for adapter in shared}
         self._posted: _Posted | None = None
         self._layer = -1
         self._on_cpu: list[Segment] = []
@@ -90,7 +92,7 @@ class AssistedLoRA(LoRALayers):
         self._on_cpu, self._on_device = [], []
         for segment in self._cold:
             copied = self._lora.is_copied(segment.adapter, layer)
-            if not copied and (not self._cores or not self._lora.is_shared(segment.adapter)):
+            if not copied and (not self._cores or segment.adapter not in self._starts):
                 self._lora.wait_for_layer(segment.adapter, layer)
                 copied = True
             (self._on_device if copied else self._on_cpu).append(segment)
@@ -119,7 +121,7 @@ class AssistedLoRA(LoRALayers):
         """Return the tasks of a prompt: slices of its tokens, by module."""
         tasks: list[Task] = []
         layout, step = self._lora.layout, self._tokens_per_task
-        ranks, starts = self._lora.ranks(adapter), self._lora.shared_starts(adapter)
+        ranks, starts = self._lora.ranks(adapter), self._starts[adapter]
         for module in SITES[site]:
             rank = int(ranks[layer, module])
             if rank == 0:
