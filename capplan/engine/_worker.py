@@ -30,11 +30,10 @@ from capplan.engine._model_runner import (
 )
 from capplan.engine._pool import KvCache, PagePool, kv_page_elements
 from capplan.engine._settings import EngineOptions
-from capplan.engine.assist._board import BoardShape
-from capplan.engine.assist._crew import crew_cpus, start_crew
+from capplan.engine.assist._crew import board_shape, crew_cpus, start_crew
 from capplan.engine.assist._lora import Assistance
 from capplan.engine.assist._measure import measured_times
-from capplan.engine.lora._adapter import SITES, AdapterLayout
+from capplan.engine.lora._adapter import AdapterLayout
 from capplan.engine.lora._loader import copy_stream
 from capplan.engine.lora._manager import LoRAManager
 from capplan.engine.lora._memory import RowTables, StaticSlots, UnifiedPages
@@ -157,7 +156,7 @@ class Worker:
         """Return the runner of steps on all ranks."""
         return self.runner
 
-    def start_assistance(self, sizes: Sizes, workers: int | None, beside: Sequence[int]) -> Assistance:
+    def start_assistance(self, sizes: Sizes, workers: int | None, beside: Sequence[int]) -> None:
         """Start CPU cores that compute for adapters while they are copied; after `allocate`.
 
         Parameters
@@ -167,27 +166,18 @@ class Worker:
         beside
             CPUs beside those of the engine; none: not known.
         """
-        layout, args, lora, options = self.lora.layout, sizes.args, self.lora, self.options
+        lora, layout, args = self.lora, self.lora.layout, sizes.args
         cpus = crew_cpus(workers, beside)
         tokens = args.max_num_batched_tokens
-        shape = BoardShape(
-            cores=len(cpus),
-            tasks=max(map(len, SITES)) * (tokens + args.max_num_seqs),
-            tokens=tokens,
-            inputs=max(size for size, _ in layout.sizes),
-            outputs=max(int(sizes.sum()) for _, sizes in layout.site_outputs),
-            itemsize=self.dtype.itemsize,
-        )
+        shape = board_shape(layout, len(cpus), tokens, self.dtype, args.max_num_seqs)
         largest = layout.elements(layout.ranks(args.max_lora_rank))
         capacity, pin = lora.rank_of.size - 1, self.device.type == "cuda"
         crew = start_crew(shape, cpus, capacity, largest, self.dtype, pin=pin)
         lora.share(crew.adapters)
-        given = (args.max_lora_rank, tokens, options.copy_gb_per_s)
-        times = measured_times(crew, layout, self.model.weights, *given)
+        copy_gb_per_s = self.options.copy_gb_per_s
+        times = measured_times(crew, layout, self.model.weights, args.max_lora_rank, tokens, copy_gb_per_s)
         lora.groups_for = partial(times.groups, layout, self.dtype.itemsize)
-        assistance = Assistance(self.runner.adapters, lora, crew, times)
-        self.runner.assistance = assistance
-        return assistance
+        self.runner.assistance = Assistance(self.runner.adapters, lora, crew, times)
 
     def measure(self, args: EngineArgs) -> MeasuredMemory:
         """Run the largest step with few pages, capture the largest graphs, and return what they take.

@@ -22,17 +22,16 @@ import numpy as np
 import torch
 
 from capplan.engine import ModelConfig, bound_to, other_cpus
-from capplan.engine.assist import BoardShape, CoreTimes, Crew, Task, crew_cpus, measured_times, start_crew
-from capplan.engine.lora import AdapterLayout
+from capplan.engine.assist import CoreTimes, Crew, Task, board_shape, crew_cpus, measured_times, start_crew
+from capplan.engine.lora import MODULES, SITES, AdapterLayout
 from capplan.engine.models import random_weights
 from capplan.profiling._machine import describe
-from capplan.spec import LORA_MODULES, CpuLora, Profile, Provenance, ProvenanceKind
+from capplan.spec import CpuLora, Profile, Provenance, ProvenanceKind
 
 MOST_TOKENS: Final = 256
 RECEIVED_TOKENS: Final = 16
 """Per core in the comparison of invocations (Toppings, Fig. 12)."""
 _REPEATS: Final = 30
-_SITES: Final = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class CpuLoraMeasurement:
     @property
     def signals(self) -> int:
         """Return the signals of a layer: one for each site with an adapted module."""
-        return sum(any(module in self.modules for module in site) for site in _SITES)
+        return sum(any(MODULES[module] in self.modules for module in site) for site in SITES)
 
     def section(self, command: str) -> CpuLora:
         """Return the section of a profile."""
@@ -119,14 +118,7 @@ def measure_cpu_lora(
     kind: torch.dtype = getattr(torch, dtype)
     layout = AdapterLayout(config)
     cpus = crew_cpus(workers)
-    shape = BoardShape(
-        cores=len(cpus),
-        tasks=3 * MOST_TOKENS,
-        tokens=max(MOST_TOKENS, RECEIVED_TOKENS * len(cpus)),
-        inputs=max(size for size, _ in layout.sizes),
-        outputs=max(int(sizes.sum()) for _, sizes in layout.site_outputs),
-        itemsize=kind.itemsize,
-    )
+    shape = board_shape(layout, len(cpus), max(MOST_TOKENS, RECEIVED_TOKENS * len(cpus)), kind)
     with ExitStack() as stack:
         own = other_cpus(cpus)
         stack.enter_context(bound_to(own))  # as an engine core, which has other CPUs than its cores
@@ -139,7 +131,7 @@ def measure_cpu_lora(
         width = layout.sizes[0][0]
         counts = sorted({1, *(2**i for i in range(1, 12) if 2**i < len(cpus)), len(cpus)} - {0})
         invocations = tuple(_invocation(crew, cpus[:count], width, kind) for count in counts if cpus)
-    modules = profile.engine.target_modules or LORA_MODULES
+    modules = profile.engine.target_modules or MODULES
     return CpuLoraMeasurement(times, invocations, tuple(modules), describe(device))
 
 

@@ -263,8 +263,14 @@ SYSTEMS: Final[Mapping[str, tuple[Any, Any]]] = MappingProxyType(
 
 
 QUEUED: Final = (
-    *("chameleon", "chameleon-chunked", "no-bypass", "no-cache", "histogram", "static"),
-    *("on-demand-ahead", "assisted-ahead"),
+    "chameleon",
+    "chameleon-chunked",
+    "no-bypass",
+    "no-cache",
+    "histogram",
+    "static",
+    "on-demand-ahead",
+    "assisted-ahead",
 )
 
 

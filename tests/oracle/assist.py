@@ -10,7 +10,7 @@ from tests.oracle.host_link import ReferenceCopier
 
 
 def groups_in_time(layers: int, cpu_ns: int, gpu_ns: int, copy_ns: int, first: int) -> list[int] | None:
-    """Return groups of layers of which each is copied while the one before is computed; None: one is not."""
+    """Return the groups from the first one; None if a copy takes longer than the group before it."""
     groups = [first]
     while sum(groups) < layers:
         computing_ns = groups[-1] * (cpu_ns if len(groups) == 1 else gpu_ns)

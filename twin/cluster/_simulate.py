@@ -286,8 +286,15 @@ def _part(scenario: ClusterScenario, trace: ClusterTrace, instance: int, profile
 
 
 _PER_REQUEST = (
-    *("first_ns", "finish_ns", "stalled_ns", "interruptions", "interrupted_ns", "status"),
-    *("admitted_ns", "skipped_ns", "held_up_ns"),
+    "first_ns",
+    "finish_ns",
+    "stalled_ns",
+    "interruptions",
+    "interrupted_ns",
+    "status",
+    "admitted_ns",
+    "skipped_ns",
+    "held_up_ns",
 )
 
 

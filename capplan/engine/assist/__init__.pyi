@@ -1,5 +1,5 @@
 from ._board import BoardShape, Task
-from ._crew import Crew, crew_cpus, start_crew
+from ._crew import Crew, board_shape, crew_cpus, start_crew
 from ._lora import Assistance
 from ._measure import CoreTimes, measured_times
 
@@ -9,6 +9,7 @@ __all__ = [
     "CoreTimes",
     "Crew",
     "Task",
+    "board_shape",
     "crew_cpus",
     "measured_times",
     "start_crew",

@@ -23,6 +23,7 @@ import torch
 from capplan.engine._affinity import allowed_cpus
 from capplan.engine.assist._board import Board, BoardShape, Task, has_ordered_stores
 from capplan.engine.assist._shared import SharedMemory
+from capplan.engine.lora._adapter import AdapterLayout
 from capplan.errors import InputError
 from capplan.processes import without_interrupts
 
@@ -239,6 +240,23 @@ def crew_cpus(count: int | None, beside: Sequence[int] = ()) -> tuple[int, ...]:
     free = tuple(beside) or allowed_cpus()[1:]
     wanted = len(free) if count is None else count
     return tuple(free[i % len(free)] for i in range(wanted)) if free else ()
+
+
+def board_shape(
+    layout: AdapterLayout, cores: int, tokens: int, dtype: torch.dtype, requests: int = 0
+) -> BoardShape:
+    """Return the sizes of a board for batches of so many tokens.
+
+    `requests` is the most requests of a batch, each of which adds a task of fewer tokens than the others.
+    """
+    return BoardShape(
+        cores=cores,
+        tasks=max(len(starts) for starts, _ in layout.site_outputs) * (tokens + requests),
+        tokens=tokens,
+        inputs=max(size for size, _ in layout.sizes),
+        outputs=max(int(sizes.sum()) for _, sizes in layout.site_outputs),
+        itemsize=dtype.itemsize,
+    )
 
 
 def start_crew(

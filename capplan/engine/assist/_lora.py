@@ -1,4 +1,4 @@
-"""Adapters of a batch of prompts, some of which are still being copied to the device.
+"""Adapters of a batch of prompts in which an adapter is still being copied to the device.
 
 Of these, the cores compute the layers that are not there. Before each linear map of the base model its
 activations go to the board; the device computes the map meanwhile, and adds the cores' results to it.

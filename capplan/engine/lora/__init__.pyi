@@ -1,4 +1,4 @@
-from ._adapter import GROUPS, MODULES, A, AdapterLayout, B, HostAdapter, PeftFolder
+from ._adapter import GROUPS, MODULES, SITES, A, AdapterLayout, B, HostAdapter, PeftFolder
 from ._load_times import LoadTimes
 from ._memory import Expand, RowTables, Shrink, SiteViews
 from ._store import AdapterStore, IncomingAdapter
@@ -6,6 +6,7 @@ from ._store import AdapterStore, IncomingAdapter
 __all__ = [
     "GROUPS",
     "MODULES",
+    "SITES",
     "A",
     "AdapterLayout",
     "AdapterStore",

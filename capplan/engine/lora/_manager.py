@@ -114,8 +114,8 @@ class LoRAManager:
     memory: AdapterMemory
     load_times: LoadTimes | None = None
     groups_for: Callable[[NDArray[np.int64], int], Sequence[range]] | None = None
-    """Groups of layers in which an adapter of these ranks is copied, for a prompt of so many tokens, the
-    first of which is copied last; None: all layers at once."""
+    """Groups of layers in which an adapter of these ranks is copied, for a prompt of so many tokens.
+    The first group is copied last. None: all layers at once."""
     shared: SharedAdapters | None = None
     """Host memory that other processes read."""
 

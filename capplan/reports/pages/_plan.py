@@ -283,13 +283,13 @@ def _names(group: GroupExplanation) -> str:
 
 
 def _slots(group: GroupExplanation, bounds: Mapping[str, float]) -> list[page.Block | Table]:
-    return [
-        page.heading(_names(group)),
-        page.paragraph(group.why_a_max),
-        *(_slot_curve(group.curve, bounds) if group.has_slots else ()),
-        *(curve_table(curve, " (chosen)").text_second() for curve in group.knobs),
-        *([loading_table(group.loading, " (chosen)").text_second()] if len(group.loading) > 1 else []),
-    ]
+    blocks: list[page.Block | Table] = [page.heading(_names(group)), page.paragraph(group.why_a_max)]
+    if group.has_slots:
+        blocks += _slot_curve(group.curve, bounds)
+    blocks += [curve_table(curve, " (chosen)").text_second() for curve in group.knobs]
+    if len(group.loading) > 1:
+        blocks.append(loading_table(group.loading, " (chosen)").text_second())
+    return blocks
 
 
 def _slot_curve(curve: SlotCurve, bounds: Mapping[str, float]) -> list[page.Block | Table]:
