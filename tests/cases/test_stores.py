@@ -158,9 +158,11 @@ def test_other_urls_are_refused_before_any_connection(
     assert "must " in line
 
 
-def test_names_that_are_urls_of_sqlite_are_files(run: Run, tmp_path: Path) -> None:
+def test_names_that_are_urls_of_sqlite_are_files(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SQLite takes names that begin with file: for URLs, if it is compiled so."""
-    os.chdir(tmp_path)
+    monkeypatch.chdir(tmp_path)
     for name in ("file:x.db?mode=memory", "file:x.db?vfs=unix-none", "%41.db", "a?b#c.db"):
         words = ("add", "a=s3://x", "--rank", 8, "--base-model", "m", "--registry", name)
         assert run("registry", *words).exit_code == 0

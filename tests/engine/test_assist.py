@@ -24,6 +24,8 @@ from capplan.engine.lora._manager import LoRAManager
 from capplan.errors import InputError
 from capplan.serving.pooled import LayerTimes, layer_groups
 
+ROOT = Path(__file__).parents[2]
+
 pytestmark = pytest.mark.process
 
 LAYERS = 4
@@ -259,7 +261,8 @@ time.sleep(60)
 
 
 def test_cores_end_with_an_engine_that_is_killed() -> None:
-    with subprocess.Popen([sys.executable, "-c", SERVED], stdout=subprocess.PIPE, text=True) as process:
+    words = [sys.executable, "-c", SERVED]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         pids = process.stdout.readline().split()
         assert len(pids) == 2
