@@ -194,6 +194,9 @@ class EngineOptions(SpecModel):
         if self.loading == "assisted" and self.tensor_parallel_size > 1:
             rule = "must not be assisted with tensor parallelism: the cores serve one process"
             raise InputError(rule, self.loading, "cache.loading")
+        if self.scheduler is not None and self.scheduler.merging is not None:
+            rule = "must be absent: only the twin merges adapters into the base model"
+            raise InputError(rule, location="scheduler.merging")
         if self.copy_gb_per_s is not None and self.device != "cpu":
             rule = "goes with device cpu: copies to a GPU take what they take"
             raise InputError(rule, self.copy_gb_per_s, "copy_gb_per_s")

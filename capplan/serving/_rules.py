@@ -44,6 +44,14 @@ def with_scheduling(limits: Limits, scheduler: Scheduler, cache: Cache) -> Limit
     limits = limits._replace(admit_every=scheduler.admit_every)
     if limits.policy == SLORA:
         return limits
+    if scheduler.merging is not None:
+        merging = scheduler.merging
+        if cache.loads:
+            rule = "must be resident or cached under scheduler.merging: all adapters are in GPU memory"
+            raise InputError(rule, cache.loading, "cache.loading")
+        times_ms = {"merged_ns": merging.merged_ms, "unmerged_ns": merging.unmerged_ms}
+        times_ms["switch_ns"] = merging.switch_ms
+        limits = limits._replace(**{name: round(1e6 * value) for name, value in times_ms.items()})
     return limits._replace(
         order=_ORDERS[scheduler.policy],
         cache=_CACHES[cache.policy],

@@ -69,6 +69,7 @@ _COUNTERS = int_fields(
     "n_gone",  # async: rows preempted in this step whose last token was in flight; they count as waiting
     "now_ns",  # time of the step, set by the caller before `schedule`
     "n_absent",  # pooled: running rows without tokens in the step, such as those that wait for an adapter
+    "merged",  # pooled: 1 in a step without LoRA kernels, of an adapter that is merged
 )
 
 NONE = ABSENT
@@ -116,6 +117,9 @@ class Limits(NamedTuple):
     bypass: int = 0
     ageing_ns: int = 0
     refresh_ns: int = 0
+    merged_ns: int = 0  # 0: nothing is merged
+    unmerged_ns: int = 0
+    switch_ns: int = 0
 
 
 EMPTY = -1
@@ -300,7 +304,14 @@ def new_state(rows: int, adapters: int, num_blocks: int, limits: Limits) -> Stat
             blocks_per_request=-(-limits.max_model_len // limits.block_size) if cached else 0,
         ),
         in_phase=new_rings(rows if cached else 0, limits.block_size),
-        pooled=new_pooled(rows, adapters, num_blocks * limits.block_size, limits.cache, limits.prefetch)
+        pooled=new_pooled(
+            rows,
+            adapters,
+            num_blocks * limits.block_size,
+            limits.cache,
+            limits.prefetch,
+            limits.merged_ns / max(1, limits.unmerged_ns),
+        )
         if pooled
         else cast("PooledState", NoPool()),
     )

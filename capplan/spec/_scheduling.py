@@ -118,6 +118,7 @@ _USERS: Final[Mapping[str, tuple[str, ...]]] = {
     "refresh_s": ("chameleon", "static", "fifo", "sjf"),
     "bypass": ("chameleon", "static"),
     "ageing_s": ("sjf",),
+    "merging": ("fifo",),
     "queues": ("chameleon", "static"),
     "predictor": ("chameleon", "static", "sjf"),
 }
@@ -125,6 +126,25 @@ _USERS: Final[Mapping[str, tuple[str, ...]]] = {
 
 _CLUSTERING: Final = ("policy", "clusters", "max_queues", "quota_size", "percentile", "rest")
 """Keys of queues that static ones, equal ranges with equal quotas, do not read."""
+
+
+class Merging(SpecModel):
+    """Merging of one adapter into the base model while its requests alone are served (dLoRA).
+
+    All but `switch_ms` decides alone; the durations of steps are the profile's.
+    """
+
+    merged_ms: Positive = Field(default=15.0, description="Assumed duration of a step of a merged adapter.")
+    unmerged_ms: Positive = Field(default=27.0, description="Assumed duration of a step of any adapters.")
+    switch_ms: NonNegative = Field(
+        default=20.0, description="Duration of a merge, and of its end; defaults: dLoRA's for Llama-7B."
+    )
+
+    @model_validator(mode="after")
+    def _merged_steps_are_shorter(self) -> Self:
+        if self.merged_ms >= self.unmerged_ms:
+            raise rule_error(f"must be below unmerged_ms, {self.unmerged_ms:g}", key=("merged_ms",))
+        return self
 
 
 class Scheduler(SpecModel):
@@ -156,6 +176,11 @@ class Scheduler(SpecModel):
     ageing_s: Positive | None = Field(
         default=None,
         description="Wait of the oldest request from which sjf goes by arrival; absent: never.",
+    )
+    merging: Merging | None = Field(
+        default=None,
+        description="dLoRA's batches, for policy fifo in the simulation of resident adapters: steps of any "
+        "adapters, or of the one that is merged into the base model; {}: with its times. Absent: none.",
     )
     queues: QueueConfig = Field(
         default=QueueConfig(), description="How chameleon makes its queues, and how static measures size."
@@ -195,6 +220,8 @@ class Scheduler(SpecModel):
         fields = without_keys(handler(self), self._unread)
         if not self.has_queues and "refresh_s" not in self.model_fields_set:
             fields.pop("refresh_s", None)  # read by caches that count uses alone
+        if self.merging is None:
+            fields.pop("merging", None)  # documents without the key mean the same
         if self.policy == "static" and "queues" in fields:
             fields["queues"] = without_keys(fields["queues"], _CLUSTERING)
         return fields

@@ -177,11 +177,11 @@ class _Run:
             adapters_served=float(costs.adapters_served),
         )
         milliseconds = step_ms(costs.form, costs.coefficients, self._computed(step, features))
-        if costs.uses_ranks:
+        if costs.uses_ranks and not self._is_merged():
             milliseconds += rank_ms(costs.form, costs.coefficients, float(costs.s_max), self._ranks(step))
         step_ns = round(milliseconds * 1e6)
         load_ns += self._assistance_ns(step, step_ns)
-        duration_ns = load_ns + step_ns
+        duration_ns = load_ns + self._switches_ns() + step_ns
         counts.load_ns += load_ns
         self._record_details(step, features, duration_ns, load_ns)
         counts.preemptions += len(step.preempted)
@@ -205,6 +205,14 @@ class _Run:
     def _loading(self) -> set[int]:
         """Return the adapters for which running requests wait."""
         return set()
+
+    def _is_merged(self) -> bool:
+        """Return whether an adapter is merged into the base model in this step."""
+        return False
+
+    def _switches_ns(self) -> int:
+        """Return the time of merges, and of their ends, before this step."""
+        return 0
 
     def _computed(self, step: ReferenceStep, running: StepFeatures) -> StepFeatures:
         """Return the contents of a step, without the requests that pause in a batch of prompts (S-LoRA)."""
@@ -412,10 +420,19 @@ class _PooledRun(_Run):
         """Return the contents of a step: requests that pause or wait for their adapters have no part."""
         in_step = {number for number, _ in step.tokens}
         parts = [r for r in self.pooled.running if r.number in in_step]
+        if self._is_merged():
+            kv_tokens = running.kv_tokens if any(r.is_decoding for r in parts) else 0.0
+            return running._replace(requests=float(len(parts)), kv_tokens=kv_tokens, adapters=0.0, a_max=0.0)
         if any(r.is_decoding for r in parts):
             return running._replace(requests=float(len(parts)))
         adapters = {r.adapter for r in parts} - {0}
         return running._replace(requests=float(len(parts)), kv_tokens=0.0, adapters=float(len(adapters)))
+
+    def _is_merged(self) -> bool:
+        return self.pooled.merging.adapter is not None
+
+    def _switches_ns(self) -> int:
+        return self.pooled.merging.switches * self.scenario.limits.switch_ns
 
     def _refresh_until(self, now_ns: int) -> None:
         """Do the refreshes that are due."""

@@ -14,6 +14,7 @@ from capplan.serving.pooled import ASYNCHRONOUS, QUEUES, SJF
 from capplan.serving.pooled._state import BY_HISTOGRAM, NO_PREFETCH
 from tests.oracle.admission import QueueAdmission
 from tests.oracle.caches import CachedAdapter, ReferenceCache
+from tests.oracle.merging import Merging
 from tests.oracle.scheduler import ReferenceOutput, ReferenceStep
 from tests.oracle.size_queues import PooledRequest, SizeQueues
 
@@ -49,6 +50,7 @@ class ReferencePooled:
         self.num_blocks = num_blocks
         self.cache = ReferenceCache(limits, adapters, weights)
         self.queues = queues
+        self.merging = Merging(limits)
         self.now_ns = 0
         self.waiting: list[PooledRequest] = []
         """In order of arrival."""
@@ -139,6 +141,8 @@ class ReferencePooled:
 
     def may_start(self, request: PooledRequest) -> bool:
         """Return whether a step may have the prompt of a request, after it or while the adapter is loaded."""
+        if not self.merging.serves(request.adapter):
+            return False
         return self.limits.loading != ASYNCHRONOUS or self.cache.is_ready(request.adapter)
 
     def make_room(self, blocks: int, first_tier_only: bool = False) -> bool:
@@ -222,6 +226,7 @@ class ReferencePooled:
         self.now_ns = now_ns
         self._measure_step()
         self.admitted, self.preempted, self.loads = [], [], []
+        self._merge()
         if self.limits.order == QUEUES:
             self._grow_reservations()
         if self.decodes >= self.limits.admit_every or self.limits.admit_every <= 1 or not self._decoding():
@@ -268,6 +273,12 @@ class ReferencePooled:
     def _decoding(self) -> list[PooledRequest]:
         return [request for request in self.running if request.is_decoding]
 
+    def _merge(self) -> None:
+        """Choose the merged adapter; requests of others wait, and keep their KV."""
+        self.merging.choose([request.adapter for request in [*self.running, *self.waiting]])
+        for request in self._decoding():
+            request.is_decoding = self.merging.serves(request.adapter)
+
     def _grow_reservations(self) -> None:
         """Raise the prediction of requests that have outgrown it by a quarter of their charge."""
         for request in self._decoding():
@@ -290,6 +301,9 @@ class ReferencePooled:
             decodes = [] if prompts else self._decodes()
             if not decodes and not prompts:  # all decoding requests may have been preempted
                 prompts = self._prompts(limits.max_num_batched_tokens)
+        if not decodes and not prompts and self.merging.adapter is not None:
+            self.merging.end()
+            prompts = self._prompts(limits.max_num_batched_tokens)
         self.had_prompts = bool(prompts)
         self.decodes += bool(decodes)
         step = sorted([*prompts, *decodes], key=lambda part: part[0].admission)
@@ -347,7 +361,7 @@ class ReferencePooled:
         if self.limits.order == QUEUES:
             admission.run()
             return
-        while self.waiting:
+        while any(self.merging.serves(request.adapter) for request in self.waiting):
             request = self._next_in_order()
             if not admission.fits_step(request) or not self._fits_ahead(request):
                 break
@@ -355,6 +369,8 @@ class ReferencePooled:
 
     def _next_in_order(self) -> PooledRequest:
         """Return the first waiting request, by arrival if that one has waited for too long."""
+        if self.limits.merged_ns:
+            return next(request for request in self.waiting if self.merging.serves(request.adapter))
         oldest = self.waiting[0]
         overdue = 0 < self.limits.ageing_ns < self.now_ns - oldest.arrival_ns
         return oldest if overdue else self.in_order()[0]

@@ -39,6 +39,8 @@ def make_pooled(choose: Choose, max_requests: int = 40) -> Scenario:
     predicted = np.array([choose(1, 2 * int(tokens)) if choose(0, 1) else tokens for tokens in outputs])
     size_bytes = 100 * pages[1:] + choose(0, 99)
     refreshed = choose(0, 1)
+    if limits.order == p.FIFO and limits.loading == p.RESIDENT:
+        limits = limits._replace(**_make_merging(choose))
     return base._replace(
         requests=requests._replace(predicted_tokens=predicted.astype(np.int32)),
         limits=limits,
@@ -57,6 +59,17 @@ def make_pooled(choose: Choose, max_requests: int = 40) -> Scenario:
             queues=_queues(choose, num_blocks * block_size) if limits.order == p.QUEUES else None,
         ),
         scheduler=with_period(Scheduler(policy="chameleon"), limits.refresh_ns / 1e9) if refreshed else None,
+    )
+
+
+def _make_merging(choose: Choose) -> dict[str, int]:
+    """Return dLoRA's times, or none."""
+    merged_ms = choose(-10, 20)
+    if merged_ms <= 0:
+        return {}
+    times_ms = merged_ms, merged_ms + choose(1, 20), choose(0, 20)
+    return dict(
+        zip(("merged_ns", "unmerged_ns", "switch_ns"), (t * NS_PER_MS for t in times_ms), strict=True)
     )
 
 

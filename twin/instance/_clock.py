@@ -131,8 +131,8 @@ def _batch(
         tokens=float(tokens),
         requests=float(requests),
         kv_tokens=float(kv_tokens),
-        adapters=float(adapters),
-        a_max=float(costs.a_max),
+        adapters=0.0 if c.merged else float(adapters),
+        a_max=0.0 if c.merged else float(costs.a_max),
         s_max=float(costs.s_max),
         waiting=float(c.n_waiting),
         slots_per_adapter=costs.slots_per_adapter,
@@ -143,7 +143,8 @@ def _batch(
 @inner
 def ranks_ms(state: State, costs: Costs) -> float:
     """Return the milliseconds of the step that depend on its `StepRanks`."""
-    if not costs.uses_ranks or (state.counters.n_partial == 0 and not costs.uses_decode_ranks):
+    c = state.counters
+    if not costs.uses_ranks or c.merged or (c.n_partial == 0 and not costs.uses_decode_ranks):
         return 0.0
     return rank_ms(costs.form, costs.coefficients, float(costs.s_max), _ranks(state, costs))
 

@@ -11,7 +11,14 @@ from numpy.typing import NDArray
 from capplan._jit import by_reference, inner, jit
 from capplan.models import no_line
 from capplan.serving import NONE, Limits, State, commit, schedule, submit
-from capplan.serving.pooled import ASSISTED, ASYNCHRONOUS, PooledState, has_pool, refresh
+from capplan.serving.pooled import (
+    ASSISTED,
+    ASYNCHRONOUS,
+    PooledState,
+    has_pool,
+    refresh,
+    switches_ns,
+)
 from capplan.serving.state import SLORA, VLLM
 from capplan.serving.vllm import decode_step, steps_ahead
 from capplan.twin.instance._clock import (
@@ -298,7 +305,7 @@ def _charge(engine: SimulatedEngine, requests: Requests, tokens: int) -> None:
     else:
         step_ns = compute_ns(c, costs, tokens, tables_line(c, costs, tokens), ranks_ms(state, costs))
     counts.load_ns += load_ns
-    duration_ns = load_ns + step_ns
+    duration_ns = load_ns + switches_ns(state, limits) + step_ns
     _elapse(engine, requests, duration_ns, load_ns, tokens)
 
 

@@ -1,5 +1,6 @@
 from ._caches import evict, make_resident
 from ._layer_groups import LayerTimes, copied_before, first_group, layer_groups
+from ._merging import switches_ns
 from ._queue_design import RequestSample, base_model_bytes, clustered_classes, design_queues
 from ._refresh import PoolSetup, compile_refresh, new_queues, pool_setup, refresh, set_up, set_up_policies
 from ._size_queues import forget_execution, leave_queue
@@ -49,5 +50,6 @@ __all__ = [
     "refresh",
     "set_up",
     "set_up_policies",
+    "switches_ns",
     "with_pool",
 ]

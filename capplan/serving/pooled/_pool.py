@@ -12,6 +12,7 @@ from __future__ import annotations
 from capplan._jit import inner, inner_once
 from capplan.serving._structures import heap_push, heap_remove
 from capplan.serving.pooled._caches import leave_adapter, make_room, pages_to_pin, use_adapter
+from capplan.serving.pooled._merging import is_served
 from capplan.serving.pooled._size_queues import (
     book,
     join_queue,
@@ -71,6 +72,8 @@ def starts_late(state: State, limits: Limits, row: int) -> bool:
 @inner
 def may_start(state: State, limits: Limits, adapter: int) -> bool:
     """Return whether a step may have prompts of an adapter, which waits for its load if need be."""
+    if not is_served(state, limits, adapter):
+        return False
     return bool(limits.loading != ASYNCHRONOUS or is_loaded(state, adapter))
 
 
@@ -231,6 +234,25 @@ def unwatch_growth(state: State, row: int) -> None:
     """Forget a row that stops decoding."""
     if state.pooled.outgrow.items.position[row] > 0:
         heap_remove(state.pooled.outgrow, row)
+
+
+@inner
+def pause_unserved(state: State, limits: Limits) -> None:
+    """Make decoding rows that the step may not serve partial ones, which keep their KV and lack one token."""
+    c = state.counters
+    row = c.run_head
+    c.n_partial = 0
+    while row != NONE:
+        if state.rows.since[row] >= 0 and not is_served(state, limits, state.rows.adapter[row]):
+            stop_decoding(state, row)
+            unwatch_growth(state, row)
+            state.rows.tokens[row] = 0
+            state.lists.stalled[c.n_stalled] = row
+            c.n_stalled += 1
+        if state.rows.since[row] == NONE:
+            state.lists.partial[c.n_partial] = row
+            c.n_partial += 1
+        row = state.rows.following[row]
 
 
 @inner

@@ -23,6 +23,7 @@ from __future__ import annotations
 from capplan._jit import inner, inner_once
 from capplan.serving.pooled._caches import begin_load, is_needed, is_pinned, make_room, note_use
 from capplan.serving.pooled._chameleon import admit_batch
+from capplan.serving.pooled._merging import choose_merged, is_served, unmerge
 from capplan.serving.pooled._pool import (
     admit,
     append_late,
@@ -30,6 +31,7 @@ from capplan.serving.pooled._pool import (
     has_memory,
     make_room_by_recompute,
     may_start,
+    pause_unserved,
     requeue,
     row_has_memory,
     starts_late,
@@ -199,6 +201,8 @@ def schedule_pooled(state: State, limits: Limits) -> int:
     c, counts = state.counters, state.pooled.counts
     _note_duration(state)
     counts.n_prefetches = 0
+    if choose_merged(state, limits):
+        pause_unserved(state, limits)
     if limits.order == QUEUES:
         grow(state, limits)
     elif c.n_partial > 0 or counts.n_late > 0:
@@ -214,6 +218,9 @@ def schedule_pooled(state: State, limits: Limits) -> int:
             tokens = _decode(state, limits)
         if tokens == 0:  # if all decoding rows were preempted, prompts have their blocks
             tokens = _start_prompts(state, limits, limits.max_num_batched_tokens)
+    if tokens == 0 and unmerge(state, limits):
+        tokens = _start_prompts(state, limits, limits.max_num_batched_tokens)
+    c.merged = state.pooled.merging.adapter != NONE
     counts.step_kind = NO_STEP if tokens == 0 else DECODES if tokens == c.step_decodes else PROMPTS
     prefetch(state, limits)
     return tokens
@@ -223,7 +230,7 @@ def schedule_pooled(state: State, limits: Limits) -> int:
 def pooled_steps_ahead(state: State, limits: Limits) -> int:
     """Return the number of following steps that only decode: none waits, ends or outgrows its prediction."""
     c, outgrow = state.counters, state.pooled.outgrow
-    if c.n_waiting > 0 or limits.prefetch == BY_HISTOGRAM:
+    if c.n_waiting > 0 or limits.prefetch == BY_HISTOGRAM or limits.merged_ns > 0:
         return 0
     if limits.loading == ASSISTED and state.pooled.counts.n_loading > 0:  # a step may wait for them
         return 0
@@ -319,7 +326,10 @@ def _next_in_order(state: State, limits: Limits, oldest: int) -> int:
         waited_ns = state.counters.now_ns - state.pooled.rows.arrival_ns[oldest]
         if waited_ns > limits.ageing_ns:
             return oldest
-    return int(state.pooled.queues.head[0])
+    row = state.pooled.queues.head[0]
+    while row != NONE and not is_served(state, limits, state.rows.adapter[row]):
+        row = state.pooled.rows.later[row]
+    return int(row)
 
 
 @inner

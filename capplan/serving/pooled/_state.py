@@ -92,6 +92,7 @@ _ADAPTER = int_fields(
     "early_ns",  # 5th percentile of idle times
     "late_ns",  # 99th percentile; NONE where idle times predict nothing
     "users_left",  # scratch
+    "requests",  # scratch: those in flight
 )
 _WINDOW = int_fields("arrival", "prompt", "predicted", "adapter", "arrival_ns", "execution_ns")
 _COUNTS = int_fields(
@@ -126,6 +127,20 @@ _COUNTS = int_fields(
     "overruns",  # growths of a reservation
     "recomputes",  # preemptions for lack of blocks
 )
+_MERGING = np.dtype(
+    [
+        ("adapter", np.int64),  # the merged one; NONE
+        ("switches", np.int64),  # changes of weights before this step: of a merge and of its end
+        ("steps", np.int64),  # since the last switch
+        ("merged_requests", np.int64),  # that they served, or would have, if the largest adapter was merged
+        ("unmerged_requests", np.int64),  # and by order of arrival
+        ("candidate", np.int64),  # largest adapter of the last unmerged step
+        ("virtual_switches", np.int64),  # its changes
+        ("high", np.float64),  # least share of a batch with which an adapter is merged
+        ("low", np.float64),  # and with which it stays so
+    ],
+    align=True,
+)
 _WRS = np.dtype(
     [(name, np.float64) for name in ("a", "b", "form", "max_prompt", "max_output", "max_bytes")], align=True
 )
@@ -147,6 +162,8 @@ class PooledState(NamedTuple):
     """Weights, form and maxima of request sizes; fields as in `_WRS`."""
     weights: NDArray[np.float64]
     """Weights of frequency, recency and size in the scores of adapters, shape (3,)."""
+    merging: np.record
+    """Fields as in `_MERGING`."""
     adapters: Records
     """Shape (adapters + 1,); fields as in `_ADAPTER`."""
     inflation: NDArray[np.float64]
@@ -183,7 +200,9 @@ def has_pool(_state: Any) -> bool:
     return True
 
 
-def new_pooled(rows: int, adapters: int, quota_tokens: int, cache: int, prefetch: int) -> PooledState:
+def new_pooled(
+    rows: int, adapters: int, quota_tokens: int, cache: int, prefetch: int, least_share: float
+) -> PooledState:
     """Return the state of an idle engine with one queue, which has all tokens.
 
     Parameters
@@ -196,6 +215,8 @@ def new_pooled(rows: int, adapters: int, quota_tokens: int, cache: int, prefetch
         Tokens of the pool.
     cache, prefetch
         Codes of the adapter cache.
+    least_share
+        Share of a batch with which an adapter stays merged at first.
     """
     queues = np.zeros(MOST_QUEUES, _QUEUE).view(np.recarray)
     queues.head = queues.tail = ABSENT
@@ -205,6 +226,9 @@ def new_pooled(rows: int, adapters: int, quota_tokens: int, cache: int, prefetch
     wrs: np.record = np.zeros(1, _WRS).view(np.recarray)[0]
     wrs.a, wrs.b = PROMPT_WEIGHT, 1.0 - PROMPT_WEIGHT
     wrs.max_prompt = wrs.max_output = wrs.max_bytes = 1.0
+    merging: np.record = np.zeros(1, _MERGING).view(np.recarray)[0]
+    merging.adapter = merging.candidate = ABSENT
+    merging.high, merging.low = 1.0, least_share
     counts = new_record(_COUNTS)
     counts.n_queues = 1
     counts.keeps_idle = cache != NO_CACHE
@@ -215,6 +239,7 @@ def new_pooled(rows: int, adapters: int, quota_tokens: int, cache: int, prefetch
         cuts=np.full(MOST_QUEUES, np.inf),
         wrs=wrs,
         weights=np.array([*CHAMELEON_WEIGHTS.values()]),
+        merging=merging,
         adapters=records,
         inflation=np.zeros(records.size),
         idle_times=np.zeros(
