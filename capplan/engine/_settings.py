@@ -195,7 +195,7 @@ class EngineOptions(SpecModel):
             rule = "must not be assisted with tensor parallelism: the cores serve one process"
             raise InputError(rule, self.loading, "cache.loading")
         if self.scheduler is not None and self.scheduler.merging is not None:
-            rule = "must be absent: only the twin merges adapters into the base model"
+            rule = "must be absent in an engine: only the twin merges adapters"
             raise InputError(rule, location="scheduler.merging")
         if self.copy_gb_per_s is not None and self.device != "cpu":
             rule = "goes with device cpu: copies to a GPU take what they take"

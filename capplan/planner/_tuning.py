@@ -105,6 +105,9 @@ def tune(
 ) -> TuningResult:
     """Search weights of request sizes and cache scores, the refresh period and the number of queues.
 
+    Where the profile knows the CPU's cores, loads that they assist are tried, too, unless the cache says how
+    it loads.
+
     Parameters
     ----------
     workload
@@ -246,6 +249,9 @@ def _search(
     refreshes = [period for period in _REFRESHES_S if period <= bench.window_s / 2.0] or [
         bench.window_s / 2.0
     ]
+    may_assist = bench.profile.cpu_lora is not None and not scheduler.chunked
+    free = may_assist and "loading" not in cache.model_fields_set
+    loadings = ("asynchronous", "assisted") if free else ()
     best = (scheduler, cache)
     lowest_s = bench.p99_s(scheduler, cache, 0)
     started = time.monotonic()
@@ -256,7 +262,7 @@ def _search(
             if options.timeout_s is not None and time.monotonic() - started > options.timeout_s:
                 break
             trial = study.ask()
-            proposed = _proposed(trial, scheduler, cache, refreshes)
+            proposed = _proposed(trial, scheduler, cache, refreshes, loadings)
             p99_s = bench.p99_s(*proposed, 0)
             study.tell(trial, min(p99_s, 2.0 * bench.window_s))
             if p99_s < lowest_s:
@@ -268,9 +274,13 @@ def _search(
 
 
 def _proposed(
-    trial: Trial, scheduler: Scheduler, cache: Cache, refreshes_s: Sequence[float]
+    trial: Trial,
+    scheduler: Scheduler,
+    cache: Cache,
+    refreshes_s: Sequence[float],
+    loadings: Sequence[str],
 ) -> tuple[Scheduler, Cache]:
-    """Return the settings of a trial."""
+    """Return the settings of a trial; `loadings` are the policies to choose from, none: the cache's own."""
 
     def share(name: str, least: float) -> float:
         return round(trial.suggest_float(name, least, 1.0, step=_STEP), 2)
@@ -282,7 +292,8 @@ def _proposed(
     )
     period_s = trial.suggest_categorical("refresh_s", refreshes_s)
     weights = {name: share(name, _STEP) for name in CHAMELEON_WEIGHTS}
-    return scheduler.replace(queues=queues, refresh_s=period_s), cache.replace(weights=weights)
+    loading = {"loading": trial.suggest_categorical("loading", loadings)} if loadings else {}
+    return scheduler.replace(queues=queues, refresh_s=period_s), cache.replace(weights=weights, **loading)
 
 
 @contextmanager

@@ -143,7 +143,8 @@ class Merging(SpecModel):
     @model_validator(mode="after")
     def _merged_steps_are_shorter(self) -> Self:
         if self.merged_ms >= self.unmerged_ms:
-            raise rule_error(f"must be below unmerged_ms, {self.unmerged_ms:g}", key=("merged_ms",))
+            rule = f"must be below unmerged_ms, {self.unmerged_ms:g}"
+            raise rule_error(rule, key=("merged_ms",), value=self.merged_ms)
         return self
 
 

@@ -19,7 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capplan.engine import Engine, ModelConfig
+from capplan.engine._affinity import allowed_cpus
 from capplan.engine.assist import Crew
+from capplan.engine.assist._board import BoardShape, Task
+from capplan.engine.assist._crew import start_crew
 from capplan.engine.lora._manager import LoRAManager
 from capplan.errors import InputError
 from capplan.serving.pooled import LayerTimes, layer_groups
@@ -249,6 +252,26 @@ def test_nothing_is_left_after_an_engine(nothing_left: Callable[[], None]) -> No
         serve()
     gc.collect()
     nothing_left()
+
+
+@pytest.mark.parametrize("rows", [(1,), (3, 5), (200, 1, 64)])
+def test_a_kernel_gives_activations_to_the_cores_and_begins_the_round(rows: tuple[int, ...]) -> None:
+    """Triton's interpreter takes the GPU's place; programs of 2,048 elements each."""
+    pytest.importorskip("triton", reason="the kernel needs triton (extra `engine`)")
+    inputs, outputs, rank, tokens = 48, 32, 4, sum(rows)
+    shape = BoardShape(cores=1, tasks=8, tokens=tokens, inputs=inputs, outputs=outputs, itemsize=4)
+    crew = start_crew(shape, allowed_cpus()[:1], capacity=1, elements=10_000, dtype=torch.float32)
+    flat = torch.rand(rank * (inputs + outputs))
+    crew.adapters.store(1, flat)
+    first, a, b = crew.adapters.first(1), flat[: rank * inputs], flat[rank * inputs :]
+    task = Task(0, 0, tokens, inputs, first, first + a.numel(), rank, outputs, 0)
+    for _ in range(3):
+        activations = [torch.rand(each, inputs) for each in rows]
+        with crew.working() as cores:
+            assert crew.finish(crew.post_from(activations, [task]), cores, timeout_s=30.0) == []
+        expected = torch.cat(activations) @ a.view(rank, inputs).t() @ b.view(rank, outputs)
+        torch.testing.assert_close(crew.board.out(tokens, outputs), expected)
+    crew.close()
 
 
 SERVED = """

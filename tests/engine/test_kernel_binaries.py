@@ -19,7 +19,7 @@ pytestmark = pytest.mark.long
 
 KERNELS = {
     *("shrink_tokens", "expand_tokens", "shrink_tiles", "expand_tiles"),
-    *("attend_pages", "merge_splits", "attend_prompts"),
+    *("attend_pages", "merge_splits", "attend_prompts", "share_rows"),
 }
 WIDE = TINY_MODEL.replace(hidden_size=256, intermediate_size=64, head_dim=32, dtype="bfloat16")
 

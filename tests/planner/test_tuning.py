@@ -6,7 +6,7 @@ import pytest
 from capplan import Adapter, InputError, Workload
 from capplan.datasets import load_profile
 from capplan.planner import Settings, TuneOptions, fragment, tune
-from capplan.spec import Cache, Lengths, Scheduler, cache_of, scheduler_of
+from capplan.spec import Cache, CpuLora, FittedModel, Lengths, Scheduler, cache_of, scheduler_of
 from capplan.twin.instance import run
 
 PROFILE = "h100-64g/llama-2-7b/s-lora-c1ddf48"
@@ -74,6 +74,40 @@ def test_windows_begin_with_the_queues_of_the_first(workload, monkeypatch):
     assert first is None
     assert others[0] is not None
     assert others[0] == others[1]
+
+
+def test_assisted_loads_are_tried_where_the_profile_knows_the_cores(workload):
+    """Assistance is found where loads are slow; a cache that says how it loads keeps that."""
+    profile = load_profile(PROFILE).replace(
+        cpu_lora=CpuLora(
+            workers=16,
+            tokens_per_task=16,
+            task_base_ms=0.0,
+            ms_per_mmac=1e-4,
+            signal_ms=0.0,
+            provenance=load_profile(PROFILE).provenance,
+        )
+    )
+    slow = profile.replace(loading=_slower(profile.loading, 20.0))
+    options = TuneOptions(duration_s=80.0, trials=8)
+    tuned = tune(workload, slow, options)
+    assert tuned.found.cache.loading == "assisted"
+    assert tuned.found.held_out_p99_s < tuned.before.held_out_p99_s
+    given = workload.model_copy(
+        update={
+            "scheduler": Scheduler(policy="chameleon"),
+            "cache": Cache(policy="chameleon", loading="on-demand"),
+        }
+    )
+    assert tune(given, slow, options).found.cache.loading == "on-demand"
+
+
+def _slower(loading: FittedModel, factor: float) -> FittedModel:
+    coefficients = {
+        name: each.replace(value=factor * each.value) if "gpu" in name else each
+        for name, each in loading.coefficients.items()
+    }
+    return loading.replace(coefficients=coefficients)
 
 
 def test_what_cannot_be_tuned_is_refused(workload):

@@ -6,8 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from capplan import Adapter, InputError, Workload, plan, simulate
+from capplan.engine import Engine
 from capplan.serving.pooled._state import FIFO, NO_PREFETCH, RESIDENT
-from tests.oracle.merging import Merging
+from capplan.spec import Cache, Lengths, Merging, Scheduler
+from tests.oracle import merging
 from tests.serving.pooled_worlds import MS, Arrival, PooledWorld, Replay, last_of, make_pooled_world, replay
 from tests.serving.test_chameleon_batch import world_of
 from tests.serving.worlds import seeded
@@ -77,7 +80,7 @@ def test_every_request_ends_once(replayed: tuple[list[Replay], Counter[str]]) ->
 
 
 def test_the_comparison_detects_a_fixed_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Merging, "_move", lambda *_: None)
+    monkeypatch.setattr(merging.Merging, "_move", lambda *_: None)
     with pytest.raises(AssertionError):
         replay_all()
 
@@ -90,6 +93,27 @@ def test_a_lone_request_is_merged_until_another_adapter_has_a_request() -> None:
     assert steps[0] == (1, 1)
     assert (-1, 2) in steps
     assert steps[-2] == (1, 1)
+
+
+def test_only_the_twin_merges() -> None:
+    profile = "h100-64g/llama-3.1-8b/vllm-0.8.5"
+    load = Workload(
+        base_model="meta-llama/Llama-3.1-8B-Instruct",
+        profile=profile,
+        adapters=[Adapter(name="a", rank=8, rate_rps=0.1)],
+        prompt_tokens=Lengths(mean=20),
+        output_tokens=Lengths(mean=5),
+        scheduler=Scheduler(policy="fifo", merging=Merging()),
+        cache=Cache(policy="none", loading="resident"),
+    )
+    assert simulate(load, profile, a_max=1, s_max=8, duration_s=100.0).completed > 0
+    with pytest.raises(InputError, match="merging: must be absent from what is planned"):
+        plan(load, gpus=1)
+    with pytest.raises(InputError, match="merging: must be absent in an engine"):
+        Engine("tiny-llama", {"a": 8}, scheduler=load.scheduler, cache=load.cache)
+    loads = load.model_copy(update={"cache": Cache(policy="none")})
+    with pytest.raises(InputError, match="loading: must be resident or cached under"):
+        simulate(loads, profile, a_max=1, s_max=8)
 
 
 def test_merging_changes_no_tokens() -> None:

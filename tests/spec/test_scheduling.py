@@ -122,6 +122,11 @@ UNREAD = [
             "scheduler.agieng_s: unknown key; did you mean 'ageing_s'",
         ),
         ("scheduler: {policy: fifo, ageing_s: 3}", "scheduler.ageing_s: goes with policy sjf (got 3.0)"),
+        ("scheduler: {policy: sjf, merging: {}}", "scheduler.merging: goes with policy fifo"),
+        (
+            "scheduler: {policy: fifo, merging: {merged_ms: 30}}",
+            "scheduler.merging.merged_ms: must be below unmerged_ms, 27 (got 30.0)",
+        ),
         ("scheduler: 3", "scheduler: must be a name or a mapping of keys to values (got 3)"),
         ('scheduler: ""', "scheduler: must be one of chameleon, fifo, sjf, static, slora"),
         ("scheduler: {policy: sjf, admit_every: 0}", "scheduler.admit_every: must be a whole number >= 1"),

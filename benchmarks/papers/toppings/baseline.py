@@ -17,6 +17,11 @@
 - CPU: a prefill by CPU alone, kernels of section 4.2, takes 61 ms for 64 tokens and 126 ms for 256 (section
   7.3). With 16 cores (Fig. 17) and 16 tokens per task (Fig. 12) these are 1 and 3 rounds of tasks in each of
   32 layers for 3 projections: 1.02 ms for a task, 0.89 ms for the signals of a layer.
+- dLoRA (75f1c43, ``layers/lora.py``) multiplies each token with A and B of every adapter in memory, and holds
+  q, k and v in one B of three times the rank by three times the width, zero beside its diagonal. An unmerged
+  step takes the time of all these bytes and products, at the datasheet's bandwidth and `COMPUTE_SHARE` of its
+  peak; nothing is fitted. Merged steps are the base model's. `Merging` has its own times. Prompts are apart
+  from decodes (Fig. 15), although the code would mix them. A is whole on every GPU.
 - Memory: the datasheet's, weights, and a tenth of the GPU for all else (assumed).
 - Llama-2-70B on four GPUs (carried): steps are bound by their launches, so the constant grows with the
   layers, arithmetic with the weights of a GPU; adapters by bytes. Every GPU is copied to in turn.
@@ -52,6 +57,8 @@ SLORA_LOAD_MS: Final = 28.0
 """Of an adapter of rank 64, both."""
 OUTPUT_FACTOR: Final = 0.3
 CPU_PREFILL_MS: Final = {64: 61.0, 256: 126.0}
+COMPUTE_SHARE: Final = 0.7
+"""Of the A100's peak, in the prefills of Fig. 4."""
 CORES: Final = 16
 TOKENS_PER_TASK: Final = 16
 SMALL, LARGE = "llama-2-7b", "llama-2-70b"
@@ -169,6 +176,34 @@ def profile(kernel: Kernel = Kernel.BGMV, model: str = SMALL, load_ms: float = C
         host=assumed_model(plain.host.form, {"request_ms": 0.0, "client_itl_factor": 1.0}, source),
         cpu_lora=cpu_lora(),
         provenance=_provenance(source),
+    )
+
+
+def padded_elements(arch: ModelArch, tp: int) -> int:
+    """Return dLoRA's elements of A and B per unit of rank, all layers, on one GPU."""
+    outputs = (arch.heads + 2 * arch.kv_heads) * arch.head_dim // tp
+    return arch.layers * len(MODULES) * (arch.hidden_size + outputs)
+
+
+def padded_rank(rank: int, model: str) -> int:
+    """Return the rank of adapters without padding that take the memory of dLoRA's."""
+    arch, tp = model_arch(model), GPUS[model]
+    return -(-rank * padded_elements(arch, tp) // _elements(arch, tp))
+
+
+@lru_cache
+def dlora_profile(rank: int, model: str = SMALL) -> Profile:
+    """Return the profile with dLoRA's computation of adapters of one rank, which are all in memory."""
+    plain = profile(model=model)
+    sheet, elements = gpu_sheet("a100-80g"), rank * padded_elements(plain.model, plain.tp)
+    read_ms = 1e3 * plain.model.dtype_bytes * elements / sheet.bytes_per_s
+    products_ms = 1e3 * 2 * elements / (COMPUTE_SHARE * sheet.flop_per_s)
+    steps = dict.fromkeys(plain.step_latency.coefficients, 0.0)
+    steps |= {name: plain.step_latency.value(name) for name in ("base_ms", "ms_per_ktoken")}
+    steps |= {"ms_per_slot": read_ms, "ms_per_slot_ktoken": 1e3 * products_ms}
+    source = "dLoRA-artifact 75f1c43; see benchmarks/papers/toppings/baseline.py"
+    return plain.replace(
+        name=f"a100-80g/{model}/dlora-{rank}", step_latency=assumed_model(ADDITIVE.name, steps, source)
     )
 
 

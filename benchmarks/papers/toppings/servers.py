@@ -1,31 +1,36 @@
 """Servers of Toppings by loading policy: ``python -m benchmarks.papers.toppings.servers`` prints its tables.
 
-Each part is a figure: ``production`` (Fig. 13), ``interruptions`` (Fig. 4), ``synthetic`` (Table 2, Figs. 14
-and 16, and the strawman of Fig. 8); ``settle`` shows what fixes the numbers of `baseline`. All systems serve
-the same requests with the same engine and differ in `Cache.loading` alone, S-LoRA also in its loader; no
-adapter is kept without a request and none is loaded ahead. Figures are means over seeds, relative to
+Each part is a figure: ``cumulative`` (Fig. 3), ``production`` (Fig. 13), ``interruptions`` (Fig. 4),
+``synthetic`` (Table 2, Figs. 14 and 16, and the strawman of Fig. 8); ``settle`` shows what fixes the numbers
+of `baseline`. All systems serve the same requests with the same base model and differ in `Cache.loading`
+alone, S-LoRA also in its loader, dLoRA in its batches and LoRA operator; no adapter is kept without a request
+and none is loaded ahead. Figures are means over seeds, relative to
 ``cached``.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 
 from benchmarks.common import command_line, preset_workload, records_table
 from benchmarks.papers.toppings import baseline
 from capplan import Adapter, Profile, Workload, simulate
-from capplan.spec import Cache, Scheduler
-from capplan.twin import SimulationResult
+from capplan.errors import InfeasibleError
+from capplan.spec import Cache, Lengths, Merging, Scheduler, Trace
+from capplan.twin import SimulationResult, simulate_detailed
+
+Result = TypeVar("Result")
 
 CACHED: Final = "cached"
 S_LORA: Final = "S-LoRA (on-demand)"
 FEW_CORES: Final = "assisted, quarter of the cores"
+DLORA: Final = "dLoRA"
 
 
 @dataclass(frozen=True)
@@ -36,14 +41,22 @@ class System:
     load_ms: float = baseline.COPY_MS
     """Of an adapter of rank 64."""
     cores: int | None = None
+    is_dlora: bool = False
 
-    def profile(self, model: str) -> Profile:
+    def profile(self, load: Workload, model: str) -> Profile:
+        if self.is_dlora:
+            return baseline.dlora_profile(load.adapters[0].rank, model)
         return baseline.profile(model=model, load_ms=self.load_ms)
+
+    def scheduler(self, model: str) -> Scheduler:
+        """Return the settings; for the large model the paper has dLoRA's adapters in its own engine."""
+        merging = Merging() if self.is_dlora and model == baseline.SMALL else None
+        return Scheduler(policy="fifo", merging=merging)
 
     def cache(self) -> Cache:
         """Return the settings: nothing is kept without a request, or loaded ahead."""
         chosen: dict[str, object] = {"policy": "none", "loading": self.loading}
-        if self.loading != CACHED:
+        if self.loading not in (CACHED, "resident"):
             chosen["prefetch"] = "none"
         if self.cores is not None:
             chosen["cpu_workers"] = self.cores
@@ -56,10 +69,13 @@ SYSTEMS: Final = {
     "strawman": System("strawman"),
     "assisted": System("assisted"),
     FEW_CORES: System("assisted", cores=baseline.CORES // 4),
+    DLORA: System("resident", is_dlora=True),
 }
 METRICS: Final = {"TTFT": "ttft_s_mean", "TPT": "tpt_ms_mean", "E2E": "e2e_s_mean"}
 SCALED: Final = {128: 1.5, 256: 3.6, 512: 7.7}
 """Requests per second by number of adapters (section 7.2)."""
+CUMULATIVE: Final = {"requests": 5, "rank": 128, "prompt": 128, "output": 32, "every_ms": 200}
+"""The requests of Fig. 3, each of an adapter of its own."""
 INTERRUPTED_RPS: Final = (3.0, 6.0, 9.0)
 SYNTHETIC: Final = ("s1", "s2", "s3", "s4", "s5", "s6")
 LARGE: Final = ("s5", "s6")
@@ -76,14 +92,25 @@ class Trial:
     seeds: tuple[int, ...]
 
 
-def run(load: Workload, system: System, trial: Trial, model: str = baseline.SMALL) -> list[SimulationResult]:
-    """Return one result per seed."""
+def run(
+    load: Workload,
+    system: System,
+    trial: Trial,
+    model: str = baseline.SMALL,
+    simulated: Callable[..., Result] = simulate,
+) -> list[Result]:
+    """Return one result per seed; dLoRA's adapters have the rank of their memory."""
+    profile, scheduler = system.profile(load, model), system.scheduler(model)
+    if system.is_dlora:
+        padded = [a.replace(rank=baseline.padded_rank(a.rank, model)) for a in load.adapters]
+        load = load.model_copy(update={"adapters": tuple(padded)})
     return [
-        simulate(
+        simulated(
             load,
-            system.profile(model),
+            profile,
             a_max=len(load.adapters),
-            scheduler=Scheduler(policy="fifo"),
+            s_max=512,
+            scheduler=scheduler,
             cache=system.cache(),
             max_model_len=MAX_MODEL_LEN,
             gpus_per_link=baseline.GPUS[model],
@@ -130,7 +157,11 @@ def over_cached(
     ideal = run(load, System(CACHED), trial, model)
     rows = []
     for system in (CACHED, *systems):
-        results = ideal if system == CACHED else run(load, SYSTEMS[system], trial, model)
+        try:
+            results = ideal if system == CACHED else run(load, SYSTEMS[system], trial, model)
+        except InfeasibleError:
+            rows.append({"setting": name, "system": system, **dict.fromkeys(METRICS, "out of memory")})
+            continue
         row = {"setting": name, "system": system}
         for metric, field in METRICS.items():
             own, of_ideal = mean(results, field), mean(ideal, field)
@@ -139,6 +170,32 @@ def over_cached(
         row["interruptions p50"] = f"{mean(results, 'interruption_count_p50'):.0f}"
         row["completed"] = f"{mean(results, 'completed') / mean(results, 'submitted'):.1%}"
         rows.append(row)
+    return rows
+
+
+def cumulative(systems: Sequence[str]) -> list[Mapping[str, str]]:
+    """Return a row per system: E2E of the first four requests over that of the last, which none delays."""
+    given = CUMULATIVE
+    names = [f"f-{i}" for i in range(given["requests"])]
+    adapters = tuple(Adapter(name=name, rank=given["rank"], rate_rps=0.0) for name in names)
+    arrivals_s = np.arange(len(names)) * given["every_ms"] / 1e3
+    trace = Trace.from_arrays(
+        arrivals_s, names, [given["prompt"]] * len(names), [given["output"]] * len(names), 10.0
+    )
+    load = Workload(
+        base_model="llama-2-7b",
+        adapters=adapters,
+        prompt_tokens=Lengths(mean=given["prompt"]),
+        output_tokens=Lengths(mean=given["output"]),
+        trace=trace,
+    )
+    rows = []
+    for name in (CACHED, *systems):
+        system = System(CACHED) if name == CACHED else SYSTEMS[name]
+        (result,) = run(load, system, Trial(10.0, (0,)), simulated=simulate_detailed)
+        e2e_s = result.requests.e2e_s
+        relative = {f"request {i + 1}": f"{e2e_s[i] / e2e_s[-1]:.2f}" for i in range(len(names) - 1)}
+        rows.append({"system": name, **relative, "last": f"{1e3 * e2e_s[-1]:.0f} ms"})
     return rows
 
 
@@ -189,7 +246,7 @@ def settle(trial: Trial) -> list[Mapping[str, str]]:
 
 def main() -> None:
     parser = command_line(__doc__)
-    parts = ("settle", "production", "interruptions", "synthetic")
+    parts = ("settle", "cumulative", "production", "interruptions", "synthetic")
     parser.add_argument("--part", choices=parts, nargs="+", default=parts)
     parser.add_argument(
         "--traces", type=Path, help="folder of adapter_popularity.csv and qmsum_lengths.parquet; else no S4"
@@ -203,6 +260,8 @@ def main() -> None:
         rows: list[Mapping[str, str]] = []
         if part == "settle":
             rows = settle(trial)
+        elif part == "cumulative":
+            rows = cumulative(systems)
         elif part == "production":
             for adapters, rps in SCALED.items():
                 load = production(adapters, rps, chosen.traces)

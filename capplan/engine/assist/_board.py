@@ -1,6 +1,7 @@
 """The board: shared memory by which the engine gives tasks to CPU cores and gets their results.
 
-The engine writes activations and tasks, then raises the counter of rounds. A core polls that counter,
+The engine writes tasks and activations, then raises the counter of rounds; a GPU writes the activations and
+raises the counter itself. A core polls that counter,
 computes its tasks, writes the results, then sets its own counter to the round. Nothing is locked, and no
 counter has two writers. Each counter has a cache line of its own. Results are read only after the counter
 that follows them, which holds where the processor keeps the order of stores (x86-64).
@@ -83,7 +84,11 @@ class Board:
     def __init__(self, memory: SharedMemory, shape: BoardShape, dtype: torch.dtype) -> None:
         tasks, x, out, _ = shape.starts_bytes()
         self.shape = shape
-        self._words: NDArray[np.int64] = memory.tensor(0, shape.counter_words, torch.int64).numpy()
+        counters = memory.tensor(0, shape.counter_words, torch.int64)
+        self._words: NDArray[np.int64] = counters.numpy()
+        self.rounds = counters[_ROUND : _ROUND + 1]
+        """The counter of rounds, which a GPU may raise."""
+        self._written = 0
         table = memory.tensor(tasks, _TASK_FIELDS * shape.tasks, torch.int64)
         self._tasks: NDArray[np.int64] = table.numpy().reshape(shape.tasks, _TASK_FIELDS)
         self._x = memory.tensor(x, shape.tokens * shape.inputs, dtype)
@@ -99,12 +104,16 @@ class Board:
 
     # -- the engine --
 
-    def post(self, tasks: NDArray[np.int64]) -> int:
-        """Begin a round of tasks, shape (tasks, fields of `Task`), whose activations are written."""
+    def write(self, tasks: NDArray[np.int64]) -> int:
+        """Write the tasks of the next round, shape (tasks, fields of `Task`), and return its number."""
         self._tasks[: tasks.shape[0]] = tasks
         self._words[_TASKS] = tasks.shape[0]
-        self._words[_ROUND] += 1  # last: cores begin now
-        return int(self._words[_ROUND])
+        self._written += 1
+        return self._written
+
+    def begin(self, number: int) -> None:
+        """Let the cores begin a round, whose activations are written."""
+        self._words[_ROUND] = number
 
     def is_done(self, core: int, number: int) -> bool:
         """Return whether a core has computed its tasks of a round."""

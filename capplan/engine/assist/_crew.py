@@ -131,6 +131,8 @@ class Crew:
         CPU of each core.
     adapters
         What they read.
+    pin
+        Let a GPU write to the board.
 
     Attributes
     ----------
@@ -141,12 +143,22 @@ class Crew:
     """
 
     def __init__(
-        self, shape: BoardShape, cpus: Sequence[int], adapters: SharedAdapters, dtype: torch.dtype
+        self,
+        shape: BoardShape,
+        cpus: Sequence[int],
+        adapters: SharedAdapters,
+        dtype: torch.dtype,
+        *,
+        pin: bool = False,
     ) -> None:
         self.adapters = adapters
         self.restarts = self.failed_rounds = 0
         self._cpus = cpus
         self._memory = SharedMemory.new(shape.starts_bytes()[-1])
+        self._is_pinned = pin
+        if pin:
+            self._memory.pin(0, shape.starts_bytes()[-1])
+        self._arrived: torch.Tensor | None = None
         self.board = Board(self._memory, shape, dtype)
         name = str(dtype).removeprefix("torch.")
         fds = (self._memory.descriptor, adapters.memory.descriptor)
@@ -202,7 +214,25 @@ class Crew:
 
     def post(self, tasks: Sequence[Task]) -> int:
         """Begin a round, whose activations are on the board, and return its number."""
-        return self.board.post(np.array(tasks, np.int64))
+        number = self.board.write(np.array(tasks, np.int64))
+        self.board.begin(number)
+        return number
+
+    def post_from(self, activations: Sequence[torch.Tensor], tasks: Sequence[Task]) -> int:
+        """Begin a round as soon as a GPU has written its activations, and return its number.
+
+        Nothing waits: the cores begin when the stream is there.
+        """
+        from capplan.engine.kernels._triton_signal import share_launch
+
+        if self._arrived is None:
+            self._arrived = torch.zeros(1, dtype=torch.int32, device=activations[0].device)
+        board, number, first = self.board, self.board.write(np.array(tasks, np.int64)), 0
+        for left, x in zip(range(len(activations) - 1, -1, -1), activations, strict=True):
+            shared = board.x(first + x.shape[0], x.shape[1])[first:]
+            share_launch(x.contiguous(), shared, self._arrived, board.rounds, 0 if left else number).run()
+            first += x.shape[0]
+        return number
 
     def finish(self, number: int, cores: Sequence[int], timeout_s: float = ROUND_TIMEOUT_S) -> list[int]:
         """Wait for the end of a round and return the cores that did not finish it, which are killed."""
@@ -228,6 +258,8 @@ class Crew:
             each.end()
         self._processes = []
         del self.board
+        if self._is_pinned:
+            self._memory.unpin(0)
         self._memory.close()
         self.adapters.memory.close()
 
@@ -277,6 +309,6 @@ def start_crew(
     """
     if not has_ordered_stores():
         raise InputError("must not be assisted on this processor: use on-demand", "assisted", "cache.loading")
-    crew = Crew(shape, cpus, SharedAdapters(capacity, elements, dtype, pin=pin), dtype)
+    crew = Crew(shape, cpus, SharedAdapters(capacity, elements, dtype, pin=pin), dtype, pin=pin)
     crew.wait_until_ready()
     return crew

@@ -106,14 +106,14 @@ class AssistedLoRA(LoRALayers):
             first += rows
         if not tasks:
             return None
-        board = self._crew.board
-        shared, at = board.x(first, x.shape[1]), 0
-        for segment in self._on_cpu:
-            rows = segment.end - segment.start
-            shared[at : at + rows].copy_(x[segment.start : segment.end])
-            at += rows
+        activations = [x[segment.start : segment.end] for segment in self._on_cpu]
+        if x.device.type == "cuda":
+            number = self._crew.post_from(activations, tasks)
+        else:
+            torch.cat(activations, out=self._crew.board.x(first, x.shape[1]))
+            number = self._crew.post(tasks)
         cores = sorted({task.core for task in tasks})
-        return _Posted(self._crew.post(tasks), site, list(self._on_cpu), cores)
+        return _Posted(number, site, list(self._on_cpu), cores)
 
     def _tasks_of(
         self, adapter: int, layer: int, site: int, first: int, rows: int, before: int
@@ -149,7 +149,9 @@ class AssistedLoRA(LoRALayers):
         for segment in posted.segments:
             size = segment.end - segment.start
             for columns in self._columns_of(segment.adapter, layer, posted.site):
-                out[segment.start : segment.end, columns] += results[at : at + size, columns].to(out.device)
+                # The cores write the next results after the stream has copied these: it begins their round.
+                own = results[at : at + size, columns].to(out.device, non_blocking=True)
+                out[segment.start : segment.end, columns] += own
             at += size
         return []
 

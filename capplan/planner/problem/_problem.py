@@ -59,7 +59,7 @@ def require_valid(problem: Problem, assignments: Sequence[Assignment], solver: s
 
 
 def require_one_kind(problem: Problem) -> None:
-    """Check that all pools have a scheduler and an adapter cache, or none has.
+    """Check that all pools have a scheduler and an adapter cache, or none has, and that engines have them.
 
     The cluster twin, which verifies a plan, simulates one kind of memory. Without this rule the search would
     end in its refusal.
@@ -67,8 +67,12 @@ def require_one_kind(problem: Problem) -> None:
     Raises
     ------
     InputError
-        For the first pool that differs.
+        For the first pool that differs, or a scheduler of the twin alone.
     """
+    scheduler = problem.workload.scheduler
+    if scheduler is not None and scheduler.merging is not None:
+        rule = "must be absent from what is planned: only the twin merges adapters"
+        raise InputError(rule, location="scheduler.merging")
     pooled = [choose_policies(problem.workload, pool.profile).pooled for pool in problem.pools]
     for pool, own in zip(problem.pools, pooled, strict=True):
         if own != pooled[0]:

@@ -71,7 +71,7 @@ def unmerge(state: State, limits: Limits) -> bool:
 @with_pool(0)
 def switches_ns(state: State, limits: Limits) -> int:
     """Return the time of the changes of weights before the step."""
-    return state.pooled.merging.switches * limits.switch_ns
+    return int(state.pooled.merging.switches * limits.switch_ns)
 
 
 @inner
