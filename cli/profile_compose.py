@@ -33,7 +33,10 @@ class ComposeArgs:
         None, metavar="ID", help="With --model-config: its Hugging Face id; else as the file or folder says."
     )
     dtype: str | None = typer.Option(
-        None, metavar="NAME", help="bfloat16, float16, fp8 or fp8_block; by default that of config.json."
+        None, metavar="NAME", help="bfloat16, float16, fp8, fp8_block or int4; default: that of config.json."
+    )
+    kv_cache_dtype: str = typer.Option(
+        "auto", metavar="NAME", help="Of keys and values: fp8, or auto for that of config.json."
     )
     layers: str | None = typer.Option(
         None, metavar="FOLDER", help="Instead of operators: layers measured by LLMServingSim's profiler."
@@ -84,10 +87,10 @@ def _decoder(args: ComposeArgs) -> Decoder:
     if args.model_config is None:
         if args.base_model is not None:
             raise InputError("goes with --model-config", args.base_model, "--base-model")
-        return known_decoder(str(args.model), args.dtype)
+        return known_decoder(str(args.model), args.dtype, args.kv_cache_dtype)
     fields = read_json_object(args.model_config)
     named = args.base_model or fields.get("_name_or_path") or Path(args.model_config).absolute().parent.name
-    return decoder_of(fields, str(named), args.dtype, args.model_config)
+    return decoder_of(fields, str(named), args.dtype, args.model_config, args.kv_cache_dtype)
 
 
 def _show(profile: Profile, output: str) -> None:

@@ -27,7 +27,9 @@ class RooflineArgs:
     base_model: str | None = typer.Option(
         None, metavar="ID", help="With --model-config: its Hugging Face id."
     )
-    dtype: str = typer.Option("bfloat16", metavar="NAME", help="bfloat16 or float16.")
+    dtype: str | None = typer.Option(
+        None, metavar="NAME", help="bfloat16, float16, fp8, fp8_block or int4; default: that of config.json."
+    )
     tp: int = typer.Option(1, metavar="N", min=1, help="GPUs per copy of the model.")
     engine_version: EngineVersion = None
     rules: EngineRules = None
@@ -56,13 +58,13 @@ def roofline(args: RooflineArgs) -> None:
     """
     from capplan.datasets import gpu_sheet
     from capplan.models import Assumptions, Efficiencies, EngineChoice, roofline_profile
+    from capplan.models.compose import with_weights
     from capplan.spec import Kernel
 
-    sheet, arch = gpu_sheet(args.gpu), _arch(args.model, args.model_config, args.base_model)
+    sheet = gpu_sheet(args.gpu)
+    arch = with_weights(_arch(args.model, args.model_config, args.base_model), args.dtype)
     kernel = member(Kernel, args.kernel, "--kernel")
     engine = EngineChoice(version=args.engine_version, rules=args.rules, kernel=kernel)
-    if args.dtype not in ("bfloat16", "float16"):
-        raise InputError("must be bfloat16 or float16", args.dtype, "--dtype")
     require_writable_files(args.output)
     physics = {
         "bandwidth": args.bandwidth,

@@ -16,6 +16,8 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field
 
+from capplan.datasets._nested_config import language_model, vision_bytes
+from capplan.datasets._quantization import weight_format
 from capplan.errors import InputError
 from capplan.spec import ModelArch, SpecModel, read_json_object
 
@@ -49,6 +51,10 @@ _TIED: Final = ("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM")
 
 _OPTIONAL_WINDOW: Final = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
+_PATTERN: Final = "sliding_window_pattern"
+_WINDOW_PERIODS: Final = {"Gemma2ForCausalLM": 2, "Gemma3ForCausalLM": 6}
+"""Layers per layer without a window, where config.json does not list them."""
+
 _EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """Fields of the ``config.json`` of a mixture of experts."""
 
@@ -63,7 +69,7 @@ class GpuSheet(SpecModel):
     name: str
     """As the driver reports it."""
     memory_bytes: Annotated[int, Field(gt=0)]
-    """As the driver reports it; engines size themselves by it."""
+    """As CUDA reports it, which is less than the driver does; engines size themselves by it."""
     bytes_per_s: Positive
     """Peak memory bandwidth."""
     flop_per_s: Positive
@@ -157,9 +163,12 @@ def arch_of(config: Mapping[str, Any], hf_id: str, location: str) -> ModelArch:
     Raises
     ------
     InputError
-        If a size is missing or not a whole number above 0, or the model is a mixture of experts.
+        If a size is missing or not a whole number above 0, the model is a mixture of experts, or its weights
+        are of a format that is not known.
     """
+    whole, config = config, language_model(config, location)
     require_dense(config, hf_id, location)
+    stored = weight_format(config, location)
     heads = whole_number(config, "num_attention_heads", location)
     hidden = whole_number(config, "hidden_size", location)
     architectures = architectures_of(config, location)
@@ -180,7 +189,11 @@ def arch_of(config: Mapping[str, Any], hf_id: str, location: str) -> ModelArch:
         tied_embeddings=flag(config, "tie_word_embeddings", location, default=_is_of(config, _TIED)),
         lora_on_embeddings=any(each in _EMBEDDING_ADAPTERS for each in architectures),
         qk_norm=any(each in _QK_NORM for each in architectures),
+        linear_dtype_bytes=stored.bytes_per_weight,
+        kv_dtype_bytes=stored.kv_bytes,
+        other_weight_bytes=vision_bytes(whole, hidden, location),
         sliding_window=_sliding_window(config, location),
+        window_layers=_window_layers(config, location),
         max_positions=(
             None if config.get(_POSITIONS) is None else whole_number(config, _POSITIONS, location)
         ),
@@ -192,12 +205,12 @@ def _is_of(config: Mapping[str, Any], names: Iterable[str]) -> bool:
 
 
 def require_dense(config: Mapping[str, Any], hf_id: str, location: str) -> None:
-    """Check that a ``config.json`` is of a dense model, and not of one within another.
+    """Check that the fields of a language model are those of a dense one.
 
     Raises
     ------
     InputError
-        If it is of a mixture of experts, or nests a language model.
+        If they are of a mixture of experts.
     """
     for key in _EXPERTS:
         experts = config.get(key)
@@ -207,15 +220,6 @@ def require_dense(config: Mapping[str, Any], hf_id: str, location: str) -> None:
                 "A and B of every local expert; `capplan profiles` lists the models that profiles ship of"
             )
             raise InputError(rule, location=f"{location}: {key}")
-    inner = config.get("text_config")
-    if isinstance(inner, Mapping) and "hidden_size" not in config:
-        where = f"{location}: text_config"
-        require_dense(inner, hf_id, where)
-        rule = (
-            "is read as a file of its own: write this mapping to one, with architectures of the language "
-            "model such as [MistralForCausalLM], and give that file as --model-config"
-        )
-        raise InputError(rule, location=where)
 
 
 def _sliding_window(config: Mapping[str, Any], location: str) -> int | None:
@@ -228,6 +232,25 @@ def _sliding_window(config: Mapping[str, Any], location: str) -> int | None:
     if config.get("sliding_window") is None or not is_on:
         return None
     return whole_number(config, "sliding_window", location)
+
+
+def _window_layers(config: Mapping[str, Any], location: str) -> int | None:
+    """Return the number of layers with a sliding window; None without a window, or if all have one."""
+    if _sliding_window(config, location) is None:
+        return None
+    layers, kinds = whole_number(config, "num_hidden_layers", location), config.get("layer_types")
+    if kinds is not None and not isinstance(kinds, list):
+        raise InputError("must be a list of names", kinds, f"{location}: layer_types")
+    if kinds:
+        if len(kinds) != layers:
+            raise InputError(f"must name the {layers} layers", len(kinds), f"{location}: layer_types")
+        return sum(kind == "sliding_attention" for kind in kinds) or None
+    names = [name for name in architectures_of(config, location) if name in _WINDOW_PERIODS]
+    if config.get(_PATTERN) is not None:
+        period = whole_number(config, _PATTERN, location)
+    else:
+        period = _WINDOW_PERIODS[names[0]] if names else 0
+    return layers - layers // period if period else None
 
 
 def architectures_of(config: Mapping[str, Any], location: str) -> list[str]:

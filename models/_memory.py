@@ -9,8 +9,16 @@ from typing import Final, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from capplan.datasets import GpuSheet
 from capplan.errors import InfeasibleError
-from capplan.serving import Releases, kv_bytes_per_token, lora_elements_per_rank, slot_bytes, weight_bytes
+from capplan.serving import (
+    VLLM_ENGINE,
+    Releases,
+    kv_bytes_per_token,
+    lora_elements_per_rank,
+    slot_bytes,
+    weight_bytes,
+)
 from capplan.spec import (
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     LORA_MODULES,
@@ -54,15 +62,30 @@ _UP_TO_0_8: Final = Releases("0.0", "0.8")
 _LOGIT_COPIES_OF_0_8: Final = 3.5
 """Float32 logits per request that sampling by sorting holds."""
 
+_UP_TO_0_19: Final = Releases("0.0", "0.19")
+
+_LOGIT_COPIES_OF_0_19: Final = 4.0
+"""Logits in float32, sorted, and 64-bit places: peaks of 1.96 and 3.99 GiB with 1,024 requests over 128,256
+and 262,208 tokens (vLLM 0.19.0; llm-d-incubation/llm-d-planner, accuracy/results/v0.19.0)."""
+
 _LOGIT_COPIES: Final = 1.5
-"""Logits in 16 bits and in float32."""
+"""Logits in 16 bits and in float32: with four copies, vLLM 0.23.0 could not have kept the KV tokens that it
+has (inference-sim/residency-vllm, commit 2641b57)."""
 
-_RESERVED_BYTES: Final = 1.03e9
-"""Graphs and buffers beside activations: what vLLM 0.19.0 kept back on an RTX 4090 beside Llama-3.1-8B, less
-the activations. Source: request logs of casys-kaist/LLMServingSim, commit 5daddb2."""
+_RESERVED_BYTES: Final = 0.22e9
+"""Memory that PyTorch does not know on an H100: what five starts of vLLM 0.19.0 kept back beside weights and
+peak (the same logs of llm-d-planner)."""
 
-_COLLECTIVES_BYTES: Final = 0.3e9
-"""Assumed buffers of NCCL and of custom all-reduce with tensor parallelism."""
+_RESERVED_BYTES_BY_PCIE: Final = 0.71e9
+"""The same on an RTX 4090, beside Llama-3.1-8B (vLLM 0.19.0; request logs of casys-kaist/LLMServingSim,
+commit 5daddb2); assumed of all GPUs without links of their own."""
+
+_COLLECTIVES_BYTES: Final = 2.04e9
+"""Buffers of NCCL and of custom all-reduce with tensor parallelism: 2.1 GiB that PyTorch does not know
+instead of 0.2 GiB (the logs of llm-d-planner; TP 4 as TP 2)."""
+
+_COLLECTIVES_BYTES_OF_0_8: Final = 0.3e9
+"""Assumed."""
 
 ASSUMED = "assumed, not measured"
 
@@ -110,7 +133,9 @@ class KvBudget:
 
 def kv_budget(profile: Profile, gpu_memory_utilization: float) -> KvBudget:
     """Return the memory of one GPU of a profile."""
-    memory, engine = profile.memory, profile.engine
+    memory, engine, arch = profile.memory, profile.engine, profile.model
+    if engine.name == VLLM_ENGINE and not _UP_TO_0_8.precede(engine.version):
+        arch = arch.replace(window_layers=None)  # one kind of blocks for all layers
     return KvBudget(
         memory_bytes=profile.gpu.memory_bytes * gpu_memory_utilization,
         weight_bytes=weight_bytes(profile.model, profile.tp),
@@ -121,7 +146,7 @@ def kv_budget(profile: Profile, gpu_memory_utilization: float) -> KvBudget:
         bytes_per_seq=memory.value("bytes_per_seq"),
         seqs_in_reserve=memory.value("seqs_in_reserve"),
         bytes_per_batched_token=memory.value(_ACTIVATIONS) if _ACTIVATIONS in memory.coefficients else 0.0,
-        block_bytes=kv_bytes_per_token(profile.model, profile.tp) * engine.block_size,
+        block_bytes=kv_bytes_per_token(arch, profile.tp) * engine.block_size,
         block_tokens=engine.block_size,
     )
 
@@ -207,11 +232,15 @@ def disk_load_ms(loading: FittedModel, rank: int, share: LoadShare = WHOLE) -> f
     return loading.value("disk_base_ms") + share.elements * loading.value("disk_ms_per_rank") * rank
 
 
-def memory_model(arch: ModelArch, tp: int = 1, engine_version: str | None = None) -> FittedModel:
+def memory_model(
+    sheet: GpuSheet, arch: ModelArch, tp: int = 1, engine_version: str | None = None
+) -> FittedModel:
     """Return the memory that vLLM keeps back beside weights, adapter slots and KV tokens.
 
     Parameters
     ----------
+    sheet
+        The GPU.
     arch
         The base model.
     tp
@@ -225,22 +254,27 @@ def memory_model(arch: ModelArch, tp: int = 1, engine_version: str | None = None
         If the version does not begin with two numbers.
     """
     logits = 4.0 * arch.vocab_size
-    of_tp = _COLLECTIVES_BYTES if tp > 1 else 0.0
     slots = {"slot_factor": 1.0, "slot_overhead_bytes": 0.0}
     if engine_version is not None and not _UP_TO_0_8.precede(engine_version):
         reserve = _RESERVE_OF_0_8 | {"bytes_per_seq": _LOGIT_COPIES_OF_0_8 * logits}
+        of_tp = _COLLECTIVES_BYTES_OF_0_8
         source = "kept-back memory of the shipped profiles of vLLM 0.8.5, rounded"
     else:
         # One layer's activations live at a time: gate and up, their product, and the residual stream twice.
         activations = arch.dtype_bytes * (3 * arch.intermediate_size // tp + 2 * arch.hidden_size)
+        is_sorting = engine_version is not None and not _UP_TO_0_19.precede(engine_version)
+        is_linked = sheet.peer_bytes_per_s > sheet.host_bytes_per_s
+        of_tp = _COLLECTIVES_BYTES
         reserve = {
-            "reserved_bytes": _RESERVED_BYTES,
-            "bytes_per_seq": _LOGIT_COPIES * logits,
+            "reserved_bytes": _RESERVED_BYTES if is_linked else _RESERVED_BYTES_BY_PCIE,
+            "bytes_per_seq": (_LOGIT_COPIES_OF_0_19 if is_sorting else _LOGIT_COPIES) * logits,
             "seqs_in_reserve": 0.0,
             _ACTIVATIONS: float(activations),
         }
-        source = "activations and logits by their sizes; the rest as vLLM 0.19.0 kept back on an RTX 4090"
-    reserve = reserve | {"reserved_bytes": reserve["reserved_bytes"] + of_tp}
+        source = "activations and logits by their sizes; the rest as vLLM 0.19.0 kept back on "
+        source += "an H100 and with tensor parallelism" if is_linked else "an RTX 4090"
+    if tp > 1:
+        reserve = reserve | {"reserved_bytes": reserve["reserved_bytes"] + of_tp}
     return assumed_model(MEMORY_FORM, slots | reserve, source)
 
 

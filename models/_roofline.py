@@ -132,10 +132,13 @@ def step_coefficients(
     bytes_per_ms = 1e-3 * physics.bandwidth * sheet.bytes_per_s
     flop_per_ms = 1e-3 * physics.compute * sheet.flop_per_s
     embedding = arch.dtype_bytes * arch.vocab_size * arch.hidden_size / tp
-    inside = weight_bytes(arch, tp) - embedding * (1 if arch.tied_embeddings else 2)
+    embeddings = embedding * (1 if arch.tied_embeddings else 2)
+    inside = weight_bytes(arch, tp) - embeddings - arch.other_weight_bytes / tp
     read_ms = (inside + embedding) / bytes_per_ms  # one row per token of the one, all of the head's
-    # Two operations per weight and token; prompts need the head for their last token only.
-    compute_ms = 1e3 * 2.0 * inside / arch.dtype_bytes / flop_per_ms
+    # Two operations of 16 bits per weight and token, also of quantized ones; prompts need the head for their
+    # last token only.
+    plain = arch.replace(linear_dtype_bytes=None, other_weight_bytes=0)
+    compute_ms = 1e3 * 2.0 * (weight_bytes(plain, tp) - embeddings) / arch.dtype_bytes / flop_per_ms
     decode_ms = compute_ms + 1e3 * 2.0 * embedding / arch.dtype_bytes / flop_per_ms
     graph_ktokens = GRAPH_TOKENS / 1e3
     chord_ms = max(0.0, decode_ms - read_ms / graph_ktokens)
@@ -280,7 +283,7 @@ def roofline_profile(
         model=arch,
         engine=profiled,
         step_latency=assumed_model(ADDITIVE.name, steps, source, formula),
-        memory=memory_model(arch, tp, profiled.version if profiled.name == VLLM_ENGINE else None),
+        memory=memory_model(sheet, arch, tp, profiled.version if profiled.name == VLLM_ENGINE else None),
         loading=loading_model(sheet, arch, tp, physics, error_formula=formula),
         host=assumed_model(HOST_FORM, host, f"time per request {shipped}", formula),
         provenance=Provenance(

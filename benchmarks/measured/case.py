@@ -34,6 +34,9 @@ class Deployment:
     version: str = ""
     """Version of vLLM, empty if not recorded; or `SLORA`."""
     dtype: str = "bfloat16"
+    kv_cache_dtype: str = "auto"
+    rules: str = ""
+    """Serving rules, if they are not those of the version by default."""
 
 
 _UNSTATED: Final = MappingProxyType(

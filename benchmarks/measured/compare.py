@@ -33,6 +33,8 @@ class Record:
     tp: int
     version: str
     dtype: str
+    kv_cache_dtype: str
+    rules: str
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from benchmarks.measured.host_terms import Floats, Rows, fitted, with_terms
 from capplan import InputError, Profile, list_profiles, load_profile
 from capplan.datasets import gpu_sheet
 from capplan.models.compose import SYSTEMS, compose_profile, known_decoder
-from capplan.serving import rules_of_version
+from capplan.serving import rules_of_version, serving_rules
 
 _WITH_OPERATORS: Final = frozenset(system.sheet_key for system in SYSTEMS)
 
@@ -40,8 +40,9 @@ def _profile(deployment: Deployment) -> Profile:
     if deployment.version == SLORA:
         raise InputError("must be a model under vLLM", deployment.model, "model")
     version = deployment.version or UNRECORDED
-    decoder = known_decoder(deployment.model, deployment.dtype)
-    return compose_profile(deployment.gpu, decoder, rules_of_version(version), version, tp=deployment.tp)
+    decoder = known_decoder(deployment.model, deployment.dtype, deployment.kv_cache_dtype)
+    rules = serving_rules(deployment.rules) if deployment.rules else rules_of_version(version)
+    return compose_profile(deployment.gpu, decoder, rules, version, tp=deployment.tp)
 
 
 def _shipped(deployment: Deployment) -> Profile:

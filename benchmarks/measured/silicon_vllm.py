@@ -5,9 +5,11 @@ names no client, number of requests or spread of lengths. With equal lengths req
 step: they arrive, prefill and end together, at a TTFT that rows at low concurrency contradict. So lengths are
 drawn evenly from within `SPREAD` of the means of a row.
 
-Rows of Llama-3.1-70B name no version; they date from October 2025. Their KV cache must have had 8 bits: 64
-requests of 1,024 + 8,192 tokens on one B200 waited 0.4 s for their first token, and with 16 bits of KV about
-29 of them fit at their end. So the simulation has twice the KV tokens, each of half the bytes.
+Rows of Llama-3.1-70B name no version; they date from October 2025. The public benchmark that they come from
+(InferenceMAX) runs with asynchronous scheduling, and with lengths drawn evenly from 0.8 of the stated ones to
+these. On a B200 their KV cache must have had 8 bits:
+64 requests of 1,024 + 8,192 tokens on one waited 0.4 s for their first token, and with 16 bits of KV about
+29 of them fit at their end. On H100s it must have had 16: the same requests on two waited 31 s.
 
 FP8 rows of Qwen3-32B come from a server of several engines on eight GPUs: their 3, 12 and 144 requests per
 engine agree with the measured TPOT, 24, 48 and 144 do not.
@@ -30,6 +32,8 @@ from capplan import InputError, Profile
 
 FILE: Final = "silicon_dense_vllm.csv"
 _GENERATIONS: Final = 6
+_GENERATIONS_UNRECORDED: Final = 10
+"""Requests of a run over its concurrency; of rows without a version as their benchmark has it."""
 SPREAD: Final = 0.1
 _DTYPES: Final = MappingProxyType(
     {"fp8": "fp8", "fp4": "nvfp4", "nvfp4": "nvfp4", "bf16": "bfloat16", "bfloat16": "bfloat16"}
@@ -44,8 +48,10 @@ _UNDERSTOOD: Final = MappingProxyType(
     }
 )
 _GPUS_OF_SERVER: Final = 8
-_UNRECORDED_VERSION: Final = "0.11.0"
-"""Newest release at the date of the rows without a version."""
+_UNRECORDED_VERSION: Final = "0.12.0"
+_UNRECORDED_RULES: Final = "vllm-0.12-async"
+"""Nearest rules of the rows without a version, which have asynchronous scheduling."""
+_SHORTEST: Final = 0.8
 _DTYPE_KEYS: Final = ("precision", "gemm_quant_mode")
 
 
@@ -59,38 +65,24 @@ class ClosedLoopRun:
     prompt_tokens: int
     output_tokens: int
     measured: Mapping[str, float]
-    has_fp8_kv: bool = False
+    shortest: float | None = None
+    """Least length over the stated one, which is the longest; None: lengths spread around it."""
 
     def predict(self, profile: Profile, spread: float = SPREAD) -> Mapping[str, float]:
         """Return the simulated latencies of all requests."""
-        count = _GENERATIONS * self.concurrency
+        count = (_GENERATIONS if self.shortest is None else _GENERATIONS_UNRECORDED) * self.concurrency
         drawn = np.random.default_rng(0)
+        low, high = (1 - spread, 1 + spread) if self.shortest is None else (self.shortest, 1.0)
         prompts, outputs = (
-            drawn.integers(round((1 - spread) * mean), round((1 + spread) * mean) + 1, count)
-            for mean in (self.prompt_tokens, self.output_tokens)
+            drawn.integers(round(low * stated), round(high * stated) + 1, count)
+            for stated in (self.prompt_tokens, self.output_tokens)
         )
         requests = requests_of(np.zeros(count), prompts, outputs)
         request_ms = profile.host.value("request_ms")
-        scenario = scenario_of(with_fp8_kv(profile) if self.has_fp8_kv else profile, Engine(), requests)
-        if self.has_fp8_kv:
-            scenario = scenario._replace(num_blocks=2 * scenario.num_blocks)
+        scenario = scenario_of(profile, Engine(), requests)
         scenario, trace = closed_loop(scenario, self.concurrency, request_ms)
         found = latencies(scenario, trace, request_ms)
         return {"tpot_ms": found.tpot_ms_mean, "ttft_ms": 1e3 * found.ttft_s_mean}
-
-
-def with_fp8_kv(profile: Profile) -> Profile:
-    """Return the profile with half the time per KV token, if its step model has tables."""
-    model = profile.step_latency
-    if not model.tables:
-        return profile
-    table = model.tables["requests_ms"]
-    axes = tuple(
-        axis.replace(points=tuple(2.0 * point for point in axis.points)) if axis.name == "kv_tokens" else axis
-        for axis in table.axes
-    )
-    tables = {**model.tables, "requests_ms": table.replace(axes=axes)}
-    return profile.replace(step_latency=model.replace(tables=tables))
 
 
 def read(folder: Path) -> list[ClosedLoopRun | RefusedCase]:
@@ -110,7 +102,9 @@ def _run(row: Mapping[str, object]) -> ClosedLoopRun | RefusedCase:
         concurrency = concurrency * tp // _GPUS_OF_SERVER
     name = f"{prompt} + {output}, {concurrency} in flight"
     gpu, model = gpu_key(str(row["system"])), str(row["model_path"])
-    deployment = Deployment(gpu, model, tp, version or _UNRECORDED_VERSION, dtype)
+    kv_cache_dtype = "fp8" if gpu == "b200" and dtype == "fp8" and not version else "auto"
+    rules = "" if version else _UNRECORDED_RULES
+    deployment = Deployment(gpu, model, tp, version or _UNRECORDED_VERSION, dtype, kv_cache_dtype, rules)
     try:
         require_only(row, _UNDERSTOOD)
     except InputError as error:
@@ -125,5 +119,5 @@ def _run(row: Mapping[str, object]) -> ClosedLoopRun | RefusedCase:
             "tpot_ms": float(str(row["silicon_tpot_ms"])),
             "ttft_ms": float(str(row["silicon_ttft_ms"])),
         },
-        has_fp8_kv=dtype == "fp8" and not version,
+        shortest=None if version else _SHORTEST,
     )

@@ -16,8 +16,8 @@ _FUSED: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def kv_bytes_per_token(arch: ModelArch, tp: int = 1) -> int:
-    """Return the bytes of keys and values of one token on one GPU."""
-    return arch.layers * 2 * _kv_width(arch, tp) * arch.dtype_bytes
+    """Return the bytes of keys and values of one token on one GPU, where every layer keeps them."""
+    return arch.kv_layers * 2 * _kv_width(arch, tp) * (arch.kv_dtype_bytes or arch.dtype_bytes)
 
 
 def _kv_width(arch: ModelArch, tp: int) -> int:
@@ -109,4 +109,5 @@ def weight_bytes(arch: ModelArch, tp: int = 1) -> int:
     per_layer = arch.hidden_size * (2 * query + 2 * kv + 3 * arch.intermediate_size)
     embeddings = arch.vocab_size * arch.hidden_size * (1 if arch.tied_embeddings else 2)
     linear_bytes = arch.linear_dtype_bytes or arch.dtype_bytes
-    return (linear_bytes * arch.layers * per_layer + arch.dtype_bytes * embeddings) // tp
+    layers_bytes = round(linear_bytes * arch.layers * per_layer)
+    return (layers_bytes + arch.dtype_bytes * embeddings + arch.other_weight_bytes) // tp

@@ -191,11 +191,18 @@ class ModelArch(SpecModel):
         default=False, description="Whether the output head is the embedding, transposed."
     )
     dtype_bytes: Annotated[int, Field(ge=1, le=4)] = Field(
-        default=2, description="Bytes of a weight, of an activation and of an element of keys and values."
+        default=2, description="Bytes of a weight, and of an activation."
     )
-    linear_dtype_bytes: Annotated[int | None, Field(ge=1, le=4)] = Field(
+    linear_dtype_bytes: Annotated[float | None, Field(gt=0, le=4)] = Field(
         default=None,
-        description="Bytes of a weight of the layers' matrices where they are quantized; null: dtype_bytes.",
+        description="Bytes of a weight of the layers' matrices where they are quantized, scales included; "
+        "null: dtype_bytes.",
+    )
+    kv_dtype_bytes: Annotated[int | None, Field(ge=1, le=4)] = Field(
+        default=None, description="Bytes of an element of keys and values; null: dtype_bytes."
+    )
+    other_weight_bytes: Annotated[int, Field(ge=0, le=2**40)] = Field(
+        default=0, description="Bytes of weights beside the language model, such as those of a vision tower."
     )
     lora_on_embeddings: bool = Field(
         default=False,
@@ -206,6 +213,9 @@ class ModelArch(SpecModel):
         default=None,
         description="Most tokens that a layer with a window attends to; null: every layer attends to all.",
     )
+    window_layers: Count | None = Field(
+        default=None, description="Layers with a window, in a model that has one; null: all of them."
+    )
     max_positions: Count | None = Field(
         default=None, description="Most tokens of prompt and output (max_position_embeddings); null: unknown."
     )
@@ -214,6 +224,21 @@ class ModelArch(SpecModel):
     def default_max_model_len(self) -> int:
         """Limit of prompt and output, in tokens, if none is set."""
         return min(DEFAULT_MAX_MODEL_LEN, self.max_positions or DEFAULT_MAX_MODEL_LEN)
+
+    @property
+    def kv_layers(self) -> int:
+        """Layers whose keys and values a token takes in vLLM's blocks, padding included.
+
+        Layers with and without a window are in groups of equal size, so that one block serves a group: as
+        many as the rarer kind has, or as the other if it is less than a quarter larger. A group that is not
+        full takes as much (vLLM since 0.9.2, ``kv_cache_utils.py``).
+        """
+        windowed = self.window_layers
+        if self.sliding_window is None or windowed is None or windowed == self.layers:
+            return self.layers
+        fewer, more = sorted((windowed, self.layers - windowed))
+        size = more if more < 1.25 * fewer else fewer
+        return size * (-(-fewer // size) + -(-more // size))
 
     @property
     def module_sizes(self) -> tuple[tuple[int, int], ...]:

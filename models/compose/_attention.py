@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 
-KV_BYTES: Final = 2
-"""Bytes of an element of a key or a value."""
+KV_BYTES: Final = {"bfloat16": 2, "fp8": 1}
+"""Bytes of an element of a key or a value, by its dtype."""
 
 _STREAMING_BYTES: Final = 2.5e8
 """KV of a measured context from which on it is read from memory: more than twice every L2 cache here."""
@@ -38,6 +38,8 @@ class Heads:
     query: int
     kv: int
     head_dim: int
+    kv_dtype: str = "bfloat16"
+    """Dtype of keys and values, see `KV_BYTES`."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def decode_attention(table: pd.DataFrame, heads: Heads) -> DecodeAttention:
         for each in (low, high)
     ]
     times = np.exp((1.0 - share) * logs[0] + share * logs[1])
-    measured_heads = Heads(heads.query, kv, head_dim)
+    measured_heads = replace(heads, kv=kv, head_dim=head_dim)
     return replace(
         decode_times(times, measured_heads), batch_scale=batch_scale, context_scale=heads.head_dim / head_dim
     )
@@ -96,7 +98,7 @@ def decode_attention(table: pd.DataFrame, heads: Heads) -> DecodeAttention:
 def decode_times(times: pd.DataFrame, heads: Heads) -> DecodeAttention:
     """Return decode attention from milliseconds by requests (index) and tokens of context (columns)."""
     batches, contexts = times.index.to_numpy(dtype=float), times.columns.to_numpy(dtype=float)
-    token_bytes = 2 * KV_BYTES * heads.kv * heads.head_dim
+    token_bytes = 2 * KV_BYTES[heads.kv_dtype] * heads.kv * heads.head_dim
     ms_per_token = _ms_per_token(times.to_numpy(), batches, contexts, token_bytes)
     return DecodeAttention(
         times=RegularGridInterpolator(
@@ -138,6 +140,10 @@ def ms_per_mpair(tokens: Floats, ms: Floats) -> float:
 
 def _nearest(table: pd.DataFrame, heads: Heads) -> tuple[pd.DataFrame, int, int]:
     """Return rows of the nearest head size, the most measured KV heads up to those asked, and that size."""
+    table = table[table["kv_cache_dtype"] == heads.kv_dtype]
+    if table.empty:
+        rule = "must be that of the model: attention over others was not measured on this GPU"
+        raise InputError(rule, heads.kv_dtype, "--kv-cache-dtype")
     sizes = np.sort(table["head_dim"].unique())
     head_dim = int(sizes[np.argmin(np.abs(np.log(sizes / heads.head_dim)))])
     rows = table[table["head_dim"] == head_dim]

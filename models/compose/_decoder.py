@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 from capplan.datasets import (
@@ -11,9 +12,10 @@ from capplan.datasets import (
     architectures_of,
     hf_config,
     known_arch,
+    language_model,
     model_arch,
     require_dense,
-    whole_number,
+    weight_format,
 )
 from capplan.errors import InputError
 from capplan.models.compose._attention import Heads
@@ -31,17 +33,15 @@ DENSE: Final = (
 )
 """Dense decoders with a gated MLP, by ``architectures`` of config.json."""
 
-_PATTERN: Final = "sliding_window_pattern"
-
-DTYPES: Final = ("bfloat16", "float16", "fp8", "fp8_block")
-"""Dtypes of weights and products; those of 16 bits take the same time. In ``fp8`` a weight matrix has one
-scale, in ``fp8_block`` one per block.
+BYTES_PER_WEIGHT: Final[Mapping[str, float | None]] = MappingProxyType(
+    {"bfloat16": None, "float16": None, "fp8": 1.0, "fp8_block": 1.0 + 4.0 / 128**2, "int4": 0.5 + 2.5 / 128}
+)
+"""Dtypes of weights and products, and their bytes with scales; None: those of the model. Those of 16 bits
+take the same time. In ``fp8`` a weight matrix has one scale, in ``fp8_block`` one per block; ``int4`` has a
+scale and a zero per 128 inputs, and activations of 16 bits (AWQ, GPTQ).
 """
 
 _FOUR_NORMS: Final = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
-_WINDOW_PERIODS: Final = {"Gemma2ForCausalLM": 2, "Gemma3ForCausalLM": 6}
-"""Layers per layer without a window, where config.json does not list them."""
-
 _ACTIVATION_BYTES: Final = 2
 
 
@@ -52,10 +52,15 @@ class Decoder:
     arch: ModelArch
     norms: int = 2
     """Norms of the residual stream per layer."""
-    window_layers: int = 0
-    """Layers with a sliding window."""
     dtype: str = "bfloat16"
-    """Dtype of the products of a layer, see `DTYPES`."""
+    """Dtype of the products of a layer, see `BYTES_PER_WEIGHT`."""
+
+    @property
+    def window_layers(self) -> int:
+        """Layers with a sliding window."""
+        if self.arch.sliding_window is None:
+            return 0
+        return self.arch.window_layers or self.arch.layers
 
     def products(self, tp: int) -> tuple[tuple[int, int], ...]:
         """Return outputs and inputs of the products of a layer on one GPU, as vLLM merges and shards them."""
@@ -75,20 +80,30 @@ class Decoder:
 
     def heads(self, tp: int) -> Heads:
         """Return the attention heads on one GPU; KV heads fewer than `tp` are replicated."""
-        return Heads(self.arch.heads // tp, max(1, self.arch.kv_heads // tp), self.arch.head_dim)
+        arch = self.arch
+        kv_dtype = "fp8" if arch.kv_dtype_bytes == 1 else "bfloat16"
+        return Heads(arch.heads // tp, max(1, arch.kv_heads // tp), arch.head_dim, kv_dtype)
 
-    def elementwise_bytes(self, tp: int) -> tuple[int, ...]:
-        """Return the bytes per token that each memory-bound kernel of a layer reads and writes."""
+    def elementwise_bytes(self, tp: int, fused_norms: int = 0) -> tuple[int, ...]:
+        """Return the bytes per token that each memory-bound kernel of a layer reads and writes.
+
+        `fused_norms` of the norms are part of other kernels.
+        """
         arch, heads = self.arch, self.heads(tp)
         query, kv = heads.query * arch.head_dim, heads.kv * arch.head_dim
         rotary = 2 * (query + kv)
-        norms = [4 * arch.hidden_size] * self.norms  # the stream and the residual, read and written
+        norm = 4 * arch.hidden_size  # the stream and the residual, read and written
+        norms = [norm] * (self.norms - fused_norms)
         parts = [*norms, rotary, 4 * kv, 3 * arch.intermediate_size // tp]
         return tuple(_ACTIVATION_BYTES * part for part in [*parts, *([rotary] if self.arch.qk_norm else [])])
 
 
 def decoder_of(
-    config: Mapping[str, Any], base_model: str, dtype: str | None = None, location: str = "config.json"
+    config: Mapping[str, Any],
+    base_model: str,
+    dtype: str | None = None,
+    location: str = "config.json",
+    kv_cache_dtype: str = "auto",
 ) -> Decoder:
     """Return the decoder of the fields of a ``config.json``.
 
@@ -99,9 +114,11 @@ def decoder_of(
     base_model
         Hugging Face id of the model.
     dtype
-        One of `DTYPES`; that of the weights by default.
+        One of `BYTES_PER_WEIGHT`; that of the weights by default.
     location
         Place of the fields, for messages.
+    kv_cache_dtype
+        Of keys and values: fp8, or auto for what the file says, else that of the model.
 
     Raises
     ------
@@ -109,8 +126,9 @@ def decoder_of(
         For an architecture that is not known to be a dense decoder, by its name; for an unknown dtype or
         quantization.
     """
-    require_dense(config, base_model, location)
-    names = architectures_of(config, location)
+    own = language_model(config, location)
+    require_dense(own, base_model, location)
+    names = architectures_of(own, location)
     name = next((each for each in names if each in DENSE), None)
     if name is None:
         rule = (
@@ -118,26 +136,39 @@ def decoder_of(
             "`capplan profile roofline` computes a profile from sizes alone"
         )
         raise InputError(rule, ", ".join(names) or None, f"{location}: architectures")
-    dtype = _dtype(config, location) if dtype is None else dtype
-    if dtype not in DTYPES:
-        raise InputError(f"must be one of {', '.join(DTYPES)}", dtype, "--dtype")
+    stored = weight_format(own, location)
     arch = arch_of(config, base_model, location)
     known = known_arch([base_model])
     if known is not None and known.replace(name=arch.name, hf_ids=arch.hf_ids) == arch:
         arch = known  # with its short name, and the ids of other models of this shape
-    if dtype.startswith("fp8"):
-        arch = arch.replace(linear_dtype_bytes=1)
+    arch = with_weights(arch, None if dtype == stored.dtype else dtype)
+    if kv_cache_dtype != "auto":
+        if kv_cache_dtype != "fp8":
+            raise InputError("must be auto or fp8", kv_cache_dtype, "--kv-cache-dtype")
+        arch = arch.replace(kv_dtype_bytes=1)
     return Decoder(
         arch=arch,
         norms=4 if name in _FOUR_NORMS else 2,
-        window_layers=(
-            0 if arch.sliding_window is None else _window_layers(config, name, arch.layers, location)
-        ),
-        dtype="bfloat16" if dtype == "float16" else dtype,
+        dtype="bfloat16" if dtype == "float16" else dtype or stored.dtype,
     )
 
 
-def known_decoder(name: str, dtype: str | None = None) -> Decoder:
+def with_weights(arch: ModelArch, dtype: str | None) -> ModelArch:
+    """Return a model with the weights of its layers in a dtype, see `BYTES_PER_WEIGHT`; None: as they are.
+
+    Raises
+    ------
+    InputError
+        For an unknown dtype.
+    """
+    if dtype is None:
+        return arch
+    if dtype not in BYTES_PER_WEIGHT:
+        raise InputError(f"must be one of {', '.join(BYTES_PER_WEIGHT)}", dtype, "--dtype")
+    return arch.replace(linear_dtype_bytes=BYTES_PER_WEIGHT[dtype])
+
+
+def known_decoder(name: str, dtype: str | None = None, kv_cache_dtype: str = "auto") -> Decoder:
     """Return the decoder of a known model, by its short name or Hugging Face id; see `decoder_of`.
 
     Raises
@@ -147,33 +178,4 @@ def known_decoder(name: str, dtype: str | None = None) -> Decoder:
     """
     arch = model_arch(name)
     base_model = name if name in arch.hf_ids else arch.hf_ids[0]
-    return decoder_of(hf_config(base_model) or {}, base_model, dtype, "--model")
-
-
-def _dtype(config: Mapping[str, Any], location: str) -> str:
-    """Return the dtype of the weights that a ``config.json`` describes."""
-    quantization = config.get("quantization_config")
-    if not quantization:
-        return "bfloat16"
-    fields = quantization if isinstance(quantization, Mapping) else {"quant_method": quantization}
-    if fields.get("quant_method") != "fp8":
-        rule = "must be fp8, whose products were measured; other weights by --dtype"
-        method = str(fields.get("quant_method"))
-        raise InputError(rule, method, f"{location}: quantization_config.quant_method")
-    return "fp8_block" if fields.get("weight_block_size") else "fp8"
-
-
-def _window_layers(config: Mapping[str, Any], name: str, layers: int, location: str) -> int:
-    """Return the number of layers with a sliding window, in a model that has one."""
-    kinds = config.get("layer_types")
-    if kinds is not None and not isinstance(kinds, list):
-        raise InputError("must be a list of names", kinds, f"{location}: layer_types")
-    if kinds:
-        if len(kinds) != layers:
-            raise InputError(f"must name the {layers} layers", len(kinds), "layer_types")
-        return sum(kind == "sliding_attention" for kind in kinds)
-    if config.get(_PATTERN) is not None:
-        period = whole_number(config, _PATTERN, location)
-    else:
-        period = _WINDOW_PERIODS.get(name, 0)
-    return layers - layers // period if period else layers
+    return decoder_of(hf_config(base_model) or {}, base_model, dtype, "--model", kv_cache_dtype)

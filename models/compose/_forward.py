@@ -17,7 +17,7 @@ from capplan.datasets import GpuSheet
 from capplan.errors import InputError
 from capplan.models.compose._attention import DecodeAttention, decode_attention, prefill_ms_per_mpair
 from capplan.models.compose._decoder import Decoder
-from capplan.models.compose._gemm import GemmTimes, gemm_times
+from capplan.models.compose._gemm import CARRIED, GemmTimes, gemm_times
 from capplan.models.compose._lora import small_product_ratio
 from capplan.models.compose._tables import OperatorTables
 
@@ -29,6 +29,9 @@ KERNEL_MS: Final = 0.003
 ELEMENTWISE_BANDWIDTH: Final = 0.8
 """Share of the memory's peak that memory-bound kernels reach."""
 
+
+_ALL_REDUCES: Final = 2
+"""Of a layer: after attention and after the MLP. Another one follows the embedding."""
 
 _AFTER_ATTENTION: Final = 1
 """Position of o in `Decoder.products`: attention does not quantize its output."""
@@ -112,7 +115,7 @@ class ForwardPass:
         layer += self._elementwise_ms(tokens) + self._quantize_ms(tokens)
         reduced = self._all_reduce_ms(tokens * self.decoder.arch.hidden_size)
         layers = self.decoder.arch.layers
-        return np.asarray(layers * layer + (2 * layers + 1) * reduced)
+        return np.asarray(layers * layer + (_ALL_REDUCES * layers + 1) * reduced)
 
     def requests_ms(self, requests: Floats, kv_tokens: Floats) -> Floats:
         """Return the milliseconds that depend on requests and their KV tokens, of their common shape."""
@@ -133,6 +136,9 @@ class ForwardPass:
             (name, self.products.beyond(max_tokens, n, k))
             for name, (n, k) in zip(("qkv", "o", "gate_up", "down"), decoder.products(self.tp), strict=True)
         ]
+        if decoder.dtype in CARRIED:
+            words = f"{decoder.dtype} weights have the efficiency of {CARRIED[decoder.dtype]} ones"
+            found.append(("linear layers", words))
         found.append(("lm_head", self.head.beyond(1, *decoder.head(self.tp))))
         window = decoder.arch.sliding_window
         if window is not None:
@@ -144,7 +150,8 @@ class ForwardPass:
         return tuple(f"{name}: {words}" for name, words in found if words)
 
     def _elementwise_ms(self, tokens: Floats) -> Floats:
-        parts = self.decoder.elementwise_bytes(self.tp)
+        is_fused = self.tp > 1 and self.tables.system.fuses_all_reduce
+        parts = self.decoder.elementwise_bytes(self.tp, _ALL_REDUCES if is_fused else 0)
         bytes_per_ms = ELEMENTWISE_BANDWIDTH * self.sheet.bytes_per_s / 1e3
         return np.asarray(len(parts) * KERNEL_MS + sum(parts) * tokens / bytes_per_ms)
 
@@ -153,7 +160,7 @@ class ForwardPass:
 
         vLLM fuses the others with the kernels before them: norms, and the activation of the MLP.
         """
-        if self.decoder.dtype == "bfloat16":
+        if not self.decoder.dtype.startswith("fp8"):
             return 0.0
         _, k = self.decoder.products(self.tp)[_AFTER_ATTENTION]
         rows = self.tables.quantize.sort_values("m")

@@ -34,7 +34,9 @@ beyond any cache.
 _LEAST_SIZE: Final = 128
 """Smallest input and output of the products of a decoder; smaller ones are LoRA's, see `lora`."""
 
-WEIGHT_BYTES: Final = {"bfloat16": 2, "fp8": 1, "fp8_block": 1}
+WEIGHT_BYTES: Final = {"bfloat16": 2.0, "fp8": 1.0, "fp8_block": 1.0, "int4": 0.5 + 2.5 / 128}
+CARRIED: Final = {"int4": "bfloat16"}
+"""Dtypes whose products were not measured, and those of the same arithmetic whose efficiency they have."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class GemmTimes:
     """Log of measured time over roofline, over the logs of m, n and k."""
     largest: tuple[float, float, float]
     """Largest measured m, n and k."""
-    weight_bytes: int
+    weight_bytes: float
     bytes_per_ms: float
     flop_per_ms: float
     streaming_bytes_per_ms: float
@@ -74,14 +76,17 @@ class GemmTimes:
 
 
 def gemm_times(table: pd.DataFrame, sheet: GpuSheet, dtype: str) -> GemmTimes:
-    """Return the products of one dtype from an operator table.
+    """Return the products of one dtype from an operator table; of `CARRIED` ones by their bytes.
 
     Raises
     ------
     InputError
         If no product of that dtype was measured; the message lists those that were.
     """
-    chosen = table[(table["gemm_dtype"] == dtype) & (table["n"] >= _LEAST_SIZE) & (table["k"] >= _LEAST_SIZE)]
+    measured = CARRIED.get(dtype, dtype)
+    chosen = table[
+        (table["gemm_dtype"] == measured) & (table["n"] >= _LEAST_SIZE) & (table["k"] >= _LEAST_SIZE)
+    ]
     if chosen.empty:
         known = ", ".join(sorted(table["gemm_dtype"].unique()))
         raise InputError(f"must be a dtype with measured products on this GPU: {known}", dtype, "--dtype")
@@ -97,16 +102,16 @@ def gemm_times(table: pd.DataFrame, sheet: GpuSheet, dtype: str) -> GemmTimes:
     )
     times = cube.reindex(columns=[(i, j) for i in n for j in k]).to_numpy().reshape(m.size, n.size, k.size)
     weight_bytes, bytes_per_ms, flop_per_ms = (
-        WEIGHT_BYTES[dtype],
+        WEIGHT_BYTES[measured],
         sheet.bytes_per_s / 1e3,
-        sheet.flop_per_s / 1e3 * (1.0 if dtype == "bfloat16" else 2.0),
+        sheet.flop_per_s / 1e3 * (1.0 if measured == "bfloat16" else 2.0),
     )
     rows, outputs, inputs = np.meshgrid(m, n, k, indexing="ij")
     logs = np.log(times / _roofline_ms(rows, outputs, inputs, weight_bytes, bytes_per_ms, flop_per_ms))
     return GemmTimes(
         efficiency=RegularGridInterpolator((np.log(m), np.log(n), np.log(k)), _fill(logs)),
         largest=(float(m[-1]), float(n[-1]), float(k[-1])),
-        weight_bytes=weight_bytes,
+        weight_bytes=WEIGHT_BYTES[dtype],
         bytes_per_ms=bytes_per_ms,
         flop_per_ms=flop_per_ms,
         streaming_bytes_per_ms=_streaming(chosen, weight_bytes),
@@ -114,7 +119,12 @@ def gemm_times(table: pd.DataFrame, sheet: GpuSheet, dtype: str) -> GemmTimes:
 
 
 def _roofline_ms(
-    rows: Floats, n: Floats | int, k: Floats | int, weight_bytes: int, bytes_per_ms: float, flop_per_ms: float
+    rows: Floats,
+    n: Floats | int,
+    k: Floats | int,
+    weight_bytes: float,
+    bytes_per_ms: float,
+    flop_per_ms: float,
 ) -> Floats:
     moved = weight_bytes * n * k + 2.0 * rows * (n + k)
     return np.maximum(2.0 * rows * n * k / flop_per_ms, moved / bytes_per_ms)
@@ -133,6 +143,6 @@ def _fill(logs: Floats) -> Floats:
     return filled
 
 
-def _streaming(table: pd.DataFrame, weight_bytes: int) -> float:
+def _streaming(table: pd.DataFrame, weight_bytes: float) -> float:
     large = table[(table["m"] <= 8) & (table["n"] * table["k"] >= _STREAMING_ELEMENTS)]
     return float((weight_bytes * large["n"] * large["k"] / large["latency"]).median())

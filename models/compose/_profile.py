@@ -312,7 +312,7 @@ def profile_of_times(
             lora_extra_vocab=rules.lora_extra_vocab,
         ),
         step_latency=_step_model(times, terms),
-        memory=memory_model(arch, tp, version),
+        memory=memory_model(sheet, arch, tp, version),
         loading=loading_model(sheet, arch, tp),
         host=assumed_model(HOST_FORM, host, terms.source, "see step_latency"),
         provenance=Provenance(

@@ -32,6 +32,8 @@ class System:
     """Name of its folder in the package."""
     sheet_key: str
     """Name of its data sheet, see `capplan.datasets._catalog.gpu_sheet`."""
+    fuses_all_reduce: bool = False
+    """Whether vLLM's all-reduces are FlashInfer's: TensorRT-LLM's, with the norm that follows in them."""
 
     @property
     def sheet(self) -> GpuSheet:
@@ -44,7 +46,7 @@ SYSTEMS: Final = (
     System("h100_sxm", "h100-80g"),
     System("h200_sxm", "h200"),
     System("l40s", "l40s"),
-    System("b200_sxm", "b200"),
+    System("b200_sxm", "b200", fuses_all_reduce=True),
     System("rtx_pro_6000_server", "rtx-pro-6000"),
 )
 
@@ -76,12 +78,12 @@ class OperatorTables:
     """Columns ``gemm_dtype``, ``m``, ``n``, ``k``, ``latency``."""
     prefill: pd.DataFrame
     """Attention of whole prompts: ``batch_size``, ``isl``, ``num_heads``, ``num_key_value_heads``,
-    ``head_dim``.
+    ``head_dim``, ``kv_cache_dtype``.
     """
     decode: pd.DataFrame
     """Attention of one token per request: the same with ``step``, the tokens of context."""
     all_reduce: pd.DataFrame
-    """Columns ``num_gpus``, ``message_size`` (elements), ``latency``, in CUDA graphs."""
+    """Columns ``num_gpus``, ``message_size`` (elements), ``latency``, in CUDA graphs; see `System`."""
     quantize: pd.DataFrame
     """Quantization of activations to FP8: ``m``, ``k``, ``latency``; empty where not measured."""
 
@@ -113,14 +115,18 @@ def operator_tables(gpu: str) -> OperatorTables:
     gemm, version = _newest(folder / "gemm" / "vllm", "gemm_perf")
     prefill, _ = _newest(folder / "attention" / "vllm", "context_attention_perf")
     decode, _ = _newest(folder / "attention" / "vllm", "generation_attention_perf")
-    all_reduce, _ = _newest(folder / "comm" / "vllm", "custom_allreduce_perf")
+    all_reduce, _ = _newest(
+        folder / "comm" / ("trtllm" if system.fuses_all_reduce else "vllm"), "custom_allreduce_perf"
+    )
+    if not system.fuses_all_reduce:
+        all_reduce = all_reduce[all_reduce["backend"] == "vllm_graph"]
     return OperatorTables(
         system=system,
         version=version,
         gemm=_fastest(gemm, ["gemm_dtype", "m", "n", "k"]),
         prefill=_full_attention(prefill, "isl"),
         decode=_full_attention(decode, "step"),
-        all_reduce=_fastest(all_reduce[all_reduce["backend"] == "vllm_graph"], ["num_gpus", "message_size"]),
+        all_reduce=_fastest(all_reduce, ["num_gpus", "message_size"]),
         quantize=_quantize(folder / "quantize" / "vllm"),
     )
 
@@ -154,11 +160,10 @@ def _fastest(table: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
 
 
 def _full_attention(table: pd.DataFrame, length: str) -> pd.DataFrame:
-    """Return 16-bit attention without a window; a window is a shorter context, see `attention`."""
-    chosen = table[table["kv_cache_dtype"] == "bfloat16"]
-    if "window_size" in chosen:
-        chosen = chosen[chosen["window_size"] == 0]
-    return _fastest(chosen, ["head_dim", "num_heads", "num_key_value_heads", "batch_size", length])
+    """Return attention without a window; a window is a shorter context, see `attention`."""
+    chosen = table[table["window_size"] == 0] if "window_size" in table else table
+    heads = ["kv_cache_dtype", "head_dim", "num_heads", "num_key_value_heads"]
+    return _fastest(chosen, [*heads, "batch_size", length])
 
 
 def _quantize(folder: Path) -> pd.DataFrame:

@@ -55,7 +55,12 @@ def test_the_id_of_a_config_is_that_of_its_file_or_folder(run: Run, tmp_path: Pa
         (("--gpu", "mi300x"), "`capplan profile server URL -o DIR` measures a running server"),
         (("--gpu", "l4"), "`capplan profile roofline --gpu l4 --model NAME -o profile.json`"),
         (("--gpu", "h200", "--tp", "3"), "--tp: must be one of 1, 2, 4, 8"),
-        (("--gpu", "h200", "--dtype", "int4"), "--dtype: must be one of bfloat16, float16, fp8, fp8_block"),
+        (
+            ("--gpu", "h200", "--dtype", "int3"),
+            "--dtype: must be one of bfloat16, float16, fp8, fp8_block, int4",
+        ),
+        (("--gpu", "h200", "--kv-cache-dtype", "int8"), "--kv-cache-dtype: must be auto or fp8"),
+        (("--gpu", "a100-80g", "--kv-cache-dtype", "fp8"), "--kv-cache-dtype: must be that of the model"),
         (
             ("--gpu", "a100-80g", "--dtype", "fp8"),
             "--dtype: must be a dtype with measured products on this GPU",

@@ -90,7 +90,7 @@ def test_a_measured_profile_is_not_called_analytic(run: Run, tmp_path: Path) -> 
         (("--gpu", "h200", "--model", "gpt-2"), "must be one of llama-2-7b"),
         (("--gpu", "h200"), "--model: is required"),
         (("--gpu", "l4", "--model", "llama-3.1-70b"), "do not fit"),
-        (("--gpu", "h200", "--model", "llama-3.1-8b", "--dtype", "int4"), "bfloat16 or float16"),
+        (("--gpu", "h200", "--model", "llama-3.1-8b", "--dtype", "int3"), "--dtype: must be one of"),
         (("--gpu", "h200", "--model", "llama-3.1-8b", "--kernel", "x"), "bgmv, mbgmv, vllm"),
         (("--gpu", "h200", "--model", "llama-3.1-8b", "--rules", "x"), "rules"),
         (("--gpu", "h200", "--model", "llama-3.1-8b", "--compute-efficiency", "2"), "share above 0"),

@@ -1,9 +1,9 @@
 import pytest
 
-from capplan.datasets import arch_of, gpu_sheet, model_arch
+from capplan.datasets import arch_of, gpu_sheet, model_arch, weight_format
 from capplan.datasets._catalog import gpu_sheets, model_archs
 from capplan.errors import InputError
-from capplan.serving import weight_bytes
+from capplan.serving import kv_bytes_per_token, weight_bytes
 
 PARAMETERS = {
     "llama-30b": 32.53e9,
@@ -50,13 +50,91 @@ def test_mixtures_of_experts_are_refused_by_name_with_the_reason(key: str) -> No
     assert key in str(caught.value)
 
 
-def test_a_language_model_within_another_is_refused_with_the_next_step() -> None:
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
-    with pytest.raises(InputError, match="text_config: is read as a file of its own") as caught:
-        arch_of({"text_config": sizes}, "org/gemma-3", "config.json")
-    assert "--model-config" in str(caught.value)
-    with pytest.raises(InputError, match="text_config: num_experts: must be a dense model"):
-        arch_of({"text_config": {**sizes, "num_experts": 16}}, "org/moe", "config.json")
+SIZES = {
+    "num_attention_heads": 4,
+    "hidden_size": 64,
+    "num_hidden_layers": 12,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+}
+
+
+def test_a_language_model_within_another_is_read_with_the_weights_of_the_vision_tower() -> None:
+    inner = SIZES | {"model_type": "gemma3_text", "sliding_window": 32}
+    vision = {"model_type": "siglip_vision_model", "hidden_size": 8, "intermediate_size": 16}
+    vision |= {"num_hidden_layers": 3, "patch_size": 2, "image_size": 8}
+    found = arch_of({"text_config": inner, "vision_config": vision}, "org/gemma-3", "config.json")
+    assert (found.hidden_size, found.tied_embeddings, found.max_positions) == (64, True, 131_072)
+    assert (found.sliding_window, found.window_layers) == (32, 10)
+    layers, patches, positions, projector = 3 * (4 * 64 + 2 * 8 * 16), 3 * 4 * 8, 16 * 8, 8 * 64
+    assert found.other_weight_bytes == 2 * (layers + patches + positions + projector)
+    with pytest.raises(InputError, match=r"text_config.model_type: must be one of gemma3_text, llama"):
+        arch_of({"text_config": SIZES | {"model_type": "bert"}}, "a/b", "config.json")
+    with pytest.raises(InputError, match=r"vision_config.model_type: must be one of siglip"):
+        arch_of({"text_config": inner, "vision_config": {"model_type": "x"}}, "a/b", "config.json")
+    with pytest.raises(InputError, match="num_experts: must be a dense model"):
+        arch_of({"text_config": inner | {"num_experts": 16}}, "org/moe", "config.json")
+
+
+FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype", "bytes_per_weight"),
+    [
+        (None, "bfloat16", None),
+        ("fp8", "fp8", 1.0),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8_block", 1.0 + 4 / 16384),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, "int4", 0.5 + 2.5 / 128),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}, "int4", 0.5 + 2.0 / 32),
+        ({"quant_method": "gptq", "bits": 8, "group_size": -1, "sym": True}, "int8", 1.0),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8", 1.0),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": FP8}}}, "fp8", 1.0),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": INT4}}},
+            "int4",
+            0.5 + 2.0 / 128,
+        ),
+    ],
+)
+def test_formats_of_weights(given: object, dtype: str, bytes_per_weight: float | None) -> None:
+    found = weight_format({"quantization_config": given}, "c")
+    assert (found.dtype, found.bytes_per_weight) == (dtype, bytes_per_weight)
+    assert arch_of(SIZES | {"quantization_config": given}, "a/b", "c").linear_dtype_bytes == bytes_per_weight
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method: must be one of fp8, compressed-tensors, modelopt"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo: must be FP8"),
+        ({"quant_method": "awq", "bits": 3}, "bits: must be 4 or 8"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "config_groups: must have one format"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"a": {"weights": FP8}, "b": {"weights": INT4}},
+            },
+            "config_groups: must have one format",
+        ),
+        (
+            {"quant_method": "fp8", "ignored_layers": ["model.layers.0.self_attn.q_proj"]},
+            "ignored_layers: must not name linear layers",
+        ),
+    ],
+)
+def test_unknown_formats_of_weights_are_refused(given: object, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        weight_format({"quantization_config": given}, "c")
+
+
+def test_a_checkpoint_says_that_keys_and_values_have_8_bits() -> None:
+    scheme = {"num_bits": 8, "type": "float"}
+    groups = {"config_groups": {"g": {"weights": FP8}}, "kv_cache_scheme": scheme}
+    config = SIZES | {"quantization_config": {"quant_method": "compressed-tensors"} | groups}
+    arch = arch_of(config, "a/b", "c")
+    assert 2 * kv_bytes_per_token(arch) == kv_bytes_per_token(arch.replace(kv_dtype_bytes=None))
 
 
 def test_fields_that_a_family_leaves_out_have_its_defaults() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import errors, load_profile
-from capplan.datasets import gpu_sheet, model_arch
+from capplan.datasets import gpu_sheet, model_arch, read_arch
 from capplan.models import (
     EngineChoice,
     gpu_load_ms,
@@ -17,6 +17,7 @@ from capplan.models import (
     roofline_profile,
 )
 from capplan.models._memory import memory_model
+from capplan.models.compose import with_weights
 from capplan.serving import adapter_bytes, adapter_pages, kv_bytes_per_token, slot_bytes, weight_bytes
 from capplan.spec import LORA_MODULES, EngineConfig, ModelArch, ProfileEngine
 
@@ -182,25 +183,62 @@ def test_kv_sizes_that_vllm_printed_are_met_within_the_stated_error(name: str, r
 
 
 @pytest.mark.parametrize(
-    ("name", "version", "memory_bytes", "settings", "measured"),
+    ("gpu", "name", "tp", "version", "settings", "measured"),
     [
-        # Request logs of casys-kaist/LLMServingSim, commit 5daddb2: RTX 4090, bytes and tokens as logged.
-        ("llama-3.1-8b", "0.19.0", 25_250_627_584, (0.9, 256, 2048), 41_408),
-        # inference-sim/residency-vllm, commit 2641b57: H100 80 GB with default flags; requests not recorded.
-        ("qwen3-14b", "0.23.0", 85_520_809_984, (0.92, 1024, 8192), 288_608),
+        # Request logs of casys-kaist/LLMServingSim, commit 5daddb2: bytes and tokens as logged.
+        ("rtx-4090", "llama-3.1-8b", 1, "0.19.0", (0.9, 256, 2048), 41_408),
+        # inference-sim/residency-vllm, commit 2641b57: default flags; requests not recorded.
+        ("h100-80g", "qwen3-14b", 1, "0.23.0", (0.92, 1024, 8192), 288_608),
+        # llm-d-incubation/llm-d-planner, accuracy/results/v0.19.0.
+        ("h100-80g", "llama-3.1-8b", 1, "0.19.0", (0.95, 1024, 8192), 476_016),
+        ("h100-80g", "llama-3.1-8b", 2, "0.19.0", (0.95, 1024, 8192), 1_044_600),
+        ("h100-80g", "llama-3.1-8b", 4, "0.19.0", (0.95, 1024, 8192), 2_209_900),
+        ("h100-80g", "qwen2.5-7b", 1, "0.19.0", (0.95, 1024, 8192), 1_096_000),
     ],
 )
-def test_kv_tokens_of_later_versions_are_met_within_3_percent(
-    name: str, version: str, memory_bytes: int, settings: tuple[float, int, int], measured: int
+def test_kv_tokens_of_later_versions_are_met_within_a_percent(
+    gpu: str, name: str, tp: int, version: str, settings: tuple[float, int, int], measured: int
 ) -> None:
-    sheet = gpu_sheet("h100-80g").replace(memory_bytes=memory_bytes)
-    profile = roofline_profile(sheet, model_arch(name), EngineChoice(version=version))
-    assert kv_tokens(profile, 0, 0, *settings) == pytest.approx(measured, rel=0.03)
+    profile = roofline_profile(gpu_sheet(gpu), model_arch(name), EngineChoice(version=version), tp)
+    assert kv_tokens(profile, 0, 0, *settings) == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("file", "model", "dtype", "tp", "measured", "error"),
+    [
+        ("08-kv-tokens-h100-tp/llama33-70b.json", "a/llama", "fp8", 2, 244_304, 0.015),
+        ("09-kv-gemma3-27b/config.json", "a/gemma-3", None, 1, 36_560, 0.03),
+        ("09-kv-gemma3-27b/gemma2-9b.json", "a/gemma-2", None, 1, 168_935, 0.03),
+        ("09-kv-gemma3-27b/phi4.json", "a/phi-4", None, 1, 241_460, 0.03),
+        ("17-hf-configs/llama31-8b-fp8-dynamic.json", "a/llama", None, 1, 529_285, 0.015),
+    ],
+)
+def test_kv_tokens_of_a_config_are_met(
+    file: str, model: str, dtype: str | None, tp: int, measured: int, error: float, cases_dir: Path
+) -> None:
+    """Quantized weights, layers with windows in padded groups, and a vision tower count."""
+    arch = with_weights(read_arch(cases_dir / file, model), dtype)
+    profile = roofline_profile(gpu_sheet("h100-80g"), arch, EngineChoice(version="0.19.0"), tp)
+    assert kv_tokens(profile, 0, 0, 0.95, 1024, 8192) == pytest.approx(measured, rel=error)
+
+
+def test_layers_with_windows_are_grouped_as_vllm_does() -> None:
+    def layers(windowed: int, full: int) -> int:
+        total = windowed + full
+        arch = LLAMA_31_8B.replace(layers=total, sliding_window=64, window_layers=windowed)
+        return arch.kv_layers
+
+    assert layers(52, 10) == 70  # Gemma 3: seven groups of 10
+    assert layers(21, 21) == 42
+    assert layers(18, 15) == 36  # less than a quarter more: two groups of 18
+    assert LLAMA_31_8B.kv_layers == LLAMA_31_8B.replace(sliding_window=64).kv_layers == 32
 
 
 @given(tp=st.sampled_from([1, 2, 4, 8]), tokens=st.integers(1, 65536), seqs=st.integers(1, 4096))
 def test_larger_batches_take_memory_from_the_kv_cache(tp: int, tokens: int, seqs: int) -> None:
-    profile = load_profile(PROFILES[0]).replace(tp=tp, memory=memory_model(LLAMA_31_8B, tp, "0.15.1"))
+    profile = load_profile(PROFILES[0]).replace(
+        tp=tp, memory=memory_model(gpu_sheet("h100-80g"), LLAMA_31_8B, tp, "0.15.1")
+    )
     left = kv_tokens(profile, 0, 0, 0.9, seqs, tokens)
     assert kv_tokens(profile, 0, 0, 0.9, seqs, 2 * tokens) <= left
     assert kv_tokens(profile, 0, 0, 0.9, 2 * seqs, tokens) <= left

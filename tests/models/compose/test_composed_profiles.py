@@ -176,7 +176,7 @@ def test_host_terms_are_of_the_nearest_version_with_the_same_scheduling() -> Non
     ("change", "message"),
     [
         ({"architectures": ["MixtralForCausalLM"]}, "architectures: must name one of LlamaForCausalLM"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quant_method: must be fp8"),
+        ({"quantization_config": {"quant_method": "awq"}}, "bits: must be 4 or 8"),
         ({"hidden_size": 0}, "hidden_size: must be a whole number above 0"),
         (
             {"sliding_window": 64, "layer_types": ["sliding_attention"]},

@@ -131,7 +131,7 @@ def test_the_digest_covers_what_simulations_depend_on_and_no_limits() -> None:
     assert profile_digest(base.replace(engine=base.engine.replace(sgmv_from_tokens=8))) == known
     for field, value in base.model:
         if field not in irrelevant:
-            other = not value if isinstance(value, bool) else 1 if value is None else value * 2
+            other = not value if isinstance(value, bool) else value * 2 if value else 1
             assert profile_digest(base.replace(model=base.model.replace(**{field: other}))) != known, field
 
 
