@@ -27,6 +27,7 @@ from benchmarks.measured import (
     memory_gap,
     rank_sweeps,
     request_logs,
+    silicon_moe,
     silicon_vllm,
     slora,
     vllm_023,
@@ -44,6 +45,7 @@ MEASURED: Final[Mapping[str, Callable[[Path], Sequence[MeasuredCase]]]] = Mappin
     {
         "dense_stages": dense_stages.read,
         "silicon_vllm": silicon_vllm.read,
+        "silicon_moe": silicon_moe.read,
         "request_logs": request_logs.read,
         "vllm_023": vllm_023.read,
         "memory_gap": memory_gap.read,

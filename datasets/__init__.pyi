@@ -1,4 +1,5 @@
 from ._catalog import (
+    MIXTURES,
     GpuSheet,
     arch_of,
     architectures_of,
@@ -11,7 +12,7 @@ from ._catalog import (
     other_gpu,
     other_model,
     read_arch,
-    require_dense,
+    require_known_experts,
     whole_number,
 )
 from ._nested_config import language_model
@@ -19,6 +20,7 @@ from ._profile_files import list_profiles, load_profile, surrogate_path
 from ._quantization import WeightFormat, weight_format
 
 __all__ = [
+    "MIXTURES",
     "GpuSheet",
     "WeightFormat",
     "arch_of",
@@ -35,7 +37,7 @@ __all__ = [
     "other_gpu",
     "other_model",
     "read_arch",
-    "require_dense",
+    "require_known_experts",
     "surrogate_path",
     "weight_format",
     "whole_number",

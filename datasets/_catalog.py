@@ -19,7 +19,7 @@ from pydantic import Field
 from capplan.datasets._nested_config import language_model, vision_bytes
 from capplan.datasets._quantization import weight_format
 from capplan.errors import InputError
-from capplan.spec import ModelArch, SpecModel, read_json_object
+from capplan.spec import Experts, ModelArch, SpecModel, read_json_object
 
 _FOLDER: Final = Path(__file__).parent
 _EMBEDDING_ADAPTERS: Final = (
@@ -43,17 +43,30 @@ _MOST: Final = MappingProxyType(
 """Largest sizes of a model, far above those of any; products of a few of them stay far inside int64."""
 _MOST_OTHERS: Final = 2**30
 
-_QK_NORM: Final = ("Qwen3ForCausalLM", "Gemma3ForCausalLM")
+_QK_NORM: Final = (
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "Gemma3ForCausalLM",
+)
 """Architectures that normalize queries and keys per head."""
 
 _TIED: Final = ("GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM")
 """Architectures whose output head is the embedding unless the config says otherwise."""
 
-_OPTIONAL_WINDOW: Final = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_OPTIONAL_WINDOW: Final = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
 _PATTERN: Final = "sliding_window_pattern"
-_WINDOW_PERIODS: Final = {"Gemma2ForCausalLM": 2, "Gemma3ForCausalLM": 6}
+_WINDOW_PERIODS: Final = {"Gemma2ForCausalLM": 2, "Gemma3ForCausalLM": 6, "GptOssForCausalLM": 2}
 """Layers per layer without a window, where config.json does not list them."""
+
+MIXTURES: Final = (
+    "Qwen3MoeForCausalLM",
+    "MixtralForCausalLM",
+    "GptOssForCausalLM",
+    "MiniMaxM2ForCausalLM",
+)
+"""Architectures with experts in every layer and no shared ones."""
 
 _EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """Fields of the ``config.json`` of a mixture of experts."""
@@ -167,8 +180,9 @@ def arch_of(config: Mapping[str, Any], hf_id: str, location: str) -> ModelArch:
         are of a format that is not known.
     """
     whole, config = config, language_model(config, location)
-    require_dense(config, hf_id, location)
+    require_known_experts(config, hf_id, location)
     stored = weight_format(config, location)
+    experts = experts_of(config, location)
     heads = whole_number(config, "num_attention_heads", location)
     hidden = whole_number(config, "hidden_size", location)
     architectures = architectures_of(config, location)
@@ -185,6 +199,9 @@ def arch_of(config: Mapping[str, Any], hf_id: str, location: str) -> ModelArch:
         kv_heads=kv_heads,
         head_dim=whole_number(config, "head_dim", location, hidden // heads),
         intermediate_size=whole_number(config, "intermediate_size", location),
+        experts=None
+        if experts is None
+        else experts.replace(dtype_bytes=stored.expert_bytes or stored.bytes_per_weight),
         vocab_size=whole_number(config, "vocab_size", location),
         tied_embeddings=flag(config, "tie_word_embeddings", location, default=_is_of(config, _TIED)),
         lora_on_embeddings=any(each in _EMBEDDING_ADAPTERS for each in architectures),
@@ -204,20 +221,49 @@ def _is_of(config: Mapping[str, Any], names: Iterable[str]) -> bool:
     return not set(names).isdisjoint(config.get("architectures") or ())
 
 
-def require_dense(config: Mapping[str, Any], hf_id: str, location: str) -> None:
-    """Check that the fields of a language model are those of a dense one.
+def experts_of(config: Mapping[str, Any], location: str) -> Experts | None:
+    """Return the experts that the fields of a language model describe; None for a dense model.
 
     Raises
     ------
     InputError
-        If they are of a mixture of experts.
+        If a size is missing, or only some layers have experts.
     """
+    number = next((key for key in _EXPERTS if config.get(key) is not None), None)
+    if number is None or config[number] == 1:
+        return None
+    sparse_step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers")
+    if sparse_step != 1 or dense:
+        rule = "must have experts in every layer: decoder_sparse_step 1, and no mlp_only_layers"
+        raise InputError(rule, location=location)
+    width = "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
+    per_token = "num_experts_per_tok" if "num_experts_per_tok" in config else "experts_per_token"
+    return Experts(
+        number=whole_number(config, number, location),
+        per_token=whole_number(config, per_token, location),
+        intermediate_size=whole_number(config, width, location),
+    )
+
+
+def require_known_experts(config: Mapping[str, Any], hf_id: str, location: str) -> None:
+    """Check that the fields of a language model are those of a dense one, or of a known mixture of experts.
+
+    Raises
+    ------
+    InputError
+        If they are of another mixture of experts, or of multi-head latent attention.
+    """
+    if config.get("kv_lora_rank") is not None:
+        rule = f"must be absent: the multi-head latent attention of {hf_id} is not known"
+        raise InputError(rule, config["kv_lora_rank"], f"{location}: kv_lora_rank")
+    if not set(MIXTURES).isdisjoint(architectures_of(config, location)):
+        return
     for key in _EXPERTS:
         experts = config.get(key)
         if isinstance(experts, int) and experts > 1:
             rule = (
-                f"must be a dense model: {hf_id} is a mixture of {experts} experts, whose adapter slots hold "
-                "A and B of every local expert; `capplan profiles` lists the models that profiles ship of"
+                f"must be a dense model or one of {', '.join(MIXTURES)}: {hf_id} is another mixture of "
+                f"{experts} experts"
             )
             raise InputError(rule, location=f"{location}: {key}")
 

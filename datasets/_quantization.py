@@ -14,10 +14,13 @@ from capplan.errors import InputError
 
 _KEY: Final = "quantization_config"
 _INTEGERS: Final = ("awq", "awq_marlin", "gptq", "gptq_marlin")
-_METHODS: Final = ("fp8", "compressed-tensors", "modelopt", *_INTEGERS)
+_MXFP4: Final = "mxfp4"
+_METHODS: Final = ("fp8", "compressed-tensors", "modelopt", _MXFP4, *_INTEGERS)
 _BLOCK: Final = 128 * 128
 _LAYER: Final = re.compile(r"\blayers\b|self_attn|mlp|_proj")
 """Names of a layer's matrices, in lists of what is not quantized."""
+_OTHER: Final = re.compile(r"vision|multi_modal|router|norm|\bgate$|gate\.|e_score")
+"""Names of what a layer has beside, or another part of the model."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,9 @@ class WeightFormat:
     """bfloat16 for any 16 bits; fp8 with one scale per matrix or channel; fp8_block; int4 and int8."""
     bytes_per_weight: float | None = None
     """With its part of the scales; None: those of the model's dtype."""
+    expert_dtype: str | None = None
+    """Of the experts, if it is another: mxfp4, with activations of 16 bits."""
+    expert_bytes: float | None = None
     kv_bytes: int | None = None
     """Of an element of keys and values, if the file says so."""
 
@@ -48,6 +54,8 @@ def weight_format(config: Mapping[str, Any], location: str) -> WeightFormat:
     method = fields.get("quant_method")
     if method not in _METHODS:
         raise InputError(f"must be one of {', '.join(_METHODS)}", method, f"{where}.quant_method")
+    if method == _MXFP4:  # one scale of 8 bits per 32 weights; attention has 16 bits
+        return WeightFormat(expert_dtype=_MXFP4, expert_bytes=0.5 + 1.0 / 32)
     _require_whole_layers(fields, where)
     if method == "fp8":
         return _float8(bool(fields.get("weight_block_size")))
@@ -60,8 +68,8 @@ def weight_format(config: Mapping[str, Any], location: str) -> WeightFormat:
 
 def _float8(in_blocks: bool, kv_bytes: int | None = None) -> WeightFormat:
     if in_blocks:
-        return WeightFormat("fp8_block", 1.0 + 4.0 / _BLOCK, kv_bytes)
-    return WeightFormat("fp8", 1.0, kv_bytes)
+        return WeightFormat("fp8_block", 1.0 + 4.0 / _BLOCK, kv_bytes=kv_bytes)
+    return WeightFormat("fp8", 1.0, kv_bytes=kv_bytes)
 
 
 def _integer(
@@ -74,7 +82,7 @@ def _integer(
     per_group = 2.0 + (bits / 8.0 if has_zero else 0.0)
     in_groups = isinstance(group, int) and not isinstance(group, bool) and group > 0
     scales = per_group / float(group) if in_groups and group is not None else 0.0
-    return WeightFormat(f"int{bits}", bits / 8.0 + scales, kv_bytes)
+    return WeightFormat(f"int{bits}", bits / 8.0 + scales, kv_bytes=kv_bytes)
 
 
 def _modelopt(fields: Mapping[str, Any], where: str) -> WeightFormat:
@@ -117,4 +125,5 @@ def _require_whole_layers(fields: Mapping[str, Any], where: str) -> None:
 
 
 def _is_of_a_layer(name: str) -> bool:
-    return bool(_LAYER.search(name)) and "vision" not in name and "multi_modal" not in name
+    is_other = _OTHER.search(name)
+    return bool(_LAYER.search(name)) and not is_other

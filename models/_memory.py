@@ -261,7 +261,7 @@ def memory_model(
         source = "kept-back memory of the shipped profiles of vLLM 0.8.5, rounded"
     else:
         # One layer's activations live at a time: gate and up, their product, and the residual stream twice.
-        activations = arch.dtype_bytes * (3 * arch.intermediate_size // tp + 2 * arch.hidden_size)
+        activations = arch.dtype_bytes * (_mlp_width(arch, tp) + 2 * arch.hidden_size)
         is_sorting = engine_version is not None and not _UP_TO_0_19.precede(engine_version)
         is_linked = sheet.peer_bytes_per_s > sheet.host_bytes_per_s
         of_tp = _COLLECTIVES_BYTES
@@ -276,6 +276,15 @@ def memory_model(
     if tp > 1:
         reserve = reserve | {"reserved_bytes": reserve["reserved_bytes"] + of_tp}
     return assumed_model(MEMORY_FORM, slots | reserve, source)
+
+
+def _mlp_width(arch: ModelArch, tp: int) -> int:
+    """Return the elements per token that the MLP or the experts of a layer hold at a time."""
+    experts = arch.experts
+    if experts is None:
+        return 3 * arch.intermediate_size // tp
+    inner = experts.intermediate_size // tp
+    return experts.per_token * (max(2 * inner, arch.hidden_size) + inner)
 
 
 def assumed_model(

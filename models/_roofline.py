@@ -321,6 +321,9 @@ def _check(sheet: GpuSheet, arch: ModelArch, tp: int) -> None:
         raise InputError(
             "must be 2: datasheets give the arithmetic of 16-bit floats", arch.dtype_bytes, "dtype"
         )
+    if arch.experts is not None:
+        rule = "must be a dense model: `capplan profile compose` has the operators of experts"
+        raise InputError(rule, arch.name, "--model")
     if tp < 1 or arch.heads % tp or arch.intermediate_size % tp:
         raise InputError(f"must divide the {arch.heads} heads of {arch.name}", tp, "--tp")
     require_weights_fit(sheet, arch, tp)

@@ -34,9 +34,11 @@ class Deployment:
     version: str = ""
     """Version of vLLM, empty if not recorded; or `SLORA`."""
     dtype: str = "bfloat16"
+    """Of the weights; empty: that of the model's files."""
     kv_cache_dtype: str = "auto"
     rules: str = ""
     """Serving rules, if they are not those of the version by default."""
+    expert_parallel: bool = False
 
 
 _UNSTATED: Final = MappingProxyType(

@@ -35,6 +35,7 @@ class Record:
     dtype: str
     kv_cache_dtype: str
     rules: str
+    expert_parallel: bool
 
 
 @dataclass(frozen=True)

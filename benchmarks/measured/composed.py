@@ -40,9 +40,16 @@ def _profile(deployment: Deployment) -> Profile:
     if deployment.version == SLORA:
         raise InputError("must be a model under vLLM", deployment.model, "model")
     version = deployment.version or UNRECORDED
-    decoder = known_decoder(deployment.model, deployment.dtype, deployment.kv_cache_dtype)
+    decoder = known_decoder(deployment.model, deployment.dtype or None, deployment.kv_cache_dtype)
     rules = serving_rules(deployment.rules) if deployment.rules else rules_of_version(version)
-    return compose_profile(deployment.gpu, decoder, rules, version, tp=deployment.tp)
+    return compose_profile(
+        deployment.gpu,
+        decoder,
+        rules,
+        version,
+        tp=deployment.tp,
+        expert_parallel=deployment.expert_parallel,
+    )
 
 
 def _shipped(deployment: Deployment) -> Profile:

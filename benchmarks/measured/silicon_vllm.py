@@ -51,7 +51,7 @@ _GPUS_OF_SERVER: Final = 8
 _UNRECORDED_VERSION: Final = "0.12.0"
 _UNRECORDED_RULES: Final = "vllm-0.12-async"
 """Nearest rules of the rows without a version, which have asynchronous scheduling."""
-_SHORTEST: Final = 0.8
+SHORTEST: Final = 0.8
 _DTYPE_KEYS: Final = ("precision", "gemm_quant_mode")
 
 
@@ -119,5 +119,5 @@ def _run(row: Mapping[str, object]) -> ClosedLoopRun | RefusedCase:
             "tpot_ms": float(str(row["silicon_tpot_ms"])),
             "ttft_ms": float(str(row["silicon_ttft_ms"])),
         },
-        shortest=None if version else _SHORTEST,
+        shortest=None if version else SHORTEST,
     )

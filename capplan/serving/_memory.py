@@ -53,14 +53,17 @@ def lora_elements_per_rank(
     kv = _kv_width(arch, tp)
     hidden, inner = arch.hidden_size, arch.intermediate_size // tp
     whole = hidden // tp if fully_sharded else hidden
+    copies = 1
+    if arch.experts is not None:  # every expert has matrices of its own
+        inner, copies = arch.experts.intermediate_size // tp, arch.experts.number
     elements = {
         "q_proj": whole + query,
         "k_proj": whole + kv,
         "v_proj": whole + kv,
         "o_proj": query + whole,
-        "gate_proj": whole + inner,
-        "up_proj": whole + inner,
-        "down_proj": inner + whole,
+        "gate_proj": copies * (whole + inner),
+        "up_proj": copies * (whole + inner),
+        "down_proj": copies * (inner + whole),
     }
     return arch.layers * sum(elements[name] for name in modules or LORA_MODULES)
 
@@ -106,8 +109,15 @@ def weight_bytes(arch: ModelArch, tp: int = 1) -> int:
     """Return the bytes of the base model's matrices on one GPU (norms and biases, under 0.1 %, left out)."""
     query = arch.heads * arch.head_dim
     kv = arch.kv_heads * arch.head_dim
-    per_layer = arch.hidden_size * (2 * query + 2 * kv + 3 * arch.intermediate_size)
-    embeddings = arch.vocab_size * arch.hidden_size * (1 if arch.tied_embeddings else 2)
     linear_bytes = arch.linear_dtype_bytes or arch.dtype_bytes
-    layers_bytes = round(linear_bytes * arch.layers * per_layer)
+    attention_bytes = linear_bytes * arch.hidden_size * (2 * query + 2 * kv)
+    experts = arch.experts
+    if experts is None:
+        mlp_bytes = linear_bytes * arch.hidden_size * 3 * arch.intermediate_size
+    else:
+        weights = experts.number * arch.hidden_size * 3 * experts.intermediate_size
+        routers_bytes = arch.dtype_bytes * arch.hidden_size * experts.number
+        mlp_bytes = (experts.dtype_bytes or linear_bytes) * weights + routers_bytes
+    embeddings = arch.vocab_size * arch.hidden_size * (1 if arch.tied_embeddings else 2)
+    layers_bytes = round(arch.layers * (attention_bytes + mlp_bytes))
     return (layers_bytes + arch.dtype_bytes * embeddings + arch.other_weight_bytes) // tp

@@ -173,6 +173,18 @@ class ProvenanceKind(StrEnum):
     ROOFLINE = "roofline"
 
 
+class Experts(SpecModel):
+    """Experts that take the place of the MLP in every layer of a mixture of experts."""
+
+    number: Count = Field(description="Experts of a layer.")
+    per_token: Count = Field(description="Experts that a token passes.")
+    intermediate_size: Count = Field(description="Width of an expert.")
+    dtype_bytes: Annotated[float | None, Field(gt=0, le=4)] = Field(
+        default=None,
+        description="Bytes of a weight of an expert, scales included; null: those of the layers' matrices.",
+    )
+
+
 class ModelArch(SpecModel):
     """A transformer with grouped-query attention and a gated MLP, by the numbers in its ``config.json``."""
 
@@ -198,6 +210,7 @@ class ModelArch(SpecModel):
         description="Bytes of a weight of the layers' matrices where they are quantized, scales included; "
         "null: dtype_bytes.",
     )
+    experts: Experts | None = Field(default=None, description="Experts of every layer; null: a dense model.")
     kv_dtype_bytes: Annotated[int | None, Field(ge=1, le=4)] = Field(
         default=None, description="Bytes of an element of keys and values; null: dtype_bytes."
     )

@@ -8,17 +8,19 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from capplan.datasets import (
+    MIXTURES,
     arch_of,
     architectures_of,
     hf_config,
     known_arch,
     language_model,
     model_arch,
-    require_dense,
+    require_known_experts,
     weight_format,
 )
 from capplan.errors import InputError
 from capplan.models.compose._attention import Heads
+from capplan.models.compose._moe import SPREADS
 from capplan.spec import ModelArch
 
 DENSE: Final = (
@@ -31,7 +33,7 @@ DENSE: Final = (
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
 )
-"""Dense decoders with a gated MLP, by ``architectures`` of config.json."""
+"""Dense decoders with a gated MLP, by ``architectures`` of config.json; beside them `MIXTURES`."""
 
 BYTES_PER_WEIGHT: Final[Mapping[str, float | None]] = MappingProxyType(
     {"bfloat16": None, "float16": None, "fp8": 1.0, "fp8_block": 1.0 + 4.0 / 128**2, "int4": 0.5 + 2.5 / 128}
@@ -40,6 +42,9 @@ BYTES_PER_WEIGHT: Final[Mapping[str, float | None]] = MappingProxyType(
 take the same time. In ``fp8`` a weight matrix has one scale, in ``fp8_block`` one per block; ``int4`` has a
 scale and a zero per 128 inputs, and activations of 16 bits (AWQ, GPTQ).
 """
+
+_MXFP8: Final = "mxfp4_mxfp8"
+"""Experts of MXFP4 with activations of MXFP8, which vLLM has on request on Blackwell."""
 
 _FOUR_NORMS: Final = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
 _ACTIVATION_BYTES: Final = 2
@@ -54,6 +59,10 @@ class Decoder:
     """Norms of the residual stream per layer."""
     dtype: str = "bfloat16"
     """Dtype of the products of a layer, see `BYTES_PER_WEIGHT`."""
+    expert_dtype: str = "bfloat16"
+    """Dtype of those of experts."""
+    expert_spread: float = 1.0
+    """See `capplan.models.compose._moe`."""
 
     @property
     def window_layers(self) -> int:
@@ -66,13 +75,17 @@ class Decoder:
         """Return outputs and inputs of the products of a layer on one GPU, as vLLM merges and shards them."""
         arch = self.arch
         query, kv = arch.heads * arch.head_dim // tp, self.heads(tp).kv * arch.head_dim
+        attention = ((query + 2 * kv, arch.hidden_size), (arch.hidden_size, query))
+        if arch.experts is not None:
+            return attention
         inner = arch.intermediate_size // tp
-        return (
-            (query + 2 * kv, arch.hidden_size),
-            (arch.hidden_size, query),
-            (2 * inner, arch.hidden_size),
-            (arch.hidden_size, inner),
-        )
+        return (*attention, (2 * inner, arch.hidden_size), (arch.hidden_size, inner))
+
+    @property
+    def router(self) -> tuple[int, int] | None:
+        """Outputs and inputs of the product that chooses experts, which every GPU computes; None: none."""
+        experts = self.arch.experts
+        return None if experts is None else (experts.number, self.arch.hidden_size)
 
     def head(self, tp: int) -> tuple[int, int]:
         """Return outputs and inputs of the output head on one GPU."""
@@ -94,7 +107,9 @@ class Decoder:
         rotary = 2 * (query + kv)
         norm = 4 * arch.hidden_size  # the stream and the residual, read and written
         norms = [norm] * (self.norms - fused_norms)
-        parts = [*norms, rotary, 4 * kv, 3 * arch.intermediate_size // tp]
+        # The activation of experts is a part of their kernels; the choice of experts is another one.
+        mlp = 3 * arch.intermediate_size // tp if arch.experts is None else arch.experts.number
+        parts = [*norms, rotary, 4 * kv, mlp]
         return tuple(_ACTIVATION_BYTES * part for part in [*parts, *([rotary] if self.arch.qk_norm else [])])
 
 
@@ -127,12 +142,12 @@ def decoder_of(
         quantization.
     """
     own = language_model(config, location)
-    require_dense(own, base_model, location)
+    require_known_experts(own, base_model, location)
     names = architectures_of(own, location)
-    name = next((each for each in names if each in DENSE), None)
+    name = next((each for each in names if each in (*DENSE, *MIXTURES)), None)
     if name is None:
         rule = (
-            f"must name one of {', '.join(DENSE)}: dense decoders whose operators are known; "
+            f"must name one of {', '.join((*DENSE, *MIXTURES))}: decoders whose operators are known; "
             "`capplan profile roofline` computes a profile from sizes alone"
         )
         raise InputError(rule, ", ".join(names) or None, f"{location}: architectures")
@@ -141,7 +156,13 @@ def decoder_of(
     known = known_arch([base_model])
     if known is not None and known.replace(name=arch.name, hf_ids=arch.hf_ids) == arch:
         arch = known  # with its short name, and the ids of other models of this shape
+    expert_dtype = None
+    if dtype == _MXFP8:
+        if stored.expert_dtype is None:
+            raise InputError("goes with experts of MXFP4", dtype, "--dtype")
+        dtype, expert_dtype = None, dtype
     arch = with_weights(arch, None if dtype == stored.dtype else dtype)
+    products = "bfloat16" if dtype == "float16" else dtype or stored.dtype
     if kv_cache_dtype != "auto":
         if kv_cache_dtype != "fp8":
             raise InputError("must be auto or fp8", kv_cache_dtype, "--kv-cache-dtype")
@@ -149,7 +170,9 @@ def decoder_of(
     return Decoder(
         arch=arch,
         norms=4 if name in _FOUR_NORMS else 2,
-        dtype="bfloat16" if dtype == "float16" else dtype or stored.dtype,
+        dtype=products,
+        expert_dtype=expert_dtype or stored.expert_dtype or products,
+        expert_spread=SPREADS.get(name, 1.0),
     )
 
 
@@ -165,7 +188,10 @@ def with_weights(arch: ModelArch, dtype: str | None) -> ModelArch:
         return arch
     if dtype not in BYTES_PER_WEIGHT:
         raise InputError(f"must be one of {', '.join(BYTES_PER_WEIGHT)}", dtype, "--dtype")
-    return arch.replace(linear_dtype_bytes=BYTES_PER_WEIGHT[dtype])
+    stored, experts = BYTES_PER_WEIGHT[dtype], arch.experts
+    if experts is not None and experts.dtype_bytes == arch.linear_dtype_bytes:
+        experts = experts.replace(dtype_bytes=stored)
+    return arch.replace(linear_dtype_bytes=stored, experts=experts)
 
 
 def known_decoder(name: str, dtype: str | None = None, kv_cache_dtype: str = "auto") -> Decoder:

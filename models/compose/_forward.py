@@ -19,6 +19,7 @@ from capplan.models.compose._attention import DecodeAttention, decode_attention,
 from capplan.models.compose._decoder import Decoder
 from capplan.models.compose._gemm import CARRIED, GemmTimes, gemm_times
 from capplan.models.compose._lora import small_product_ratio
+from capplan.models.compose._moe import ExpertTimes, expert_times
 from capplan.models.compose._tables import OperatorTables
 
 Floats = NDArray[np.float64]
@@ -88,6 +89,8 @@ class ForwardPass:
     products: GemmTimes
     head: GemmTimes
     """Products of 16-bit weights: the output head is not quantized."""
+    experts: ExpertTimes | None
+    """Of a mixture of experts."""
     attention: DecodeAttention
     ms_per_prefill_mpair: float
     """Prefill attention of all layers, per million pairs of query and key."""
@@ -113,6 +116,8 @@ class ForwardPass:
         tokens = np.asarray(tokens, dtype=float)
         layer = sum(self.products.ms(tokens, n, k) for n, k in self.decoder.products(self.tp))
         layer += self._elementwise_ms(tokens) + self._quantize_ms(tokens)
+        if self.experts is not None and self.decoder.router is not None:
+            layer += self.head.ms(tokens, *self.decoder.router) + self.experts.ms(tokens)
         reduced = self._all_reduce_ms(tokens * self.decoder.arch.hidden_size)
         layers = self.decoder.arch.layers
         return np.asarray(layers * layer + (_ALL_REDUCES * layers + 1) * reduced)
@@ -134,7 +139,7 @@ class ForwardPass:
         decoder = self.decoder
         found = [
             (name, self.products.beyond(max_tokens, n, k))
-            for name, (n, k) in zip(("qkv", "o", "gate_up", "down"), decoder.products(self.tp), strict=True)
+            for name, (n, k) in zip(("qkv", "o", "gate_up", "down"), decoder.products(self.tp), strict=False)
         ]
         if decoder.dtype in CARRIED:
             words = f"{decoder.dtype} weights have the efficiency of {CARRIED[decoder.dtype]} ones"
@@ -183,7 +188,9 @@ class ForwardPass:
         return np.asarray(np.exp(log_ms) * np.maximum(1.0, elements / size[-1]))
 
 
-def forward_pass(tables: OperatorTables, decoder: Decoder, tp: int = 1) -> ForwardPass:
+def forward_pass(
+    tables: OperatorTables, decoder: Decoder, tp: int = 1, *, expert_parallel: bool = False
+) -> ForwardPass:
     """Return the times of a decoder on a GPU type.
 
     Parameters
@@ -194,6 +201,8 @@ def forward_pass(tables: OperatorTables, decoder: Decoder, tp: int = 1) -> Forwa
         The model.
     tp
         GPUs per copy of the model.
+    expert_parallel
+        Whether each GPU has some of the experts, and not a share of each.
 
     Raises
     ------
@@ -203,11 +212,23 @@ def forward_pass(tables: OperatorTables, decoder: Decoder, tp: int = 1) -> Forwa
     _check_tp(tables, decoder, tp)
     sheet, heads = tables.system.sheet, decoder.heads(tp)
     products = gemm_times(tables.gemm, sheet, decoder.dtype)
+    arch, experts = decoder.arch, None
+    if arch.experts is not None:
+        experts = expert_times(
+            tables.experts,
+            arch.experts,
+            arch.hidden_size,
+            decoder.expert_dtype,
+            tp,
+            expert_parallel=expert_parallel,
+            spread=decoder.expert_spread,
+        )
     return ForwardPass(
         decoder=decoder,
         tp=tp,
         tables=tables,
         products=products,
+        experts=experts,
         head=products if decoder.dtype == "bfloat16" else gemm_times(tables.gemm, sheet, "bfloat16"),
         attention=decode_attention(tables.decode, heads),
         ms_per_prefill_mpair=decoder.arch.layers * prefill_ms_per_mpair(tables.prefill, heads),
@@ -220,5 +241,6 @@ def _check_tp(tables: OperatorTables, decoder: Decoder, tp: int) -> None:
     if tp not in measured:
         known = ", ".join(map(str, measured))
         raise InputError(f"must be one of {known}, whose all-reduces were measured on this GPU", tp, "--tp")
-    if arch.heads % tp or arch.intermediate_size % tp or (arch.kv_heads % tp and tp % arch.kv_heads):
+    inner = arch.intermediate_size if arch.experts is None else arch.experts.intermediate_size
+    if arch.heads % tp or inner % tp or (arch.kv_heads % tp and tp % arch.kv_heads):
         raise InputError(f"must divide the {arch.heads} heads and the MLP of {arch.name}", tp, "--tp")

@@ -91,4 +91,7 @@ def _small_products(tables: OperatorTables) -> pd.Series[float]:
 
 
 def _elements_per_layer(arch: ModelArch, tp: int) -> float:
+    """Return what a token's adapter reads in a layer: of experts, those that the token passes."""
+    if arch.experts is not None:
+        arch = arch.replace(experts=arch.experts.replace(number=arch.experts.per_token))
     return lora_elements_per_rank(arch, tp) / arch.layers

@@ -31,6 +31,7 @@ from capplan.models._uncertainty import DEFAULT_SCATTER
 from capplan.models.compose._decoder import Decoder
 from capplan.models.compose._forward import ForwardPass, StepTimes, forward_pass
 from capplan.models.compose._lora import CARRIED_STD_ERROR, lora_coefficients
+from capplan.models.compose._moe import EXPERTS_ERROR
 from capplan.models.compose._tables import operator_tables
 from capplan.serving import VLLM_ENGINE, ServingRules
 from capplan.spec import (
@@ -235,6 +236,7 @@ def compose_profile(
     version: str,
     *,
     tp: int = 1,
+    expert_parallel: bool = False,
     terms: HostTerms | None = None,
     command: str = "capplan profile compose",
 ) -> Profile:
@@ -255,6 +257,8 @@ def compose_profile(
         vLLM version.
     tp
         GPUs per copy of the model.
+    expert_parallel
+        Whether each of them has some of the experts of a mixture, and not a share of each.
     terms
         Host terms; those of the nearest fitted version by default.
     command
@@ -265,12 +269,13 @@ def compose_profile(
     InputError
         If there are no operators for the GPU, `tp` or the model's dtype, or the weights do not fit.
     """
-    return profile_of_times(operator_times(gpu, decoder, tp), rules, version, terms=terms, command=command)
+    times = operator_times(gpu, decoder, tp, expert_parallel=expert_parallel)
+    return profile_of_times(times, rules, version, terms=terms, command=command)
 
 
-def operator_times(gpu: str, decoder: Decoder, tp: int = 1) -> ForwardPass:
+def operator_times(gpu: str, decoder: Decoder, tp: int = 1, *, expert_parallel: bool = False) -> ForwardPass:
     """Return the step times of a model by the measured operators of a GPU; see `compose_profile`."""
-    return forward_pass(operator_tables(gpu), decoder, tp)
+    return forward_pass(operator_tables(gpu), decoder, tp, expert_parallel=expert_parallel)
 
 
 def profile_of_times(
@@ -352,8 +357,9 @@ def _step_model(times: StepTimes, terms: HostTerms) -> FittedModel:
 
 def _are_compared(times: StepTimes, terms: HostTerms) -> bool:
     """Return whether the errors of the terms hold for these times: for their dtype and hardware."""
-    hardware = f"{times.sheet.key} {times.decoder.arch.name}"
-    return terms.dtype == times.decoder.dtype and terms.only_for in (None, hardware)
+    decoder = times.decoder
+    is_fitted = terms.dtype == decoder.dtype and decoder.arch.experts is None
+    return is_fitted and terms.only_for in (None, f"{times.sheet.key} {decoder.arch.name}")
 
 
 def _uncertainty(
@@ -370,7 +376,9 @@ def _uncertainty(
 def _notes(times: StepTimes, terms: HostTerms, version: str) -> str:
     """Return in sentences what was fitted, carried over or extrapolated."""
     notes = [terms.in_words()]
-    if not _are_compared(times, terms):
+    if times.decoder.arch.experts is not None:
+        notes.append(EXPERTS_ERROR)
+    elif not _are_compared(times, terms):
         notes.append("no measured engine of this dtype or hardware was compared")
     elif not terms.spans_hardware and not terms.only_for:
         notes.append(f"error on other GPUs and models: {composition_terms().in_words()}")

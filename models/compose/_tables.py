@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 PACKAGE: Final = "aiconfigurator_core"
 
+FLASHINFER_EXPERTS: Final = "w4a8_mxfp4_mxfp8"
+"""MXFP4 weights with MXFP8 activations, measured for gpt-oss under SGLang alone."""
+
 
 @dataclass(frozen=True)
 class System:
@@ -84,6 +87,10 @@ class OperatorTables:
     """Attention of one token per request: the same with ``step``, the tokens of context."""
     all_reduce: pd.DataFrame
     """Columns ``num_gpus``, ``message_size`` (elements), ``latency``, in CUDA graphs; see `System`."""
+    experts: pd.DataFrame
+    """Products of experts: ``moe_dtype``, ``num_tokens``, sizes, ``moe_tp_size``, ``moe_ep_size``,
+    ``distribution``, ``latency``.
+    """
     quantize: pd.DataFrame
     """Quantization of activations to FP8: ``m``, ``k``, ``latency``; empty where not measured."""
 
@@ -115,6 +122,7 @@ def operator_tables(gpu: str) -> OperatorTables:
     gemm, version = _newest(folder / "gemm" / "vllm", "gemm_perf")
     prefill, _ = _newest(folder / "attention" / "vllm", "context_attention_perf")
     decode, _ = _newest(folder / "attention" / "vllm", "generation_attention_perf")
+    experts = _experts(folder / "moe")
     all_reduce, _ = _newest(
         folder / "comm" / ("trtllm" if system.fuses_all_reduce else "vllm"), "custom_allreduce_perf"
     )
@@ -127,6 +135,7 @@ def operator_tables(gpu: str) -> OperatorTables:
         prefill=_full_attention(prefill, "isl"),
         decode=_full_attention(decode, "step"),
         all_reduce=_fastest(all_reduce, ["num_gpus", "message_size"]),
+        experts=experts,
         quantize=_quantize(folder / "quantize" / "vllm"),
     )
 
@@ -164,6 +173,18 @@ def _full_attention(table: pd.DataFrame, length: str) -> pd.DataFrame:
     chosen = table[table["window_size"] == 0] if "window_size" in table else table
     heads = ["kv_cache_dtype", "head_dim", "num_heads", "num_key_value_heads"]
     return _fastest(chosen, [*heads, "batch_size", length])
+
+
+def _experts(folder: Path) -> pd.DataFrame:
+    """Return experts under vLLM, and under SGLang where both call the same kernel of FlashInfer."""
+    import pandas as pd
+
+    under_vllm, _ = _newest(folder / "vllm", "moe_perf")
+    if not (folder / "sglang").is_dir():
+        return under_vllm
+    others, _ = _newest(folder / "sglang", "moe_perf")
+    shared = others[others["moe_dtype"] == FLASHINFER_EXPERTS]
+    return pd.concat([under_vllm, shared], ignore_index=True)
 
 
 def _quantize(folder: Path) -> pd.DataFrame:

@@ -65,7 +65,7 @@ _DETERMINING: Final[Any] = {
     "model": {
         *("name", "hf_ids", "layers", "hidden_size", "heads", "kv_heads", "head_dim", "intermediate_size"),
         *("vocab_size", "tied_embeddings", "dtype_bytes", "linear_dtype_bytes", "lora_on_embeddings"),
-        *("kv_dtype_bytes", "other_weight_bytes", "window_layers"),
+        *("experts", "kv_dtype_bytes", "other_weight_bytes", "window_layers"),
     },
     "engine": True,
     "length_correlation": True,
@@ -76,6 +76,7 @@ _LATER_FIELDS: Final = (
     ("engine", "target_modules"),
     ("engine", "fully_sharded_loras"),
     ("model", "linear_dtype_bytes"),
+    ("model", "experts"),
     ("model", "kv_dtype_bytes"),
     ("model", "other_weight_bytes"),
     ("model", "window_layers"),

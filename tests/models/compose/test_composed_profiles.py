@@ -46,8 +46,12 @@ def test_every_known_model_fits_some_gpus() -> None:
         tp = 1 if weight_bytes(arch) < 8e10 else 4
         tables = step_tables(forward_pass(operator_tables("b200"), decoder, tp))
         step_ms = sum(float(table.grid_ms.min()) for table in tables.values())
+        starts_ms = 0.0
+        if arch.experts is not None:  # one token passes some of them, beside which kernels' starts weigh
+            arch = arch.replace(experts=arch.experts.replace(number=arch.experts.per_token))
+            starts_ms = 0.05 * arch.layers
         weights_ms = 1e3 * weight_bytes(arch, tp) / operator_tables("b200").system.sheet.bytes_per_s
-        assert 0.9 * weights_ms < step_ms < 6 * weights_ms
+        assert 0.9 * weights_ms < step_ms < 6 * weights_ms + starts_ms
 
 
 def test_the_tables_are_the_forward_pass_between_their_points() -> None:
@@ -175,7 +179,7 @@ def test_host_terms_are_of_the_nearest_version_with_the_same_scheduling() -> Non
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "architectures: must name one of LlamaForCausalLM"),
+        ({"architectures": ["BloomForCausalLM"]}, "architectures: must name one of LlamaForCausalLM"),
         ({"quantization_config": {"quant_method": "awq"}}, "bits: must be 4 or 8"),
         ({"hidden_size": 0}, "hidden_size: must be a whole number above 0"),
         (

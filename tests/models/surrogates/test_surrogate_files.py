@@ -14,6 +14,7 @@ from capplan.datasets._profile_files import profiles_with_surrogates
 from capplan.models import Surrogate
 from capplan.models.surrogates import FEATURES, KINDS, profile_digest, surrogate_bytes
 from capplan.models.surrogates._files import SURROGATE_VERSION, read_surrogate
+from capplan.spec import Experts
 from tests.models.surrogates.making import made, profile, surrogates
 from tests.models.surrogates.written import contents, kind_of, refused, write
 
@@ -129,9 +130,10 @@ def test_the_digest_covers_what_simulations_depend_on_and_no_limits() -> None:
     irrelevant = {"max_positions": 77, "qk_norm": True, "sliding_window": 512}
     assert profile_digest(base.replace(model=base.model.replace(**irrelevant))) == known
     assert profile_digest(base.replace(engine=base.engine.replace(sgmv_from_tokens=8))) == known
+    others = {"experts": Experts(number=8, per_token=2, intermediate_size=64)}
     for field, value in base.model:
         if field not in irrelevant:
-            other = not value if isinstance(value, bool) else value * 2 if value else 1
+            other = not value if isinstance(value, bool) else value * 2 if value else others.get(field, 1)
             assert profile_digest(base.replace(model=base.model.replace(**{field: other}))) != known, field
 
 
