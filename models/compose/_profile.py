@@ -390,7 +390,7 @@ def _notes(times: StepTimes, terms: HostTerms, version: str) -> str:
         f"({times.small_product_ratio:.2f} of the H100's), bytes and bandwidth, with a standard error of "
         f"{100 * CARRIED_STD_ERROR:.0f} %"
     )
-    if tuple(map(int, version.split(".")[:2])) < _SPLIT_GRAPHS:
+    if version_numbers(version)[:2] < _SPLIT_GRAPHS:
         notes.append("steps without adapters cost no slots, as from vLLM 0.12 on")
     notes += [f"beyond the measured operators: {words}" for words in times.beyond(MAX_TOKENS)]
     return ". ".join(note[0].upper() + note[1:] for note in notes)
