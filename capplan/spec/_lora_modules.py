@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, Final, TypeAlias
 
 from pydantic import BeforeValidator
@@ -12,6 +13,13 @@ from capplan.spec._validation import rule_error
 LORA_MODULES: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ATTENTION_MODULES: Final = LORA_MODULES[:4]
 """Linear layers of a transformer layer; vLLM wraps them all."""
+
+FUSED_MODULES: Final = MappingProxyType({"qkv_proj": LORA_MODULES[:3], "gate_up_proj": LORA_MODULES[4:6]})
+"""Parts of the layers that models such as Phi-3 fuse.
+
+Adapters of such models have one A for a fused layer, and capplan counts one for each part: 19 % more bytes
+for all layers of Phi-3-mini.
+"""
 
 ALL_LINEAR: Final = "all-linear"
 """PEFT's word for all of them."""
@@ -25,7 +33,14 @@ def module_sizes(hidden: int, inner: int, query: int, kv: int) -> tuple[tuple[in
     return (*attention, (hidden, inner), (hidden, inner), (inner, hidden))
 
 
-_RULE: Final = f"must be {ALL_LINEAR} or a list of {', '.join(LORA_MODULES)}, each at most once"
+def parts_of_modules(names: Iterable[str]) -> tuple[str, ...]:
+    """Return `LORA_MODULES` among names of PEFT, those that a fused layer holds included, in their order."""
+    parts = {part for name in names for part in FUSED_MODULES.get(name, (name,))}
+    return tuple(name for name in LORA_MODULES if name in parts)
+
+
+_NAMES: Final = (*LORA_MODULES, *FUSED_MODULES)
+_RULE: Final = f"must be {ALL_LINEAR} or a list of {', '.join(_NAMES)}, each at most once"
 
 
 def _target_modules(value: Any) -> tuple[str, ...]:
@@ -34,16 +49,16 @@ def _target_modules(value: Any) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         raise rule_error(_RULE)
     for at, name in enumerate(value):
-        if name not in LORA_MODULES or name in value[:at]:
+        if name not in _NAMES or name in value[:at]:
             raise rule_error(_RULE, key=(at,), value=name)
-    return tuple(name for name in LORA_MODULES if name in value)
+    return parts_of_modules(value)
 
 
 TargetModules: TypeAlias = Annotated[
     tuple[str, ...],
     BeforeValidator(_target_modules, json_schema_input_type=list[str] | str),
 ]
-"""Names of `LORA_MODULES` in their order."""
+"""Names of `LORA_MODULES` in their order; a fused layer is given for its parts."""
 
 
 def _target_modules_source(value: Any) -> tuple[str, ...] | str:

@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal, NamedTuple, Sel
 
 from capplan.errors import NO_VALUE, InputError
 from capplan.spec._files import error_reason, open_regular, parse_json
-from capplan.spec._lora_modules import ADAPTER_CONFIG, ALL_LINEAR, ATTENTION_MODULES, LORA_MODULES
+from capplan.spec._lora_modules import (
+    ADAPTER_CONFIG,
+    ALL_LINEAR,
+    ATTENTION_MODULES,
+    FUSED_MODULES,
+    LORA_MODULES,
+    parts_of_modules,
+)
 from capplan.spec._validation import LORA_RANKS
 
 if TYPE_CHECKING:
@@ -178,8 +185,10 @@ _WRAPPER: Final = "base_model.model."
 _PATTERN = re.compile(r"(?:[\w.|()\[\]*+?^$:-]|\\[dw.]){1,256}", re.ASCII)
 """Regular expressions that are matched: in linear time, and without repetition counts, which enlarge them."""
 
+_MODULES: Final = (*LORA_MODULES, *FUSED_MODULES)
+
 Place = tuple[int, int]
-"""(layer, module)"""
+"""(layer, module); modules beyond `LORA_MODULES` are the fused ones."""
 
 
 class _Half(NamedTuple):
@@ -250,8 +259,13 @@ class PeftFiles:
         return self.name
 
     @contextmanager
-    def opened(self) -> Iterator[tuple[SafetensorsFile, dict[Place, MatrixPair]]]:
+    def opened(self, fused: bool = False) -> Iterator[tuple[SafetensorsFile, dict[Place, MatrixPair]]]:
         """Open the weights; yield them with A, B and scale of every (layer, module).
+
+        Parameters
+        ----------
+        fused
+            Whether matrices of fused layers may be among them.
 
         Raises
         ------
@@ -264,7 +278,7 @@ class PeftFiles:
         self._has_tensors()
         with open_regular(self.weights, self.root, location) as opened:
             file = SafetensorsFile(opened, location)
-            halves = _halves(file.entries, location)
+            halves = _halves(file.entries, _MODULES if fused else LORA_MODULES, location)
             _require_targets(halves["A"], config, location)
             yield file, _pairs(halves, config, location)
 
@@ -291,12 +305,12 @@ class PeftFiles:
             raise InputError("must be text", base_model, f"{file}: base_model_name_or_path")
         rank, sizes = _whole_rank(config.get("r", 8), f"{file}: r"), {}
         if self._has_tensors():
-            with self.opened() as (_, pairs):
+            with self.opened(fused=True) as (_, pairs):
                 if not pairs:
                     raise InputError("must hold at least one adapted module", location=str(self.weights))
                 rank = max(rank, *(pair.a.shape[0] for pair in pairs.values()))
                 sizes = {place: (a.shape[1], b.shape[0]) for place, (a, b, _) in pairs.items()}
-            modules = tuple(LORA_MODULES[module] for module in sorted({module for _, module in pairs}))
+            modules = parts_of_modules({_MODULES[module] for _, module in pairs})
         else:
             patterns = _patterns(config, "rank_pattern", file).values()
             rank = max([rank, *(_whole_rank(value, f"{file}: rank_pattern") for value in patterns)])
@@ -342,21 +356,22 @@ def _require_plain_lora(config: dict[str, Any], file: str) -> None:
         raise InputError("must be none", config["bias"], f"{file}: bias")
 
 
-def _halves(entries: Sequence[TensorEntry], location: str) -> dict[str, dict[Place, _Half]]:
+def _halves(
+    entries: Sequence[TensorEntry], modules: Sequence[str], location: str
+) -> dict[str, dict[Place, _Half]]:
     """Return the tensors A and B of every (layer, module)."""
     halves: dict[str, dict[Place, _Half]] = {"A": {}, "B": {}}
     for entry in entries:
         match = _TENSOR.fullmatch(entry.name) if len(entry.name) <= _MAX_NAME_LENGTH else None
-        if match is None or match[4] not in LORA_MODULES:
-            raise InputError(
-                f"must hold lora_A and lora_B of {', '.join(LORA_MODULES)} only", entry.name, location
-            )
-        place = int(match[3]), LORA_MODULES.index(match[4])
+        if match is None or match[4] not in modules:
+            rule = f"must hold lora_A and lora_B of {', '.join(modules)} only"
+            raise InputError(rule, entry.name, location)
+        place = int(match[3]), modules.index(match[4])
         if place in halves[match[5]]:
             raise InputError("must hold every matrix once", entry.name, location)
         halves[match[5]][place] = _Half(entry, match[1].removeprefix(_WRAPPER), match[2])
     for layer, module in halves["A"].keys() ^ halves["B"].keys():
-        where = f"{location}: layer {layer} {LORA_MODULES[module]}"
+        where = f"{location}: layer {layer} {modules[module]}"
         raise InputError("must hold both lora_A and lora_B", location=where)
     return halves
 
@@ -378,7 +393,7 @@ def _pairs(
             raise InputError(rule, rank, f"{location}: {half.tensor.name}")
         scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
         if b.shape[1] != rank:
-            where = f"{location}: layer {place[0]} {LORA_MODULES[place[1]]}"
+            where = f"{location}: layer {place[0]} {_MODULES[place[1]]}"
             raise InputError("A must be (rank, in) and B (out, rank)", (half.tensor.shape, b.shape), where)
         pairs[place] = MatrixPair(half.tensor, b, scale)
     return pairs
@@ -446,19 +461,19 @@ def _targets(wanted: Any, location: str) -> tuple[str, ...]:
     if wanted == ALL_LINEAR:
         return LORA_MODULES
     if isinstance(wanted, str):
-        names = [f"model.layers.0.{_parent(name)}.{name}" for name in LORA_MODULES]
+        names = [f"model.layers.0.{_parent(name)}.{name}" for name in _MODULES]
         matched = _full_matches(wanted, names)
         if matched is None:
             raise InputError("must be a regular expression", wanted, location)
-        found = tuple(name for name, matches in zip(LORA_MODULES, matched, strict=True) if matches)
+        found = parts_of_modules(name for name, matches in zip(_MODULES, matched, strict=True) if matches)
     else:
         ends = [name.rsplit(".", maxsplit=1)[-1] for name in _names(wanted, location)]
         for end in ends:
-            if end not in LORA_MODULES:
-                raise InputError(f"must be among {', '.join(LORA_MODULES)}", end, location)
-        found = tuple(name for name in LORA_MODULES if name in ends)
+            if end not in _MODULES:
+                raise InputError(f"must be among {', '.join(_MODULES)}", end, location)
+        found = parts_of_modules(ends)
     if not found:
-        raise InputError(f"must target one of {', '.join(LORA_MODULES)}", wanted, location)
+        raise InputError(f"must target one of {', '.join(_MODULES)}", wanted, location)
     return found
 
 
@@ -490,12 +505,12 @@ def _require_targets(halves: Mapping[Place, _Half], config: dict[str, Any], loca
         return
     absent: Sequence[str]
     if isinstance(wanted, str):
-        parts = {module for _, module in halves}
+        parts = parts_of_modules(_MODULES[module] for _, module in halves)
         candidates = dict.fromkeys(
             f"{half.prefix}{half.module.rsplit('.', 2)[0]}.{_parent(name)}.{name}"
             for half in halves.values()
-            for at, name in enumerate(LORA_MODULES)
-            if at not in parts
+            for name in LORA_MODULES
+            if name not in parts
         )
         matched = _full_matches(wanted, [*names, *candidates])
         if matched is None:
@@ -519,7 +534,7 @@ def _require_targets(halves: Mapping[Place, _Half], config: dict[str, Any], loca
 
 
 def _parent(module: str) -> str:
-    return "self_attn" if module in ATTENTION_MODULES else "mlp"
+    return "self_attn" if module in (*ATTENTION_MODULES, "qkv_proj") else "mlp"
 
 
 def _full_matches(pattern: str, names: Sequence[str]) -> list[bool] | None:
@@ -560,11 +575,12 @@ def require_fit(
         If they are of a layer that the model does not have, or of other dimensions.
     """
     for (layer, module), size in sizes.items():
-        where = f"{location}: layer {layer} {LORA_MODULES[module]}"
+        where = f"{location}: layer {layer} {_MODULES[module]}"
         if layer >= layers:
             raise InputError(f"must be below the model's {layers} layers", layer, where)
-        if size != model_sizes[module]:
-            size_in, size_out = model_sizes[module]
+        parts = [model_sizes[LORA_MODULES.index(part)] for part in parts_of_modules([_MODULES[module]])]
+        size_in, size_out = parts[0][0], sum(out for _, out in parts)
+        if size != (size_in, size_out):
             rule = f"must go from {size_in} to {size_out} dimensions as the model does"
             raise InputError(rule, size, where)
 

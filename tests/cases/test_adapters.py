@@ -6,7 +6,7 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,21 +61,30 @@ def case(tmp_path: Path) -> Callable[[str], Path]:
     return copied
 
 
-def adapter_folder(folder: Path, rank: int = 16, layers: int = 2, width: int = 4096, **config: Any) -> Path:
-    """Write q_proj and v_proj of Llama-3.1-8B in some layers, of zeros that take no room on the disk."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write_zeros(path: Path, matrices: Mapping[str, tuple[int, int, int]]) -> None:
+    """Write A and B of layers of (rank, in, out) as zeros that take no room on the disk."""
     header, at = {}, 0
-    for layer in range(layers):
-        for module, out in (("q_proj", 4096), ("v_proj", 1024)):
-            for half, shape in (("A", [rank, width]), ("B", [out, rank])):
-                name = f"base_model.model.model.layers.{layer}.self_attn.{module}.lora_{half}.weight"
-                size = 2 * shape[0] * shape[1]
-                header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + size]}
-                at += size
+    for layer, (rank, width, out) in matrices.items():
+        for half, shape in (("A", [rank, width]), ("B", [out, rank])):
+            size = 2 * shape[0] * shape[1]
+            name = f"{layer}.lora_{half}.weight"
+            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + size]}
+            at += size
     text = json.dumps(header).encode()
-    with (folder / "adapter_model.safetensors").open("wb") as file:
+    with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + at)
+
+
+def adapter_folder(folder: Path, rank: int = 16, layers: int = 2, width: int = 4096, **config: Any) -> Path:
+    """Write q_proj and v_proj of Llama-3.1-8B in some layers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    matrices = {
+        f"base_model.model.model.layers.{layer}.self_attn.{module}": (rank, width, out)
+        for layer in range(layers)
+        for module, out in (("q_proj", 4096), ("v_proj", 1024))
+    }
+    write_zeros(folder / "adapter_model.safetensors", matrices)
     fields = {"peft_type": "LORA", "r": rank, "target_modules": ["q_proj", "v_proj"]}
     (folder / "adapter_config.json").write_text(json.dumps(fields | config))
     return folder
@@ -119,6 +128,30 @@ def test_05_a_rank_that_is_not_stated_is_that_of_the_folder(case: Callable[[str]
     (adapter,) = load_workload(path).adapters
     assert (adapter.rank, adapter.target_modules) == (64, LORA_MODULES)
     assert adapter.path == str(path.parent / "adapters" / "legal")
+
+
+def test_06_matrices_of_fused_layers_are_those_of_their_parts(case: Callable[[str], Path], run: Run) -> None:
+    folder = case("06")
+    for file in ("workload.yaml", "w2.yaml", "w3.yaml"):
+        modules = load_workload(folder / file).adapters[0].target_modules
+        assert modules == ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    write_zeros(
+        folder / "adapters" / "resume" / "adapter_model.safetensors",
+        {
+            f"base_model.model.model.layers.{layer}.{name}": (16, 3072, out)
+            for layer in range(32)
+            for name, out in (("self_attn.qkv_proj", 3 * 3072), ("mlp.gate_up_proj", 2 * 8192))
+        },
+    )
+    assert run("plan", folder / "w3.yaml", "-o", folder / "plan.json").exit_code == 0
+    write_zeros(
+        folder / "adapters" / "resume" / "adapter_model.safetensors",
+        {
+            "model.layers.0.self_attn.qkv_proj": (16, 3072, 3072),
+            "model.layers.0.mlp.gate_up_proj": (16, 3072, 16384),
+        },
+    )
+    assert "qkv_proj: must go from 3072 to 9216" in error_line(run("plan", folder / "w3.yaml"))
 
 
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {

@@ -30,6 +30,8 @@ def peft_folder(folder: Path, target_modules: object) -> Path:
         ("all-linear", LORA_MODULES),
         (r".*\.(q|k)_proj", ("q_proj", "k_proj")),
         (r"model\.layers\.\d+\.mlp\.\w+", ("gate_proj", "up_proj", "down_proj")),
+        (["gate_up_proj", "qkv_proj"], ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")),
+        (r".*\.(qkv|o)_proj", LORA_MODULES[:4]),
     ],
 )
 def test_peft_configs_are_read_as_peft_matches_them(tmp_path: Path, given: object, expected: object) -> None:
