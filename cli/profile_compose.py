@@ -99,7 +99,8 @@ def _show(profile: Profile, output: str) -> None:
         "" if fit.cross_validated_error is None else f", {fit.cross_validated_error:.1f} % on rows left out"
     )
     typer.echo(f"{profile.name}: {profile.gpu.name}, tp {profile.tp}")
-    typer.echo(f"error on measured engines: {fit.error:.1f} %{left} ({fit.error_formula})")
+    if fit.samples:  # otherwise the notes say what was compared
+        typer.echo(f"error on measured engines: {fit.error:.1f} %{left} ({fit.error_formula})")
     for sentence in sentences(profile):
         typer.echo(f"- {sentence}")
     typer.echo(f"written to {output}")

@@ -237,7 +237,7 @@ def experts_of(config: Mapping[str, Any], location: str) -> Experts | None:
         rule = "must have experts in every layer: decoder_sparse_step 1, and no mlp_only_layers"
         raise InputError(rule, location=location)
     width = "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
-    per_token = "num_experts_per_tok" if "num_experts_per_tok" in config else "experts_per_token"
+    per_token = "experts_per_token" if "experts_per_token" in config else "num_experts_per_tok"
     return Experts(
         number=whole_number(config, number, location),
         per_token=whole_number(config, per_token, location),

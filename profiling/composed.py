@@ -1,7 +1,7 @@
 """Composed profiles that ship: ``python -m capplan.profiling.composed [FOLDER]`` writes them again.
 
-Every GPU with measured operators, with the models of `MODELS`, at the tensor parallelism that fits: weights
-and a request of the model's default length.
+Every GPU with measured operators, with the models of `MODELS` whose dtype it has, at the tensor parallelism
+that fits: weights and a request of the model's default length.
 """
 
 from __future__ import annotations
@@ -19,9 +19,28 @@ from capplan.models.compose import SYSTEMS, compose_profile, known_decoder
 from capplan.serving import rules_of_version
 from capplan.spec import EngineArgs, Profile, write_text_atomic
 
-MODELS: Final = ("llama-3.1-8b", "qwen2.5-7b", "qwen3-14b", "qwen3-32b", "llama-3.1-70b")
+MODELS: Final = (
+    ("llama-3.1-8b", "bfloat16"),
+    ("llama-3.1-8b", "fp8"),
+    ("qwen2.5-7b", "bfloat16"),
+    ("qwen3-14b", "bfloat16"),
+    ("qwen3-32b", "bfloat16"),
+    ("qwen3-32b", "fp8"),
+    ("llama-3.1-70b", "bfloat16"),
+    ("llama-3.1-70b", "fp8"),
+    ("qwen3-30b-a3b", "bfloat16"),
+    ("qwen3-30b-a3b", "fp8_block"),
+    ("gpt-oss-20b", None),
+    ("gpt-oss-120b", None),
+    ("minimax-m2", None),
+)
+"""Models with the dtype of their weights; None: that of their config.json."""
+
 VERSION: Final = "0.15.1"
 """Version of vLLM whose host terms rest on most rows."""
+
+EXPERTS_VERSION: Final = "0.19.0"
+"""Version whose mixtures of experts were compared most."""
 
 MAX_NUM_BATCHED_TOKENS: Final = 8192
 
@@ -31,15 +50,16 @@ _COMMAND: Final = "python -m capplan.profiling.composed"
 
 def shipped_profiles() -> Iterator[Profile]:
     """Yield the composed profiles that ship."""
-    rules = rules_of_version(VERSION)
     for system in SYSTEMS:
-        for name in MODELS:
-            decoder = known_decoder(name)
+        for name, dtype in MODELS:
+            decoder = known_decoder(name, dtype)
+            version = VERSION if decoder.arch.experts is None else EXPERTS_VERSION
+            rules = rules_of_version(version)
             for tp in _TPS:
                 try:
-                    profile = compose_profile(system.key, decoder, rules, VERSION, tp=tp, command=_COMMAND)
+                    profile = compose_profile(system.key, decoder, rules, version, tp=tp, command=_COMMAND)
                     require_kv_tokens(profile, _engine_args(profile), a_max=0)
-                except CapplanError:  # heads that `tp` does not divide, or memory
+                except CapplanError:  # no operators of the dtype, heads that `tp` does not divide, or memory
                     continue
                 yield profile
 

@@ -78,12 +78,14 @@ def test_what_does_not_exist_is_one_line(
     assert not output.exists()
 
 
-def test_a_mixture_of_experts_is_refused_as_such(run: Run, tmp_path: Path) -> None:
+def test_a_mixture_of_experts_is_read_whole_or_refused_by_key(run: Run, tmp_path: Path) -> None:
     path = config(tmp_path, architectures=["Qwen3MoeForCausalLM"], num_experts=128)
     given = ("--model-config", path, "--base-model", "Qwen/Qwen3-30B-A3B")
     line = error_line(run("profile", "compose", "--gpu", "h200", *given, "-o", tmp_path / "x.json"))
-    assert "num_experts: must be a dense model: Qwen/Qwen3-30B-A3B is a mixture of 128 experts" in line
-    assert "`capplan profiles` lists" in line
+    assert "num_experts_per_tok: must be a whole number above 0" in line
+    path = config(tmp_path, n_routed_experts=64)
+    line = error_line(run("profile", "compose", "--gpu", "h200", *given, "-o", tmp_path / "x.json"))
+    assert "n_routed_experts" in line
 
 
 def test_an_unknown_architecture_is_refused_by_name(run: Run, tmp_path: Path) -> None:

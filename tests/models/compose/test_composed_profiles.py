@@ -95,7 +95,10 @@ def test_errors_are_stated_only_for_the_dtype_and_hardware_that_were_compared() 
     profile = compose_profile("h100-80g", fp8, rules_of_version("0.15.1"), "0.15.1")
     assert profile.step_latency.fit.samples == 0
     assert profile.step_latency.uncertainty.scatter == 0.10
-    assert "No measured engine of this dtype or hardware was compared" in profile.provenance.notes
+    assert "Mean TPOT of models in fp8" in profile.provenance.notes
+    int4 = decoder_of(hf_config(LLAMA) or {}, LLAMA, "int4")
+    notes = compose_profile("h100-80g", int4, rules_of_version("0.15.1"), "0.15.1").provenance.notes
+    assert "No measured engine of this dtype or hardware was compared" in notes
 
 
 def test_carried_terms_err_together() -> None:
