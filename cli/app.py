@@ -159,6 +159,7 @@ _COMMANDS: Final = {
     "dataset": "Make training data for surrogates.",
     "dataset generate": "Simulate scenarios of one GPU, and write the results as training data.",
     "profile": "Measure the tables that profiles are fitted to.",
+    "profile accuracy": "Show errors on measured engines of a profile's kind, nearest rows first.",
     "profile compose": "Compose a profile from measured operators of a GPU.",
     "profile cpu-lora": "Measure the CPU cores that can assist the loading of adapters, into a profile.",
     "profile engine": "Measure the reference engine: KV memory, adapter loads, steps, and its server.",

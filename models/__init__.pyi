@@ -1,3 +1,4 @@
+from ._accuracy import ACCURACY_FILE, LEFT_OUT, Accuracy, MeasuredRows, comparable_rows, measured_accuracy
 from ._kernel_fits import (
     ADDITIVE_KERNEL,
     COLUMNS,
@@ -32,13 +33,16 @@ from ._uncertainty import DRAWS, drawn_profiles, pessimistic_profile, with_step_
 from .surrogates import Surrogate, SurrogateAnswer, load_surrogate
 
 __all__ = [
+    "ACCURACY_FILE",
     "ADDITIVE",
     "ADDITIVE_KERNEL",
     "COLUMNS",
     "DRAWS",
+    "LEFT_OUT",
     "TABLE",
     "TOPPINGS_BGMV",
     "TOPPINGS_MBGMV",
+    "Accuracy",
     "Assumptions",
     "Crossover",
     "Efficiencies",
@@ -46,11 +50,13 @@ __all__ = [
     "KernelReport",
     "KvBudget",
     "KvLine",
+    "MeasuredRows",
     "StepFeatures",
     "StepRanks",
     "Surrogate",
     "SurrogateAnswer",
     "coefficient_array",
+    "comparable_rows",
     "crossover",
     "disk_load_ms",
     "drawn_profiles",
@@ -62,6 +68,7 @@ __all__ = [
     "latency_form",
     "load_share",
     "load_surrogate",
+    "measured_accuracy",
     "no_line",
     "pessimistic_profile",
     "rank_ms",

@@ -94,3 +94,13 @@ def test_an_unknown_architecture_is_refused_by_name(run: Run, tmp_path: Path) ->
     line = error_line(run("profile", "compose", "--gpu", "h200", *given, "-o", tmp_path / "x.json"))
     assert "architectures: must name one of LlamaForCausalLM" in line
     assert "MambaForCausalLM" in line
+
+
+def test_accuracy_lists_the_rows_of_a_kind_nearest_first(run: Run) -> None:
+    listed = json.loads(run("profile", "accuracy", "h100-80g/qwen3-14b/vllm-0.15.1", "--json").stdout)
+    assert (listed[0]["model"], listed[0]["gpu"]) == ("Qwen3-14B", "h100-80g")
+    text = run("profile", "accuracy", "h100-80g/qwen3-14b/vllm-0.15.1").stdout
+    assert f"{listed[0]['error_percent']:.1f} %" in text
+    assert "benchmarks.accuracy" in text
+    line = error_line(run("profile", "accuracy", "h100-64g/llama-3.1-8b/vllm-0.8.5"))
+    assert "must be composed or a roofline" in line

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from capplan.models import comparable_rows
 from capplan.spec import EngineArgs, Profile, ProvenanceKind, Workload
 from capplan.twin.instance._metrics import SimulationResult
 
@@ -131,12 +132,9 @@ def _beyond_tables(profile: Profile, values: Values) -> list[Extrapolation]:
 
 
 def _error_in_words(profile: Profile) -> str:
-    """Return the error of a composed step model on measured engines; nothing if it was compared with none."""
-    fit = profile.step_latency.fit
-    if not fit.samples or fit.cross_validated_error is None:
-        return ""
-    left_out = f"{fit.cross_validated_error:.1f} % on those left out"
-    return f"; mean ITL is {fit.error:.1f} % off on measured engines, {left_out}"
+    """Return the error on the nearest measured rows; nothing for a kind that was not compared."""
+    rows = comparable_rows(profile)
+    return f"; nearest measured: {rows[0].in_words()}" if rows else ""
 
 
 def _is_outside(quantity: str, values: tuple[float, float], ends: tuple[float, float]) -> bool:
