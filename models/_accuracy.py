@@ -47,7 +47,8 @@ class MeasuredRows(SpecModel):
 
     def in_words(self) -> str:
         """Return deployment and error as the end of a sentence."""
-        at = f"{self.rows} row{'s' * (self.rows > 1)} of {self.model} on {self.gpu}, tp {self.tp}, {self.dtype}"
+        rows = f"{self.rows} row{'s' * (self.rows > 1)}"
+        at = f"{rows} of {self.model} on {self.gpu}, tp {self.tp}, {self.dtype}"
         return f"{self.metric_in_words} {self.error_percent:.1f} % off on {at} ({self.basis})"
 
 
