@@ -23,10 +23,14 @@ from capplan.models import ACCURACY_FILE, LEFT_OUT, Accuracy, MeasuredRows
 from capplan.models.compose import known_decoder
 from capplan.spec import ProvenanceKind, version_numbers, write_text_atomic
 
-SOURCES: Final = ("dense_stages", "silicon_vllm", "silicon_moe", "vllm_023")
+SOURCES: Final = ("dense_stages", "silicon_vllm", "silicon_moe", "vllm_023", "mlperf")
 _METRICS: Final = ("itl_ms", "tpot_ms")
-_FITTED_SOURCES: Final = ("dense_stages", "vllm_023")
-"""Host terms of composed profiles are fitted on these."""
+_FITTED: Final = (
+    (ProvenanceKind.COMPOSED, "dense_stages"),
+    (ProvenanceKind.COMPOSED, "vllm_023"),
+    (ProvenanceKind.ROOFLINE, "mlperf"),
+)
+"""Kinds whose host terms, or shares of a GPU's peaks, are fitted on a source."""
 _FITTED_EXPERTS: Final = ("h100-80g", "gpt-oss-120b", "0.18")
 """Rows that fix the spread of gpt-oss's experts."""
 
@@ -36,8 +40,8 @@ def basis(record: Record) -> str:
     if record.source.startswith("without "):
         return record.source.split()[1] + LEFT_OUT
     at = (record.gpu, record.model.rsplit("/", 1)[-1], _minor(record.version))
-    fitted = record.source in _FITTED_SOURCES or at == _FITTED_EXPERTS
-    return "fitted" if fitted and record.method == ProvenanceKind.COMPOSED else "not fitted"
+    experts = record.method == ProvenanceKind.COMPOSED and at == _FITTED_EXPERTS
+    return "fitted" if experts or (record.method, record.source) in _FITTED else "not fitted"
 
 
 def grouped(records: Iterable[Record]) -> Iterator[MeasuredRows]:

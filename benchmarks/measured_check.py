@@ -25,6 +25,7 @@ from benchmarks.measured import (
     h100_64g,
     layers,
     memory_gap,
+    mlperf,
     rank_sweeps,
     request_logs,
     silicon_moe,
@@ -50,6 +51,7 @@ MEASURED: Final[Mapping[str, Callable[[Path], Sequence[MeasuredCase]]]] = Mappin
         "vllm_023": vllm_023.read,
         "memory_gap": memory_gap.read,
         "layers": layers.read,
+        "mlperf": mlperf.read,
         "rank_sweeps": rank_sweeps.read,
     }
 )

@@ -57,7 +57,7 @@ def roofline(args: RooflineArgs) -> None:
     The profile is marked as analytic, and so is every plan based on it.
     """
     from capplan.datasets import gpu_sheet
-    from capplan.models import Assumptions, Efficiencies, EngineChoice, roofline_profile
+    from capplan.models import Assumptions, EngineChoice, efficiencies_of, roofline_profile
     from capplan.models.compose import with_weights
     from capplan.spec import Kernel
 
@@ -78,7 +78,7 @@ def roofline(args: RooflineArgs) -> None:
         arch,
         engine,
         args.tp,
-        Assumptions(physics=Efficiencies(**given)),
+        Assumptions(physics=efficiencies_of(sheet, **given)),
         command_line("capplan profile roofline", args),
     )
     document = profile.model_dump(mode="json")

@@ -74,6 +74,16 @@ _EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
+class FittedShares(SpecModel):
+    """Shares of a GPU's peaks that a measured engine reached."""
+
+    bandwidth: Annotated[float, Field(gt=0, le=1)]
+    compute: Annotated[float, Field(gt=0, le=1)]
+    """Of the peak of 16-bit floats, in the dtype of the rows."""
+    source: str
+    """Rows of the fit, and the error on rows left out."""
+
+
 class GpuSheet(SpecModel):
     """Data sheet of a GPU type."""
 
@@ -93,6 +103,8 @@ class GpuSheet(SpecModel):
     """Peak of the links to its peers, one direction; the host's link if there are no others."""
     l2_bytes_per_s: Positive | None = None
     """Peak of reading the L2 cache, where a source states it."""
+    shares: FittedShares | None = None
+    """None: no engine was measured on it as a whole."""
     source: str
     licence: str
 

@@ -12,7 +12,7 @@ from ._kernel_fits import (
     read_kernel_table,
 )
 from ._memory import KvBudget, disk_load_ms, gpu_load_ms, kv_budget, kv_tokens, load_share, require_kv_tokens
-from ._roofline import Assumptions, Efficiencies, EngineChoice, roofline_profile
+from ._roofline import Assumptions, Efficiencies, EngineChoice, efficiencies_of, roofline_profile
 from ._step_latency import (
     ADDITIVE,
     TABLE,
@@ -60,6 +60,7 @@ __all__ = [
     "crossover",
     "disk_load_ms",
     "drawn_profiles",
+    "efficiencies_of",
     "explain_kernels",
     "gpu_load_ms",
     "kv_budget",

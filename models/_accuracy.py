@@ -76,7 +76,7 @@ def comparable_rows(profile: Profile) -> Sequence[MeasuredRows]:
 
 
 def _distance_from(profile: Profile) -> Callable[[MeasuredRows], Any]:
-    gpu, model = profile.name.split("/")[0], profile.model.name
+    gpu, model = profile.name.removeprefix("roofline/").split("/")[0], profile.model.name
     experts = profile.model.experts is not None
     has_16_bits = (profile.model.linear_dtype_bytes or profile.model.dtype_bytes) >= 2
     version = _minor(profile.engine.version)

@@ -46,6 +46,9 @@ _MATRICES: Final = 14
 _REQUEST_MS: Final = 10.5
 
 
+_FITTED: Final = ("bandwidth", "compute")
+
+
 @dataclass(frozen=True)
 class Efficiencies:
     """Shares of a datasheet's peak that kernels reach, and the cost of starting one.
@@ -91,6 +94,12 @@ class Efficiencies:
             f"{self.lora_kernels_per_layer} for LoRA) of at least {self.kernel_us:g} us; {self.step_ms:g} ms "
             "of the host per step"
         )
+
+
+def efficiencies_of(sheet: GpuSheet, **given: float) -> Efficiencies:
+    """Return the shares that a GPU reaches: given ones, else those fitted on it, else the assumed ones."""
+    fitted = {} if sheet.shares is None else {name: getattr(sheet.shares, name) for name in _FITTED}
+    return Efficiencies(**fitted | given)
 
 
 @dataclass(frozen=True)
@@ -256,7 +265,7 @@ def roofline_profile(
     tp
         GPUs per copy of the model.
     assumptions
-        Quantities that are not on a datasheet.
+        Quantities that are not on a datasheet; by default with the shares of `efficiencies_of`.
     command
         Recorded in the provenance.
 
@@ -265,12 +274,19 @@ def roofline_profile(
     InputError
         When weights are not of 16 bits, `tp` does not divide the heads, or the weights do not fit.
     """
-    choice, given = engine or EngineChoice(), assumptions or Assumptions()
+    choice, given = engine or EngineChoice(), assumptions or Assumptions(physics=efficiencies_of(sheet))
     _check(sheet, arch, tp)
     profiled = choice.profile_engine()
     physics = given.physics
     carried = given.vllm_lora if choice.lora and choice.kernel is Kernel.VLLM else None
-    notes = [f"Nothing here was measured on this GPU. {physics.in_words()}", *([_CARRIED] if carried else [])]
+    fitted = sheet.shares is not None and physics == efficiencies_of(sheet)
+    notes = [
+        f"Bandwidth and arithmetic fitted on {sheet.shares.source}"
+        if fitted and sheet.shares is not None
+        else "Nothing here was measured on this GPU",
+        physics.in_words(),
+        *([_CARRIED] if carried else []),
+    ]
     source = f"{sheet.source}. {physics.in_words()}"
     formula = f"none: {NOT_MEASURED}"
     host = {"request_ms": _REQUEST_MS, "client_itl_factor": 1.0}

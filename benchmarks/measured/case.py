@@ -11,8 +11,8 @@ from typing import Final, Protocol
 
 from capplan import InputError, Profile
 from capplan.datasets import find_gpu, gpu_sheet, model_arch
-from capplan.models import EngineChoice, roofline_profile
-from capplan.models.compose import SYSTEMS
+from capplan.models import Assumptions, Efficiencies, EngineChoice, efficiencies_of, roofline_profile
+from capplan.models.compose import SYSTEMS, with_weights
 from capplan.spec import Kernel
 
 VARIABLE: Final = "CAPPLAN_MEASURED"
@@ -120,16 +120,25 @@ UNRECORDED: Final = "0.8.5"
 """Version of vLLM assumed for rows without one."""
 
 
-def roofline_for(deployment: Deployment, _left_out: LeftOut | None = None) -> Profile:
-    """Return the analytic profile; nothing in it was fitted, whatever is left out."""
+def roofline_for(
+    deployment: Deployment, _left_out: LeftOut | None = None, physics: Efficiencies | None = None
+) -> Profile:
+    """Return the analytic profile; nothing in it was fitted but shares that a data sheet may have."""
+    sheet, arch = gpu_sheet(deployment.gpu), model_arch(deployment.model)
     if deployment.dtype not in ("bfloat16", "float16"):
-        raise InputError("must have 16 bits: so has the arithmetic of data sheets", deployment.dtype, "dtype")
+        if sheet.shares is None:
+            rule = "must have 16 bits: so has the arithmetic of data sheets"
+            raise InputError(rule, deployment.dtype, "dtype")
+        arch = with_weights(arch, deployment.dtype)
+    if deployment.kv_cache_dtype == "fp8":
+        arch = arch.replace(kv_dtype_bytes=1)
     if deployment.version == SLORA:
         engine = EngineChoice(rules="slora", kernel=Kernel.BGMV)
     else:
         version = deployment.version or UNRECORDED
         engine = EngineChoice(version=version, lora=False)
-    return roofline_profile(gpu_sheet(deployment.gpu), model_arch(deployment.model), engine, deployment.tp)
+    assumptions = Assumptions(physics=physics or efficiencies_of(sheet))
+    return roofline_profile(sheet, arch, engine, deployment.tp, assumptions)
 
 
 def data_folder(given: Path | None) -> Path:

@@ -80,7 +80,7 @@ def test_a_gpu_is_matched_by_whole_words(run: Run, gpu: str, shown: set[str]) ->
         ("--gpu l4 --model qwen", "--gpu: must be a GPU of a shipped profile: a100-80g, b200"),
         ("--gpu A100-40G", "`capplan profile roofline --gpu a100-40g"),
         ("--gpu a100-40", "`capplan profile roofline` has data sheets of a100-40g; "),
-        ("--gpu mi300x", "`capplan profile server URL -o DIR` measures a running server"),
+        ("--gpu tpu-v6e", "`capplan profile server URL -o DIR` measures a running server"),
         ("--model llama-3.3-70b", "`capplan profile compose --gpu NAME --model-config FILE --base-model ID"),
         (
             "--gpu b200 --model llama-2-7b",

@@ -121,7 +121,7 @@ def test_a_workload_without_gpus_is_one_line_where_all_are_used(run: Run, inputs
         ),
         ("a100-40g/llama-3.1-8b/vllm-0.15.1", "`capplan profile roofline --gpu a100-40g --model NAME"),
         ("l4/llama-3.1-8b/vllm-0.15.1", "`capplan profile roofline --gpu l4 --model NAME"),
-        ("mi300x/llama-3.1-8b/vllm-0.15.1", "`capplan profile server URL -o DIR` measures a running server"),
+        ("mi350x/llama-3.1-8b/vllm-0.15.1", "`capplan profile server URL -o DIR` measures a running server"),
         ("h200/llama-3.3-70b/vllm-0.15.1", "`capplan profile compose --gpu h200 --model-config FILE"),
         (
             "h200/qwen2.5-7b/vllm-0.15.1",

@@ -52,7 +52,7 @@ def test_the_id_of_a_config_is_that_of_its_file_or_folder(run: Run, tmp_path: Pa
     ("options", "message"),
     [
         (("--gpu", "v100"), "--gpu: must be a GPU with measured operators: a100-80g (a100_sxm)"),
-        (("--gpu", "mi300x"), "`capplan profile server URL -o DIR` measures a running server"),
+        (("--gpu", "mi350y"), "`capplan profile server URL -o DIR` measures a running server"),
         (("--gpu", "l4"), "`capplan profile roofline --gpu l4 --model NAME -o profile.json`"),
         (("--gpu", "h200", "--tp", "3"), "--tp: must be one of 1, 2, 4, 8"),
         (

@@ -17,6 +17,7 @@ from capplan.models import (
     StepFeatures,
     StepRanks,
     coefficient_array,
+    efficiencies_of,
     kv_tokens,
     latency_code,
     rank_ms,
@@ -77,6 +78,17 @@ def test_better_efficiency_is_never_slower(share: float, factor: float, sheet) -
         slow, fast = (roofline_profile(sheet, LLAMA, BARE, assumptions=each) for each in (low, high))
         for tokens in (1, 100, GRAPH_TOKENS, 4000):
             assert milliseconds(fast, tokens, 5000.0) <= milliseconds(slow, tokens, 5000.0) * (1 + 1e-9)
+
+
+def test_shares_fitted_on_a_gpu_hold_unless_others_are_given() -> None:
+    sheet = gpu_sheet("mi300x")
+    assert sheet.shares is not None
+    fitted, own = roofline_profile(sheet, LLAMA, BARE), efficiencies_of(sheet, compute=0.5)
+    given = roofline_profile(sheet, LLAMA, BARE, assumptions=Assumptions(physics=own))
+    assert own.bandwidth == sheet.shares.bandwidth
+    assert milliseconds(given, 8000) > 1.2 * milliseconds(fitted, 8000)
+    assert sheet.shares.source in fitted.provenance.notes
+    assert "Nothing here was measured" in given.provenance.notes
 
 
 def test_many_tokens_are_computed_and_few_only_read() -> None:
