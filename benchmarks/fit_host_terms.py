@@ -66,7 +66,7 @@ SOURCES: Final = (
 @functools.cache
 def bare_profile(where: Deployment, _left_out: LeftOut | None = None) -> Profile:
     """Return the composed profile of a deployment without host terms."""
-    decoder = known_decoder(where.model, where.dtype, where.kv_cache_dtype)
+    decoder = known_decoder(where.model, where.dtype or None, where.kv_cache_dtype)
     none = HostTerms(
         engine_version=where.version,
         dtype=where.dtype,
@@ -80,7 +80,13 @@ def bare_profile(where: Deployment, _left_out: LeftOut | None = None) -> Profile
         scatter=0.0,
     )
     return compose_profile(
-        where.gpu, decoder, rules_of_version(where.version), where.version, tp=where.tp, terms=none
+        where.gpu,
+        decoder,
+        rules_of_version(where.version),
+        where.version,
+        tp=where.tp,
+        expert_parallel=where.expert_parallel,
+        terms=none,
     )
 
 
@@ -170,7 +176,7 @@ def of_layers(folder: Path, reference: HostTerms) -> HostTerms:
         error_percent=0.0,
         scatter=reference.scatter,
     )
-    decoder = known_decoder(where.model, where.dtype, where.kv_cache_dtype)
+    decoder = known_decoder(where.model, where.dtype or None, where.kv_cache_dtype)
     times = layer_times(folder / LAYERS_FOLDER, where.gpu, decoder)
     profile = profile_of_times(times, rules_of_version(where.version), where.version, terms=terms)
     error = abs(case.predict(profile)["tpot_ms"] / case.measured["tpot_ms"] - 1.0)

@@ -88,7 +88,7 @@ def comparisons(folder: Path, chosen: Sequence[str]) -> Iterator[tuple[str, Comp
         if name == "rank_sweeps":
             found = replace(found, more=records_table(rank_sweeps.ratios_by_tp(cases, used)))
         if name == "estimator":
-            rows = estimator_rows.supported(stages, silicon_vllm.read(folder))
+            rows = estimator_rows.supported(stages, silicon_vllm.read(folder), silicon_moe.read(folder))
             found = replace(found, more=records_table(rows))
         yield name, found
         if name == "dense_stages":

@@ -80,11 +80,12 @@ def _log_uniform(draw: np.random.Generator, low: int, high: int) -> int:
 
 
 @functools.cache
-def engine_of(model: str, gpu: str, tp: int) -> Any:
+def engine_of(model: str, gpu: str, tp: int, expert_parallel: bool = False) -> Any:
     """Return the estimator of a model by the package's name, on GPUs by the name of their data sheet."""
     try:
         from aiconfigurator_core.sdk.engine import EngineHandle
     except ImportError:
         rule = "needs the operator tables: pip install '.[measured]', in the checkout"
         raise InputError(rule, location="estimator") from None
-    return EngineHandle.compile(model, system_of(gpu).key, "vllm", tp_size=tp)
+    experts = {"moe_ep_size" if expert_parallel else "moe_tp_size": tp}
+    return EngineHandle.compile(model, system_of(gpu).key, "vllm", tp_size=tp, **experts)

@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 
 from benchmarks.fit_host_terms import bare_profile
+from benchmarks.measured.case import RefusedCase
 from benchmarks.measured.dense_stages import Stage
 from benchmarks.measured.estimator import MODELS, engine_of
 from benchmarks.measured.silicon_vllm import ClosedLoopRun
@@ -20,26 +21,41 @@ from benchmarks.measured.step_times import model_ms
 StepMs = Callable[[int, int, int], float]
 """Milliseconds of a step by tokens of a prompt alone, decodes and their context."""
 
-_MODELS: Final = MODELS | {
+_EXPERTS: Final = {each: each for each in ("openai/gpt-oss-120b", "MiniMaxAI/MiniMax-M2.5")}
+_MODELS: Final = {**MODELS, **_EXPERTS} | {
     "meta-llama/Llama-3.1-8B-Instruct": "meta-llama/Meta-Llama-3.1-8B",
     "meta-llama/Llama-2-70b-hf": "meta-llama/Meta-Llama-3.1-70B",
 }
 """Llama-2-70B differs from Llama-3.1-70B in the output head alone."""
 _KV_TOKENS: Final = 250_000
 """KV tokens up to which a closed loop at TP 2 has all of its requests running."""
+_FIRST_OF_EXPERTS: Final = "0.15"
+"""Rows of earlier versions, and of none, are of something else."""
 
 
-def supported(stages: Sequence[Stage], runs: Sequence[ClosedLoopRun]) -> Iterator[dict[str, object]]:
+def supported(
+    stages: Sequence[Stage], runs: Sequence[ClosedLoopRun], experts: Sequence[ClosedLoopRun | RefusedCase]
+) -> Iterator[dict[str, object]]:
     """Yield the errors of both methods on stages and closed loops of models that both know."""
     known = [stage for stage in stages if stage.deployment.model in _MODELS]
     yield from _lines("dense_stages", [_stage(stage) for stage in known])
-    loops = [
-        run
-        for run in runs
-        if run.deployment.dtype == "bfloat16"
-        and run.concurrency * (run.prompt_tokens + run.output_tokens) <= _KV_TOKENS * run.deployment.tp / 2
-    ]
+    loops = [run for run in runs if run.deployment.dtype == "bfloat16" and _is_running_whole(run)]
     yield from _lines("silicon_vllm", [_closed_loop(run) for run in loops])
+    for model in _EXPERTS:
+        mixtures = [
+            run
+            for run in experts
+            if isinstance(run, ClosedLoopRun)
+            and run.deployment.model == model
+            and run.deployment.version >= _FIRST_OF_EXPERTS
+            and _is_running_whole(run)
+        ]
+        yield from _lines(f"silicon_moe, {model.split('/')[-1]}", [_closed_loop(run) for run in mixtures])
+
+
+def _is_running_whole(run: ClosedLoopRun) -> bool:
+    tokens = run.concurrency * (run.prompt_tokens + run.output_tokens)
+    return tokens <= _KV_TOKENS * run.deployment.tp / 2
 
 
 def _stage(stage: Stage) -> tuple[float, float, float, float]:
@@ -62,7 +78,8 @@ def _closed_loop(run: ClosedLoopRun) -> tuple[float, float, float, float]:
 
 def _methods(row: Stage | ClosedLoopRun) -> tuple[StepMs, StepMs]:
     at = row.deployment
-    profile, engine = bare_profile(at), engine_of(_MODELS[at.model], at.gpu, at.tp)
+    profile = bare_profile(at)
+    engine = engine_of(_MODELS[at.model], at.gpu, at.tp, at.expert_parallel)
 
     def composed(chunk: int, decodes: int, context: int) -> float:
         return model_ms(profile, chunk, decodes, context)
