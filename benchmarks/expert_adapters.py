@@ -4,7 +4,7 @@
 
 Four adapters of rank 16 in four slots, against the base model alone, at a constant number of running
 requests. Ratios that engines were measured with are of other models and unstated GPUs (SGLang pull request
-28091: 0.74 to 0.79 with four adapters at four batch sizes), so that they stand beside these, and bound nothing.
+28091: 0.74 to 0.79 with four adapters at four batch sizes). They stand beside these, and bound nothing.
 """
 
 from __future__ import annotations
