@@ -15,7 +15,7 @@ from typing import Final
 from benchmarks.common import command_line, emit, equal_adapters, records_table, user_errors
 from capplan import Lengths, Profile, Workload, load_profile, simulate
 
-PROFILES: Final = ("h100-80g/qwen3-30b-a3b/vllm-0.19.0-fp8_block", "h200/qwen3-30b-a3b/vllm-0.19.0")
+PROFILES: Final = ("h100-80g/qwen3-30b-a3b-fp8/vllm-0.19.0-fp8_block", "h200/qwen3-30b-a3b/vllm-0.19.0")
 _IN_FLIGHT: Final = (8, 16, 32, 64)
 _ADAPTERS: Final = 4
 _RANK: Final = 16

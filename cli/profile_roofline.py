@@ -58,13 +58,19 @@ def roofline(args: RooflineArgs) -> None:
     """
     from capplan.datasets import gpu_sheet
     from capplan.models import Assumptions, EngineChoice, efficiencies_of, roofline_profile
-    from capplan.models.compose import with_weights
+    from capplan.models.compose import quantized_on_loading, with_weights
     from capplan.spec import Kernel
 
     sheet = gpu_sheet(args.gpu)
-    arch = with_weights(_arch(args.model, args.model_config, args.base_model), args.dtype)
+    files = _arch(args.model, args.model_config, args.base_model)
+    arch = with_weights(files, args.dtype)
     kernel = member(Kernel, args.kernel, "--kernel")
-    engine = EngineChoice(version=args.engine_version, rules=args.rules, kernel=kernel)
+    engine = EngineChoice(
+        version=args.engine_version,
+        rules=args.rules,
+        kernel=kernel,
+        quantization=quantized_on_loading(files, args.dtype),
+    )
     require_writable_files(args.output)
     physics = {
         "bandwidth": args.bandwidth,

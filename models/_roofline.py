@@ -211,6 +211,8 @@ class EngineChoice:
     """Rows of extra vocabulary in an adapter slot."""
     target_modules: tuple[str, ...] | None = None
     """Linear layers with adapters; None: all, and with S-LoRA those of attention."""
+    quantization: str | None = None
+    """Dtype into which the engine quantizes the weights on loading."""
 
     def profile_engine(self) -> ProfileEngine:
         """Return the engine with its rules.
@@ -229,6 +231,7 @@ class EngineChoice:
             kernel=self.kernel,
             lora_extra_vocab=extra,
             target_modules=self.target_modules,
+            quantization=self.quantization,
         )
         if rules.engine != SLORA_ENGINE:
             return engine

@@ -29,7 +29,7 @@ MODELS: Final = (
     ("llama-3.1-70b", "bfloat16"),
     ("llama-3.1-70b", "fp8"),
     ("qwen3-30b-a3b", "bfloat16"),
-    ("qwen3-30b-a3b", "fp8_block"),
+    ("qwen3-30b-a3b-fp8", None),
     ("gpt-oss-20b", None),
     ("gpt-oss-120b", None),
     ("minimax-m2", None),

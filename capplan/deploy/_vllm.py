@@ -97,6 +97,9 @@ _FUSED: Final = {
 }
 """Layers that vLLM fuses, by PEFT's names of their parts."""
 
+_QUANTIZED_ON_LOADING: Final = "fp8"
+"""What vLLM makes of 16-bit weights: one scale per tensor."""
+
 _CHECKED_ROOT: Final = (
     'case "$ADAPTER_ROOT" in *[=,]*) echo "ADAPTER_ROOT: must be without = and ,: vLLM splits there" >&2; '
     "exit 2 ;; esac"
@@ -184,6 +187,7 @@ def _script(plan: Plan, server: Server, digest: str, runtime_updates: bool) -> s
         *_engine_flags(group.engine_args, len(group.adapters), _vllm_version(engine)),
         *(_module_flags(engine) if group.engine_args.max_loras else ()),
         *_scheduling_flags(engine.rules),
+        *_dtype_flags(engine, group),
         '"$@"',  # before --lora-modules, which takes every word up to the next flag
     ]
     if group.adapters:
@@ -245,6 +249,20 @@ def _scheduling_flags(name: str) -> Iterable[str]:
     rules = serving.serving_rules(name)
     if rules.releases is not None and not rules.is_default:
         yield "--async-scheduling" if rules.async_scheduling else "--no-async-scheduling"
+
+
+def _dtype_flags(engine: PlanEngine, group: Group) -> Iterable[str]:
+    """Return the flags of weights that are quantized on loading, and of the KV cache."""
+    if engine.quantization is not None:
+        if engine.quantization != _QUANTIZED_ON_LOADING:
+            rule = (
+                f"must be {_QUANTIZED_ON_LOADING} or absent: vLLM has no flag that makes such weights; plan "
+                "with a profile of `capplan profile compose --model-config`, of a checkpoint that has them"
+            )
+            raise InputError(rule, engine.quantization, f"plan: group {group.id}: engine quantization")
+        yield f"--quantization={engine.quantization}"
+    if engine.kv_cache_dtype is not None:
+        yield f"--kv-cache-dtype={engine.kv_cache_dtype}"
 
 
 def _is_below_root(adapter: PlanAdapter) -> bool:

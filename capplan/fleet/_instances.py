@@ -129,8 +129,15 @@ def _of_group(plan: Plan, group: Group, serving: ServingOptions) -> list[Instanc
         **_measured(group, serving.profiles.get(group.profile)),
         **given,
     }
+    planned = plan.engine_of(group)
+    for key in ("quantization", "kv_cache_dtype"):
+        if (dtype := getattr(planned, key)) is not None:
+            rule = (
+                "must be absent: the reference engine has 16-bit weights and KV; `capplan export` is for vLLM"
+            )
+            raise InputError(rule, dtype, f"group {group.id}: engine {key}")
     if not {"scheduler", "cache", "queues"} & engine.keys():
-        engine.setdefault("rules", plan.engine_of(group).rules)
+        engine.setdefault("rules", planned.rules)
     try:
         require_shardable(model_config(serving.model), engine.get("tensor_parallel_size", 1))
     except InputError as error:

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 class PlanEngine(SparseModel):
     """The serving engine a plan is made for."""
 
-    _optional_keys = ("target_modules", "fully_sharded_loras")
+    _optional_keys = ("target_modules", "fully_sharded_loras", "quantization", "kv_cache_dtype")
 
     name: Text = Field(description="Name of the engine, such as vllm.")
     version: Text = Field(description="Version of the engine.")
@@ -78,6 +78,14 @@ class PlanEngine(SparseModel):
     )
     fully_sharded_loras: bool = Field(
         default=False, description="Whether tensor parallelism shards both matrices of every layer."
+    )
+    quantization: Line | None = Field(
+        default=None,
+        description="Dtype into which the engine quantizes the weights of the base model on loading; absent: "
+        "they are as in its files.",
+    )
+    kv_cache_dtype: Line | None = Field(
+        default=None, description="Dtype of keys and values, such as fp8; absent: that of the model."
     )
 
 

@@ -303,6 +303,11 @@ class ProfileEngine(SpecModel):
         description="Whether tensor parallelism shards both matrices of every layer "
         "(vLLM: --fully-sharded-loras), not only the one on the side that the layer itself shards.",
     )
+    quantization: Line | None = Field(
+        default=None,
+        description="Dtype into which the engine quantizes the weights of the base model on loading, such as "
+        "fp8; absent: weights are as in the files of the base model.",
+    )
     sgmv_from_tokens: Count | None = Field(
         default=None,
         description="Mean tokens per adapter in a step from which LoRA kernels in tiles of tokens (SGMV) "
@@ -310,10 +315,11 @@ class ProfileEngine(SpecModel):
     )
 
     @model_serializer(mode="wrap")
-    def _without_unmeasured(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         document: dict[str, Any] = handler(self)
-        if self.sgmv_from_tokens is None:
-            document.pop("sgmv_from_tokens", None)
+        for name in ("quantization", "sgmv_from_tokens"):
+            if getattr(self, name) is None:
+                document.pop(name, None)
         return document
 
 

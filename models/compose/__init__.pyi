@@ -1,4 +1,4 @@
-from ._decoder import Decoder, decoder_of, known_decoder, with_weights
+from ._decoder import Decoder, decoder_of, known_decoder, quantized_on_loading, with_weights
 from ._layers import layer_times
 from ._profile import compose_profile, operator_times, profile_of_times
 from ._tables import SYSTEMS, operator_tables
@@ -13,5 +13,6 @@ __all__ = [
     "operator_tables",
     "operator_times",
     "profile_of_times",
+    "quantized_on_loading",
     "with_weights",
 ]

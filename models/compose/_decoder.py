@@ -61,6 +61,8 @@ class Decoder:
     """Dtype of the products of a layer, see `BYTES_PER_WEIGHT`."""
     expert_dtype: str = "bfloat16"
     """Dtype of those of experts."""
+    quantization: str | None = None
+    """See `quantized_on_loading`."""
     expert_spread: float = 1.0
     """See `capplan.models.compose._moe`."""
 
@@ -161,6 +163,7 @@ def decoder_of(
         if stored.expert_dtype is None:
             raise InputError("goes with experts of MXFP4", dtype, "--dtype")
         dtype, expert_dtype = None, dtype
+    quantization = quantized_on_loading(arch, expert_dtype or dtype)
     arch = with_weights(arch, None if dtype == stored.dtype else dtype)
     products = "bfloat16" if dtype == "float16" else dtype or stored.dtype
     if kv_cache_dtype != "auto":
@@ -172,8 +175,17 @@ def decoder_of(
         norms=4 if name in _FOUR_NORMS else 2,
         dtype=products,
         expert_dtype=expert_dtype or stored.expert_dtype or products,
+        quantization=quantization,
         expert_spread=SPREADS.get(name, 1.0),
     )
+
+
+def quantized_on_loading(arch: ModelArch, dtype: str | None) -> str | None:
+    """Return a dtype that the files of a model do not have its weights in; None for that of the files."""
+    if dtype == _MXFP8:
+        return dtype
+    is_quantized = dtype is not None and BYTES_PER_WEIGHT.get(dtype) is not None
+    return dtype if is_quantized and arch.linear_dtype_bytes is None else None
 
 
 def with_weights(arch: ModelArch, dtype: str | None) -> ModelArch:

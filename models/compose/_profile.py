@@ -315,6 +315,7 @@ def profile_of_times(
             rules=rules.name,
             kernel=Kernel.VLLM,
             lora_extra_vocab=rules.lora_extra_vocab,
+            quantization=times.decoder.quantization,
         ),
         step_latency=_step_model(times, terms),
         memory=memory_model(sheet, arch, tp, version),

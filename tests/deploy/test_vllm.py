@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from capplan import Plan, errors
+from capplan import InputError, Plan, errors
 from capplan.deploy import TOP_NAMES, Exporter, _export, export, vllm_files
 from capplan.spec import Cache, Group, PlanBase, PlanEngine, Totals, Verification
 from tests.cli.examples import MODEL, group, small_plan
@@ -178,6 +178,18 @@ def test_layers_and_shards_of_slots_are_flags_by_the_names_of_vllm(tmp_path: Pat
     given = options(launched(tmp_path, only_script(plan_of(part, engine=restricted)))[0])
     assert given["--lora-target-modules"] == ["qkv_proj", "down_proj"]
     assert given["--fully-sharded-loras"] == []
+
+
+def test_weights_and_kv_of_8_bits_are_flags_and_others_are_refused(tmp_path: Path) -> None:
+    part = group("g", adapters=(("a", 8, 1.0, "p"),))
+    engine = PlanEngine(name="vllm", version="0.19.0", rules="vllm-0.14-async")
+    plain = options(launched(tmp_path, only_script(plan_of(part, engine=engine)))[0])
+    assert not {"--quantization", "--kv-cache-dtype"} & plain.keys()
+    small = engine.replace(quantization="fp8", kv_cache_dtype="fp8")
+    given = options(launched(tmp_path, only_script(plan_of(part, engine=small)))[0])
+    assert (given["--quantization"], given["--kv-cache-dtype"]) == (["fp8"], ["fp8"])
+    with pytest.raises(InputError, match="engine quantization: must be fp8 or absent"):
+        only_script(plan_of(part, engine=engine.replace(quantization="int4")))
 
 
 @pytest.mark.parametrize(

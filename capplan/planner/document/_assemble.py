@@ -285,6 +285,8 @@ def _engine(profile: Profile) -> PlanEngine:
         rules=engine.rules,
         target_modules=engine.target_modules,
         fully_sharded_loras=engine.fully_sharded_loras,
+        quantization=engine.quantization,
+        kv_cache_dtype="fp8" if profile.model.kv_dtype_bytes == 1 else None,
     )
 
 

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from scipy.interpolate import RegularGridInterpolator
 
-from capplan import InputError, Lengths, Workload, simulate
+from capplan import InputError, Lengths, Workload, load_profile, simulate
 from capplan.datasets import hf_config
 from capplan.datasets._catalog import model_archs
 from capplan.models.compose import (
@@ -99,6 +99,16 @@ def test_errors_are_stated_only_for_the_dtype_and_hardware_that_were_compared() 
     int4 = decoder_of(hf_config(LLAMA) or {}, LLAMA, "int4")
     notes = compose_profile("h100-80g", int4, rules_of_version("0.15.1"), "0.15.1").provenance.notes
     assert "No measured engine of this dtype or hardware was compared" in notes
+
+
+def test_weights_that_the_files_do_not_have_are_quantized_on_loading() -> None:
+    def quantization(name: str) -> str | None:
+        return load_profile(name).engine.quantization
+
+    assert quantization("h100-80g/llama-3.1-8b/vllm-0.15.1") is None
+    assert quantization("h100-80g/llama-3.1-8b/vllm-0.15.1-fp8") == "fp8"
+    assert quantization("b200/minimax-m2/vllm-0.19.0-tp4-fp8_block") is None
+    assert quantization("h200/gpt-oss-120b/vllm-0.19.0") is None
 
 
 def test_carried_terms_err_together() -> None:
