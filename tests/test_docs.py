@@ -20,7 +20,7 @@ PAGES = tuple(
 )
 OF_VLLM = {
     *("--async-scheduling", "--no-async-scheduling", "--fully-sharded-loras", "--lora-target-modules"),
-    *("--save-result", "--save-detailed"),
+    *("--save-result", "--save-detailed", "--quantization"),
 }
 OF_LOAD_TOOLS = {
     *("--backend", "--base-url", "--constraint", "--dataset-name", "--endpoint-type", "--ignore-eos"),
