@@ -134,6 +134,14 @@ def test_instances_get_the_gpus_of_their_ranks(monkeypatch: pytest.MonkeyPatch) 
         spread_over_gpus(instances_of(plan, own))
 
 
+@pytest.mark.parametrize("key", ["quantization", "kv_cache_dtype"])
+def test_a_plan_on_8_bits_is_not_served_with_16(key: str) -> None:
+    plan = tiny_plan()
+    quantized = plan.replace(engine=plan.engine.replace(**{key: "fp8"}))
+    with pytest.raises(InputError, match=f"engine {key}: must be absent"):
+        instances_of(quantized, ServingOptions("tiny-llama", "base"))
+
+
 def test_instances_use_what_the_profile_of_their_group_has_measured(tmp_path: Path) -> None:
     plan = small_plan()
     shipped = load_profile("h100-64g/llama-3.1-8b/vllm-0.8.5")
