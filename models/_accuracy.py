@@ -101,5 +101,5 @@ def _minor(version: str) -> float:
     """Return a version as one number; one that is not stated is far from all."""
     if not version[:1].isdigit():
         return float("inf") if not version else 0.0
-    major, minor, *_ = (*version_numbers(version), 0)
+    major, minor, *_ = version_numbers(version)
     return 1000.0 * major + minor

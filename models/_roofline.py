@@ -282,11 +282,11 @@ def roofline_profile(
     profiled = choice.profile_engine()
     physics = given.physics
     carried = given.vllm_lora if choice.lora and choice.kernel is Kernel.VLLM else None
-    fitted = sheet.shares is not None and physics == efficiencies_of(sheet)
+    fitted = sheet.shares if physics == efficiencies_of(sheet) else None
     notes = [
-        f"Bandwidth and arithmetic fitted on {sheet.shares.source}"
-        if fitted and sheet.shares is not None
-        else "Nothing here was measured on this GPU",
+        "Nothing here was measured on this GPU"
+        if fitted is None
+        else f"Bandwidth and arithmetic fitted on {fitted.source}",
         physics.in_words(),
         *([_CARRIED] if carried else []),
     ]

@@ -9,15 +9,14 @@ table calls them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final
 
 import pandas as pd
 
-from benchmarks.measured.case import Deployment, RefusedCase, gpu_key, require_only
-from benchmarks.measured.silicon_vllm import SHORTEST, ClosedLoopRun
-from capplan import InputError
+from benchmarks.measured.case import Deployment, RefusedCase, gpu_key
+from benchmarks.measured.silicon_vllm import SHORTEST, ClosedLoopRun, closed_loop_run
 
 FILE: Final = "silicon_moe_vllm.csv"
 _GPT_OSS: Final = "openai/gpt-oss"
@@ -39,7 +38,7 @@ def _whole(row: Mapping[str, object], name: str, default: int | None = None) -> 
 
 
 def _run(row: Mapping[str, object]) -> ClosedLoopRun | RefusedCase:
-    prompt, output, concurrency, tp = (_whole(row, name) for name in ("isl", "osl", "batch_size", "tp_size"))
+    concurrency, tp = (_whole(row, name) for name in ("batch_size", "tp_size"))
     replicas, parts = _whole(row, "attention_dp_size", 1), _whole(row, "moe_ep_size", 1)
     shares = _whole(row, "moe_tp_size", tp // parts)
     gpu, model = gpu_key(str(row["system"])), str(row["model_path"]).removesuffix(_FP8)
@@ -55,21 +54,8 @@ def _run(row: Mapping[str, object]) -> ClosedLoopRun | RefusedCase:
         rules=_ASYNC_OF_0_11 if version.startswith("0.11.") else "",
         expert_parallel=parts > 1,
     )
-    name = f"{prompt} + {output}, {concurrency} in flight"
-    try:
-        require_only(
-            {"attention_dp_size": replicas, "experts": shares * parts},
-            {"attention_dp_size": (1,), "experts": (tp,)},
-        )
-        require_only(row, {} if is_gpt_oss else {"moe_quant_mode": ("fp8",)})
-    except InputError as error:
-        return RefusedCase(name, deployment, error)
-    return ClosedLoopRun(
-        name=name,
-        deployment=deployment,
-        concurrency=concurrency,
-        prompt_tokens=prompt,
-        output_tokens=output,
-        measured={f"{each}_ms": float(str(row[f"silicon_{each}_ms"])) for each in ("tpot", "ttft")},
-        shortest=SHORTEST,
-    )
+    settings = {**row, "attention_dp_size": replicas, "experts": shares * parts}
+    understood: dict[str, Collection[object]] = {"attention_dp_size": (1,), "experts": (tp,)}
+    if not is_gpt_oss:
+        understood["moe_quant_mode"] = ("fp8",)
+    return closed_loop_run(settings, deployment, concurrency, understood, SHORTEST)

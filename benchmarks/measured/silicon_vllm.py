@@ -17,7 +17,7 @@ engine agree with the measured TPOT, 24, 48 and 144 do not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -93,20 +93,31 @@ def read(folder: Path) -> list[ClosedLoopRun | RefusedCase]:
 
 
 def _run(row: Mapping[str, object]) -> ClosedLoopRun | RefusedCase:
-    prompt, output, concurrency, tp = (
-        int(float(str(row[name]))) for name in ("isl", "osl", "batch_size", "tp_size")
-    )
+    concurrency, tp = (int(float(str(row[name]))) for name in ("batch_size", "tp_size"))
     version = str(row["backend_version"]) if isinstance(row["backend_version"], str) else ""
     dtype = next((_DTYPES[str(row[key])] for key in _DTYPE_KEYS if str(row[key]) in _DTYPES), "bfloat16")
     if dtype == "fp8" and version:
         concurrency = concurrency * tp // _GPUS_OF_SERVER
-    name = f"{prompt} + {output}, {concurrency} in flight"
     gpu, model = gpu_key(str(row["system"])), str(row["model_path"])
     kv_cache_dtype = "fp8" if gpu == "b200" and dtype == "fp8" and not version else "auto"
     rules = "" if version else _UNRECORDED_RULES
     deployment = Deployment(gpu, model, tp, version or _UNRECORDED_VERSION, dtype, kv_cache_dtype, rules)
+    shortest = None if version else SHORTEST
+    return closed_loop_run(row, deployment, concurrency, _UNDERSTOOD, shortest)
+
+
+def closed_loop_run(
+    row: Mapping[str, object],
+    deployment: Deployment,
+    concurrency: int,
+    understood: Mapping[str, Collection[object]],
+    shortest: float | None,
+) -> ClosedLoopRun | RefusedCase:
+    """Return a row as a run, or refused by its settings that are not understood."""
+    prompt, output = (int(float(str(row[name]))) for name in ("isl", "osl"))
+    name = f"{prompt} + {output}, {concurrency} in flight"
     try:
-        require_only(row, _UNDERSTOOD)
+        require_only(row, understood)
     except InputError as error:
         return RefusedCase(name, deployment, error)
     return ClosedLoopRun(
@@ -115,9 +126,6 @@ def _run(row: Mapping[str, object]) -> ClosedLoopRun | RefusedCase:
         concurrency=concurrency,
         prompt_tokens=prompt,
         output_tokens=output,
-        measured={
-            "tpot_ms": float(str(row["silicon_tpot_ms"])),
-            "ttft_ms": float(str(row["silicon_ttft_ms"])),
-        },
-        shortest=None if version else SHORTEST,
+        measured={f"{each}_ms": float(str(row[f"silicon_{each}_ms"])) for each in ("tpot", "ttft")},
+        shortest=shortest,
     )

@@ -17,6 +17,7 @@ from capplan import serving  # loads the rules, and numba, when a plan is export
 from capplan.datasets import known_arch
 from capplan.errors import InputError
 from capplan.spec import (
+    FUSED_MODULES,
     PLAN_ROUTER,
     VLLM_FLAGS,
     EngineArgs,
@@ -88,13 +89,7 @@ def _unused(stem: str, taken: set[str]) -> str:
     return unused
 
 
-_FUSED: Final = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-}
+_FUSED: Final = {part: name for name, parts in FUSED_MODULES.items() for part in parts}
 """Layers that vLLM fuses, by PEFT's names of their parts."""
 
 _QUANTIZED_ON_LOADING: Final = "fp8"

@@ -35,7 +35,8 @@ VLLM_FLAGS: Final[Mapping[str, tuple[str, str | None]]] = MappingProxyType(
             *("--max-lora-rank", "--max-cpu-loras", "--fully-sharded-loras", "--max-num-seqs"),
             *("--max-num-batched-tokens", "--max-model-len", "--gpu-memory-utilization"),
             *("--enable-prefix-caching", "--no-enable-prefix-caching", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
-            *("--kv-cache-dtype", "--quantization"),
+            "--kv-cache-dtype",
+            "--quantization",
         ),
         (_OLDEST, None),
     )

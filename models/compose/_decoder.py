@@ -20,6 +20,7 @@ from capplan.datasets import (
 )
 from capplan.errors import InputError
 from capplan.models.compose._attention import Heads
+from capplan.models.compose._gemm import INT4_BYTES
 from capplan.models.compose._moe import SPREADS
 from capplan.spec import ModelArch
 
@@ -36,7 +37,7 @@ DENSE: Final = (
 """Dense decoders with a gated MLP, by ``architectures`` of config.json; beside them `MIXTURES`."""
 
 BYTES_PER_WEIGHT: Final[Mapping[str, float | None]] = MappingProxyType(
-    {"bfloat16": None, "float16": None, "fp8": 1.0, "fp8_block": 1.0 + 4.0 / 128**2, "int4": 0.5 + 2.5 / 128}
+    {"bfloat16": None, "float16": None, "fp8": 1.0, "fp8_block": 1.0 + 4.0 / 128**2, "int4": INT4_BYTES}
 )
 """Dtypes of weights and products, and their bytes with scales; None: those of the model. Those of 16 bits
 take the same time. In ``fp8`` a weight matrix has one scale, in ``fp8_block`` one per block; ``int4`` has a

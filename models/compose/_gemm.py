@@ -34,7 +34,10 @@ beyond any cache.
 _LEAST_SIZE: Final = 128
 """Smallest input and output of the products of a decoder; smaller ones are LoRA's, see `lora`."""
 
-WEIGHT_BYTES: Final = {"bfloat16": 2.0, "fp8": 1.0, "fp8_block": 1.0, "int4": 0.5 + 2.5 / 128}
+INT4_BYTES: Final = 0.5 + 2.5 / 128
+"""Of a weight of 4 bits with its part of a scale and a zero per 128 inputs."""
+
+WEIGHT_BYTES: Final = {"bfloat16": 2.0, "fp8": 1.0, "fp8_block": 1.0, "int4": INT4_BYTES}
 CARRIED: Final = {"int4": "bfloat16", "fp8_block": "fp8"}
 """Dtypes and those of the same arithmetic whose efficiency they have: products of ``int4`` weights were not
 measured, and those in blocks with the host's time for their start, 55 to 290 us, beside which large ones take

@@ -65,7 +65,10 @@ _DETERMINING: Final[Any] = {
     "model": {
         *("name", "hf_ids", "layers", "hidden_size", "heads", "kv_heads", "head_dim", "intermediate_size"),
         *("vocab_size", "tied_embeddings", "dtype_bytes", "linear_dtype_bytes", "lora_on_embeddings"),
-        *("experts", "kv_dtype_bytes", "other_weight_bytes", "window_layers"),
+        "experts",
+        "kv_dtype_bytes",
+        "other_weight_bytes",
+        "window_layers",
     },
     "engine": True,
     "length_correlation": True,
