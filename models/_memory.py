@@ -13,9 +13,9 @@ from capplan.datasets import GpuSheet
 from capplan.errors import InfeasibleError
 from capplan.serving import (
     VLLM_ENGINE,
-    Releases,
     kv_bytes_per_token,
     lora_elements_per_rank,
+    release_of,
     slot_bytes,
     weight_bytes,
 )
@@ -53,39 +53,6 @@ between the steps of a busy one they take `serving_factor` times as long.
 """
 
 HOST_FORM = "per-request"
-
-_RESERVE_OF_0_8: Final = {"reserved_bytes": 2.2e9, "seqs_in_reserve": 270.0}
-"""Rounded from the shipped H100 profiles of vLLM 0.8.5 with 2,048 tokens per step, activations included."""
-
-_UP_TO_0_8: Final = Releases("0.0", "0.8")
-
-_LOGIT_COPIES_OF_0_8: Final = 3.5
-"""Float32 logits per request that sampling by sorting holds."""
-
-_UP_TO_0_19: Final = Releases("0.0", "0.19")
-
-_LOGIT_COPIES_OF_0_19: Final = 4.0
-"""Logits in float32, sorted, and 64-bit places: peaks of 1.96 and 3.99 GiB with 1,024 requests over 128,256
-and 262,208 tokens (vLLM 0.19.0; llm-d-incubation/llm-d-planner, accuracy/results/v0.19.0)."""
-
-_LOGIT_COPIES: Final = 1.5
-"""Logits in 16 bits and in float32: with four copies, vLLM 0.23.0 could not have kept the KV tokens that it
-has (inference-sim/residency-vllm, commit 2641b57)."""
-
-_RESERVED_BYTES: Final = 0.22e9
-"""Memory that PyTorch does not know on an H100: what five starts of vLLM 0.19.0 kept back beside weights and
-peak (the same logs of llm-d-planner)."""
-
-_RESERVED_BYTES_BY_PCIE: Final = 0.71e9
-"""The same on an RTX 4090, beside Llama-3.1-8B (vLLM 0.19.0; request logs of casys-kaist/LLMServingSim,
-commit 5daddb2); assumed of all GPUs without links of their own."""
-
-_COLLECTIVES_BYTES: Final = 2.04e9
-"""Buffers of NCCL and of custom all-reduce with tensor parallelism: 2.1 GiB that PyTorch does not know
-instead of 0.2 GiB (the logs of llm-d-planner; TP 4 as TP 2)."""
-
-_COLLECTIVES_BYTES_OF_0_8: Final = 0.3e9
-"""Assumed."""
 
 ASSUMED = "assumed, not measured"
 
@@ -134,7 +101,7 @@ class KvBudget:
 def kv_budget(profile: Profile, gpu_memory_utilization: float) -> KvBudget:
     """Return the memory of one GPU of a profile."""
     memory, engine, arch = profile.memory, profile.engine, profile.model
-    if engine.name == VLLM_ENGINE and not _UP_TO_0_8.precede(engine.version):
+    if engine.name == VLLM_ENGINE and not release_of(engine.version).start_up.windows_save_kv:
         arch = arch.replace(window_layers=None)  # one kind of blocks for all layers
     return KvBudget(
         memory_bytes=profile.gpu.memory_bytes * gpu_memory_utilization,
@@ -247,35 +214,21 @@ def memory_model(
         GPUs that share one copy of it.
     engine_version
         Version of vLLM, such as 0.15.1; None: the newest.
-
-    Raises
-    ------
-    InputError
-        If the version does not begin with two numbers.
     """
-    logits = 4.0 * arch.vocab_size
-    slots = {"slot_factor": 1.0, "slot_overhead_bytes": 0.0}
-    if engine_version is not None and not _UP_TO_0_8.precede(engine_version):
-        reserve = _RESERVE_OF_0_8 | {"bytes_per_seq": _LOGIT_COPIES_OF_0_8 * logits}
-        of_tp = _COLLECTIVES_BYTES_OF_0_8
-        source = "kept-back memory of the shipped profiles of vLLM 0.8.5, rounded"
-    else:
+    start_up = release_of(engine_version).start_up
+    is_linked = sheet.peer_bytes_per_s > sheet.host_bytes_per_s
+    reserved = start_up.reserved_bytes if is_linked else start_up.reserved_bytes_by_pcie
+    values = {
+        "slot_factor": 1.0,
+        "slot_overhead_bytes": 0.0,
+        "reserved_bytes": reserved + (start_up.collectives_bytes if tp > 1 else 0.0),
+        "bytes_per_seq": start_up.logit_copies * 4.0 * arch.vocab_size,
+        "seqs_in_reserve": start_up.seqs_in_reserve,
+    }
+    if not start_up.activations_in_reserve:
         # One layer's activations live at a time: gate and up, their product, and the residual stream twice.
-        activations = arch.dtype_bytes * (_mlp_width(arch, tp) + 2 * arch.hidden_size)
-        is_sorting = engine_version is not None and not _UP_TO_0_19.precede(engine_version)
-        is_linked = sheet.peer_bytes_per_s > sheet.host_bytes_per_s
-        of_tp = _COLLECTIVES_BYTES
-        reserve = {
-            "reserved_bytes": _RESERVED_BYTES if is_linked else _RESERVED_BYTES_BY_PCIE,
-            "bytes_per_seq": (_LOGIT_COPIES_OF_0_19 if is_sorting else _LOGIT_COPIES) * logits,
-            "seqs_in_reserve": 0.0,
-            _ACTIVATIONS: float(activations),
-        }
-        source = "activations and logits by their sizes; the rest as vLLM 0.19.0 kept back on "
-        source += "an H100 and with tensor parallelism" if is_linked else "an RTX 4090"
-    if tp > 1:
-        reserve = reserve | {"reserved_bytes": reserve["reserved_bytes"] + of_tp}
-    return assumed_model(MEMORY_FORM, slots | reserve, source)
+        values[_ACTIVATIONS] = float(arch.dtype_bytes * (_mlp_width(arch, tp) + 2 * arch.hidden_size))
+    return assumed_model(MEMORY_FORM, values, start_up.source if is_linked else start_up.source_by_pcie)
 
 
 def _mlp_width(arch: ModelArch, tp: int) -> int:

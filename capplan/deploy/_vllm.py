@@ -1,6 +1,6 @@
 """Launch scripts for ``vllm serve``, and a routing table for the front-end.
 
-The flags are those of `capplan.spec._engine_args.VLLM_FLAGS`, by the version of the plan's engine.
+The flags are those of `capplan.serving.RELEASES`, by the version of the plan's engine.
 """
 
 from __future__ import annotations
@@ -19,16 +19,13 @@ from capplan.errors import InputError
 from capplan.spec import (
     FUSED_MODULES,
     PLAN_ROUTER,
-    VLLM_FLAGS,
     EngineArgs,
     Group,
     Plan,
     PlanAdapter,
     PlanEngine,
-    has_flag,
     path_kind,
     require_adapter,
-    vllm_rank,
 )
 
 LAUNCH: Final = "launch"
@@ -160,8 +157,8 @@ def _require_flags(command: Sequence[str], group: Group, engine: PlanEngine) -> 
     version = _vllm_version(engine)
     for words in command:
         flag = re.split(r"[ =]", words, maxsplit=1)[0]
-        if flag.startswith("--") and not has_flag(flag, version):
-            rule = f"lacks {flag}: vLLM has it since {VLLM_FLAGS[flag][0]}; plan with such a profile"
+        if flag.startswith("--") and flag not in serving.release_of(version).flags:
+            rule = f"lacks {flag}: vLLM has it since {serving.flag_since(flag)}; plan with such a profile"
             if flag == "--lora-target-modules":
                 rule = f"{rule}, or without target_modules, since slots of {version} hold all layers"
             raise InputError(rule, version, f"plan: group {group.id}: engine version")
@@ -202,7 +199,7 @@ def _header(plan: Plan, server: Server, digest: str) -> Iterable[str]:
         yield "The plan's own scheduler, queues and cache policy are left out: vLLM has no flags for them."
     engine = plan.engine_of(group)
     rank = group.engine_args.max_lora_rank
-    if rank and (accepted := vllm_rank(rank, _vllm_version(engine))) != rank:
+    if rank and (accepted := serving.vllm_rank(rank, _vllm_version(engine))) != rank:
         yield f"max_lora_rank {rank} is {accepted} here, which vLLM {_in_comment(engine.version)} requires."
     yield from (
         f"Download {_in_comment(a.path or '')} to {_folder_of(a)}." for a in _downloaded(group.adapters)
@@ -224,7 +221,7 @@ def _engine_flags(args: EngineArgs, adapters: int, version: str | None) -> Itera
         return ["=".join(words) for words in args.flags()]
     host_slots = max(args.max_loras, adapters) if args.max_cpu_loras is None else args.max_cpu_loras
     accepted = args.replace(
-        max_lora_rank=vllm_rank(args.max_lora_rank, version),
+        max_lora_rank=serving.vllm_rank(args.max_lora_rank, version),
         max_cpu_loras=max(args.max_loras, host_slots),  # vLLM refuses fewer than max-loras
     )
     return ["--enable-lora", *("=".join(words) for words in accepted.flags())]

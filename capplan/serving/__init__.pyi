@@ -7,18 +7,18 @@ from ._memory import (
     slot_bytes,
     weight_bytes,
 )
-from ._rules import (
+from ._releases import (
+    RELEASES,
     RULES,
-    SLORA_ENGINE,
-    VLLM_ENGINE,
-    Releases,
-    ServingRules,
+    flag_since,
+    release_of,
     rules_of_engine,
     rules_of_scheduler,
     rules_of_version,
     serving_rules,
-    with_scheduling,
+    vllm_rank,
 )
+from ._rules import SLORA_ENGINE, VLLM_ENGINE, ServingRules, with_scheduling
 from ._scheduler import commit, finish, is_movable, schedule, submit, withdraw
 from ._structures import (
     Heap,
@@ -37,13 +37,13 @@ from .vllm._adapter_slots import adapter_loaded
 
 __all__ = [
     "NONE",
+    "RELEASES",
     "RULES",
     "SLORA_ENGINE",
     "VLLM_ENGINE",
     "Heap",
     "Limits",
     "Records",
-    "Releases",
     "ServingRules",
     "State",
     "adapter_bytes",
@@ -52,6 +52,7 @@ __all__ = [
     "adapter_tokens",
     "commit",
     "finish",
+    "flag_since",
     "heap_push",
     "heap_remove",
     "int_fields",
@@ -64,6 +65,7 @@ __all__ = [
     "new_links",
     "new_record",
     "new_state",
+    "release_of",
     "rules_of_engine",
     "rules_of_scheduler",
     "rules_of_version",
@@ -71,6 +73,7 @@ __all__ = [
     "serving_rules",
     "slot_bytes",
     "submit",
+    "vllm_rank",
     "weight_bytes",
     "with_scheduling",
     "withdraw",

@@ -5,13 +5,13 @@ Scheduler and adapter cache of a workload or plan as switches of the compiled ru
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
 from capplan.errors import InputError
 from capplan.serving.pooled import _state as p
-from capplan.serving.state import POOLED, SLORA, VLLM, Limits
+from capplan.serving.state import SLORA, VLLM, Limits
 from capplan.spec import SLORA_CADENCE, Cache, EngineArgs, Scheduler, version_numbers
 from capplan.version import installed_version
 
@@ -32,11 +32,6 @@ _LOADINGS: Final = MappingProxyType(
         "cached": p.RESIDENT,
     }
 )
-
-
-def rules_of_scheduler(scheduler: Scheduler) -> ServingRules:
-    """Return the serving rules that run a scheduler: S-LoRA's own, or those of one pool."""
-    return serving_rules("slora" if scheduler.policy == "slora" else "chameleon")
 
 
 def with_scheduling(limits: Limits, scheduler: Scheduler, cache: Cache) -> Limits:
@@ -221,113 +216,3 @@ class ServingRules:
             policy=self.policy,
             admit_every=SLORA_CADENCE if self.policy == SLORA else 1,
         )
-
-
-_VLLM_0_8 = ServingRules(
-    "vllm-0.8", releases=Releases("0.8.5", "0.8.5"), lora_extra_vocab=256, prefix_caching=True
-)
-_VLLM_0_11 = replace(_VLLM_0_8, name="vllm-0.11", releases=Releases("0.9.2", "0.11.2"), reverse_skipped=True)
-_VLLM_0_12 = replace(
-    _VLLM_0_11, name="vllm-0.12-sync", releases=Releases("0.12.0", "0.13.0"), lora_extra_vocab=0
-)
-_VLLM_0_14 = replace(
-    _VLLM_0_12, name="vllm-0.14-sync", releases=Releases("0.14.0", "0.18.1"), reverse_skipped=False
-)
-_VLLM_0_20 = replace(
-    _VLLM_0_14, name="vllm-0.20-sync", releases=Releases("0.19.0", "0.23.0"), reserve_full_sequence=True
-)
-_VLLM_0_32 = replace(
-    _VLLM_0_20,
-    name="vllm-0.32-sync",
-    releases=Releases("0.27.0", "0.32.0"),
-    unhashed_to_front=True,
-    lone_prefill_exempt=True,
-)
-_VLLM_0_33 = replace(
-    _VLLM_0_32, name="vllm-0.33-sync", releases=Releases("0.33.0", "0.33.0"), hold_ending=True
-)
-
-
-def _both(rules: ServingRules, *, async_by_default: bool) -> tuple[ServingRules, ServingRules]:
-    """Return the rules without and with async scheduling."""
-    overlapping = replace(
-        rules,
-        name=rules.name.replace("-sync", "-async"),
-        async_scheduling=True,
-        is_default=async_by_default,
-    )
-    return replace(rules, is_default=not async_by_default), overlapping
-
-
-RULES: tuple[ServingRules, ...] = (
-    _VLLM_0_8,
-    _VLLM_0_11,
-    *_both(_VLLM_0_12, async_by_default=False),
-    *_both(_VLLM_0_14, async_by_default=True),
-    *_both(_VLLM_0_20, async_by_default=True),
-    *_both(_VLLM_0_32, async_by_default=True),
-    *_both(_VLLM_0_33, async_by_default=True),
-    replace(_VLLM_0_32, name="capplan", engine=CAPPLAN_ENGINE, releases=None, load_beside=True),
-    ServingRules("slora", engine=SLORA_ENGINE, policy=SLORA),
-    ServingRules("chameleon", engine=CAPPLAN_ENGINE, load_beside=True, policy=POOLED),
-)
-"""Every named set of rules; sources in the docstring of `capplan.serving._scheduler`."""
-
-
-def serving_rules(name: str) -> ServingRules:
-    """Return the rules called `name`; without ``-sync`` or ``-async``, the default of the two.
-
-    Raises
-    ------
-    InputError
-        When no rules have that name; the message lists the names.
-    """
-    for rules in RULES:
-        if rules.name == name or (rules.short_name == name and rules.is_default):
-            return rules
-    raise InputError(rule=f"must be one of {', '.join(r.name for r in RULES)}", value=name, location="rules")
-
-
-def rules_of_version(version: str) -> ServingRules:
-    """Return the rules that a version of vLLM follows by default.
-
-    Raises
-    ------
-    InputError
-        If no rules describe the version; the message names the nearest releases.
-    """
-    known = [(rules.releases, rules) for rules in RULES if rules.releases is not None and rules.is_default]
-    for releases, rules in known:
-        if releases.cover(version):
-            return rules
-    earlier = [f"{releases} ({rules.name})" for releases, rules in known if releases.precede(version)]
-    later = [f"{releases} ({rules.name})" for releases, rules in known if releases.follow(version)]
-    nearest = " and ".join([*earlier[-1:], *later[:1]])
-    rule = f"must be a version of vLLM with known rules, the nearest being {nearest}, or go with --rules"
-    raise InputError(rule, version, "engine_version")
-
-
-def rules_of_engine(
-    version: str | None, rules: str | None, otherwise: str = "vllm-0.32-async"
-) -> tuple[ServingRules, str]:
-    """Return the rules of an engine and its version, given one of them, both, or the name of a default.
-
-    Raises
-    ------
-    InputError
-        If either is unknown, the version is known to follow other rules, or it is a version of vLLM and the
-        rules are those of another engine.
-    """
-    if rules is None and version is not None:
-        return rules_of_version(version), version
-    chosen = serving_rules(rules or otherwise)
-    if version is None or version == chosen.version:
-        return chosen, chosen.version
-    if chosen.releases is None:
-        engine = f"{chosen.engine} {chosen.version}"
-        rule = f"is that of vLLM and does not go with rules {chosen.name}, which are those of {engine}"
-        raise InputError(rule, version, "engine_version")
-    described = [each.name for each in RULES if each.releases and each.releases.cover(version)]
-    if described and chosen.name not in described:
-        raise InputError(f"must be {' or '.join(described)} for vLLM {version}", rules, "rules")
-    return chosen, version

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Annotated, Any, Final, Self, TypeAlias
 
 from pydantic import Field, Strict, model_validator
@@ -17,7 +15,6 @@ from capplan.spec._validation import (
     LoraRank,
     Natural,
     SpecModel,
-    allowed_lora_rank,
     rule,
     rule_error,
 )
@@ -27,47 +24,10 @@ DEFAULT_MAX_NUM_BATCHED_TOKENS: Final = 2048
 DEFAULT_MAX_MODEL_LEN: Final = 8192
 DEFAULT_GPU_MEMORY_UTILIZATION: Final = 0.9
 
-_OLDEST: Final = "0.8.5"
-VLLM_FLAGS: Final[Mapping[str, tuple[str, str | None]]] = MappingProxyType(
-    dict.fromkeys(
-        (
-            *("--port", "--tensor-parallel-size", "--enable-lora", "--lora-modules", "--max-loras"),
-            *("--max-lora-rank", "--max-cpu-loras", "--fully-sharded-loras", "--max-num-seqs"),
-            *("--max-num-batched-tokens", "--max-model-len", "--gpu-memory-utilization"),
-            *("--enable-prefix-caching", "--no-enable-prefix-caching", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
-            "--kv-cache-dtype",
-            "--quantization",
-        ),
-        (_OLDEST, None),
-    )
-    | {
-        "--async-scheduling": ("0.10.0", None),
-        "--no-async-scheduling": ("0.10.0", None),
-        "--max-lora-rank=1": ("0.11.1", None),
-        "--lora-target-modules": ("0.19.0", None),
-    }
-)
-"""First and last release of vLLM that has a flag of `vllm serve`, a value of it, or a variable of the
-environment; None: the newest has it. The first is 0.8.5, the oldest of known rules, or later.
-
-Sources: ``vllm/engine/arg_utils.py`` and ``vllm/config/lora.py`` of the wheels 0.8.5, 0.9.2, 0.10.0, 0.11.0,
-0.11.1, 0.15.1 to 0.20.0 and 0.32.0. ``--lora-target-modules`` is pull request 34984.
-"""
-
-
 _NUMBER: Final = r"(\d{1,9})"
 _VERSION: Final = re.compile(
     rf"{_NUMBER}\.{_NUMBER}(?:\.{_NUMBER})?(?:\.\d+)*(?:\.?(?:rc|dev|post)\d+)*(?:\+[\w.]+)?"
 )
-
-
-def has_flag(flag: str, version: str | None) -> bool:
-    """Return whether a release of vLLM has an entry of `VLLM_FLAGS`; None, or no version: the newest."""
-    first, last = VLLM_FLAGS[flag]
-    if version is None or _VERSION.fullmatch(version) is None:
-        return True
-    numbers = version_numbers(version)
-    return version_numbers(first) <= numbers and (last is None or numbers <= version_numbers(last))
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
@@ -82,18 +42,6 @@ def version_numbers(version: str) -> tuple[int, ...]:
     if found is None:
         raise InputError("must be a version such as 0.11.0", version, "engine_version")
     return tuple(int(number) for number in found.groups() if number is not None)
-
-
-def vllm_rank(rank: int, version: str | None) -> int:
-    """Return the smallest ``max_lora_rank`` of a release of vLLM that holds a rank; None: the newest.
-
-    Raises
-    ------
-    ValueError
-        Unless 1 <= rank <= 512.
-    """
-    allowed = allowed_lora_rank(rank)
-    return allowed if allowed > 1 or has_flag("--max-lora-rank=1", version) else allowed_lora_rank(2)
 
 
 SlotRank: TypeAlias = Annotated[

@@ -15,19 +15,17 @@ import pytest
 from capplan import Adapter, InputError, Lengths, Workload, load_workload, plan
 from capplan.deploy import vllm_files
 from capplan.registry import RegisteredAdapter, read_adapter
+from capplan.serving import RELEASES, flag_since, release_of, vllm_rank
 from capplan.spec import (
     LORA_MODULES,
     NOT_PRINTABLE,
-    VLLM_FLAGS,
     PeftFiles,
     Plan,
     PlanEngine,
     Pool,
     WorkloadFile,
-    has_flag,
     path_kind,
     placed_path,
-    vllm_rank,
 )
 from capplan.spec._peft_folder import is_other_model
 from tests.cli.conftest import ROOT, Run, error_line, run
@@ -451,7 +449,7 @@ def with_engine(version: str, rules: str, **fields: Any) -> Plan:
 def test_18_a_flag_that_the_version_lacks_refuses_the_plan(
     version: str, rules: str, fields: dict[str, Any], flag: str
 ) -> None:
-    first = VLLM_FLAGS[flag][0]
+    first = flag_since(flag)
     with pytest.raises(InputError, match=rf"lacks {flag}: vLLM has it since {first}.*got '{version}'"):
         vllm_files(with_engine(version, rules, **fields))
     assert flag in only_script(with_engine("0.32.0", rules, **fields))
@@ -479,8 +477,8 @@ def test_every_flag_of_a_script_is_in_the_table(tmp_path: Path) -> None:
         argv, environment, _ = launched(
             tmp_path, only_script(plan_of(part, engine=engine), runtime_updates=True)
         )
-        assert set(options(argv)) <= VLLM_FLAGS.keys()
-        assert {name for name in environment if name.startswith("VLLM_")} <= VLLM_FLAGS.keys()
+        assert set(options(argv)) <= RELEASES[-1].flags
+        assert {name for name in environment if name.startswith("VLLM_")} <= RELEASES[-1].flags
 
 
 def test_slots_of_rank_1_are_planned_as_the_version_has_them(tmp_path: Path) -> None:
@@ -491,7 +489,7 @@ def test_slots_of_rank_1_are_planned_as_the_version_has_them(tmp_path: Path) -> 
         1,
         1,
     ]
-    assert has_flag("--lora-target-modules", "0.19.0rc1")
+    assert "--lora-target-modules" in release_of("0.19.0rc1").flags
     lengths = {"prompt_tokens": Lengths(mean=100), "output_tokens": Lengths(mean=50)}
     adapters = [Adapter(name="a", rank=1, rate_rps=0.1)]
     for version, rank in (("h100-64g/llama-3.1-8b/vllm-0.8.5", 8), ("h100-80g/llama-3.1-8b/vllm-0.15.1", 1)):

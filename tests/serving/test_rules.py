@@ -2,22 +2,25 @@
 
 import re
 from dataclasses import fields
+from itertools import pairwise
 
 import pytest
 
 from capplan import InputError
 from capplan.serving import (
+    RELEASES,
     RULES,
     ServingRules,
     commit,
     new_state,
+    release_of,
     rules_of_engine,
     rules_of_version,
     schedule,
     serving_rules,
     submit,
 )
-from capplan.spec import EngineArgs
+from capplan.spec import EngineArgs, version_numbers
 from capplan.testing._integrity import waiting_rows
 
 ARGS = EngineArgs(
@@ -63,6 +66,18 @@ def test_rule_sets_differ_in_nothing_but_the_documented_switches(rules: ServingR
     on = {field.name for field in fields(rules) if field.name not in NAMING and getattr(rules, field.name)}
     expected = SWITCHES[rules.short_name]
     assert on == (expected | {"async_scheduling"} if rules.name.endswith("-async") else expected)
+
+
+def test_releases_follow_each_other_and_keep_the_flags_and_rules_of_one_name() -> None:
+    rules: dict[str, ServingRules] = {}
+    for before, release in pairwise((None, *RELEASES)):
+        first, last = (version_numbers(each) for each in (release.first, release.last))
+        assert first <= last
+        if before is not None:
+            assert version_numbers(before.last) < first
+            assert before.flags <= release.flags
+        assert rules.setdefault(release.rules.name, release.rules) == release.rules
+        assert release_of(release.first) == release_of(release.last) == release
 
 
 @pytest.mark.parametrize(

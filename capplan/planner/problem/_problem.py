@@ -19,14 +19,13 @@ from capplan.errors import InfeasibleError, InfeasibleReason, InputError
 from capplan.models import KvBudget, kv_budget, pessimistic_profile
 from capplan.models.surrogates import EngineLimits
 from capplan.planner.problem._deadline import NEVER, Deadline
-from capplan.serving import VLLM_ENGINE, adapter_bytes, adapter_tokens
+from capplan.serving import VLLM_ENGINE, adapter_bytes, adapter_tokens, vllm_rank
 from capplan.spec import (
     Adapter,
     EngineArgs,
     Profile,
     Queues,
     Workload,
-    vllm_rank,
 )
 from capplan.twin.instance import Run, choose_policies, chosen_rules
 from capplan.workload import (

@@ -9,7 +9,7 @@ from capplan.datasets import load_profile
 from capplan.errors import InputError
 from capplan.planner.problem._bound import lower_bound_instances
 from capplan.planner.problem._problem import OPEN_FACTOR, GpuPool, Problem, whole_adapters
-from capplan.serving import VLLM_ENGINE
+from capplan.serving import VLLM_ENGINE, vllm_rank
 from capplan.spec import (
     Objective,
     Pool,
@@ -19,7 +19,6 @@ from capplan.spec import (
     beyond,
     input_limits,
     require_adapter,
-    vllm_rank,
 )
 
 
