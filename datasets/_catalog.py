@@ -30,6 +30,9 @@ _EMBEDDING_ADAPTERS: Final = (
 )
 """Architectures whose slots also hold embedding and output head (vLLM: ``embedding_modules``)."""
 
+_FUSED: Final = ("Phi3ForCausalLM",)
+"""Architectures that hold q, k and v as one matrix, and gate and up as another."""
+
 _POSITIONS: Final = "max_position_embeddings"
 _MOST: Final = MappingProxyType(
     {
@@ -217,6 +220,7 @@ def arch_of(config: Mapping[str, Any], hf_id: str, location: str) -> ModelArch:
         vocab_size=whole_number(config, "vocab_size", location),
         tied_embeddings=flag(config, "tie_word_embeddings", location, default=_is_of(config, _TIED)),
         lora_on_embeddings=any(each in _EMBEDDING_ADAPTERS for each in architectures),
+        fused_layers=any(each in _FUSED for each in architectures),
         qk_norm=any(each in _QK_NORM for each in architectures),
         linear_dtype_bytes=stored.bytes_per_weight,
         kv_dtype_bytes=stored.kv_bytes,

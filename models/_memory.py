@@ -15,6 +15,7 @@ from capplan.serving import (
     VLLM_ENGINE,
     kv_bytes_per_token,
     lora_elements_per_rank,
+    lora_matrices,
     release_of,
     slot_bytes,
     weight_bytes,
@@ -183,7 +184,8 @@ def load_share(profile: Profile, modules: Sequence[str] | None) -> LoadShare:
         return WHOLE
     every = profile.engine.target_modules or LORA_MODULES
     elements = [lora_elements_per_rank(profile.model, modules=each) for each in (modules, every)]
-    return LoadShare(len(modules) / len(every), elements[0] / elements[1])
+    pairs = [lora_matrices(profile.model, each) for each in (modules, every)]
+    return LoadShare(pairs[0] / pairs[1], elements[0] / elements[1])
 
 
 def gpu_load_ms(loading: FittedModel, rank: int, s_max: int, share: LoadShare = WHOLE) -> float:

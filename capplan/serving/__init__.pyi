@@ -4,6 +4,7 @@ from ._memory import (
     adapter_tokens,
     kv_bytes_per_token,
     lora_elements_per_rank,
+    lora_matrices,
     slot_bytes,
     weight_bytes,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "links_append",
     "links_remove",
     "lora_elements_per_rank",
+    "lora_matrices",
     "new_heap",
     "new_links",
     "new_record",

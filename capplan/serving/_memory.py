@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Final
 
-from capplan.spec import LORA_MODULES, ModelArch, ProfileEngine
-
-_FUSED: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+from capplan.spec import EMBEDDING_MODULES, FUSED_MODULES, LORA_MODULES, ModelArch, ProfileEngine
 
 
 def kv_bytes_per_token(arch: ModelArch, tp: int = 1) -> int:
@@ -45,7 +42,7 @@ def lora_elements_per_rank(
     tp
         GPUs that share one copy of it.
     modules
-        Targeted linear layers; None: all.
+        Targeted layers; None: all linear ones. Embedding and output head are whole on every GPU.
     fully_sharded
         As vLLM's ``--fully-sharded-loras``.
     """
@@ -65,7 +62,18 @@ def lora_elements_per_rank(
         "up_proj": copies * (whole + inner),
         "down_proj": copies * (inner + whole),
     }
-    return arch.layers * sum(elements[name] for name in modules or LORA_MODULES)
+    chosen = LORA_MODULES if modules is None else modules
+    per_layer = sum(elements[name] for name in chosen if name in elements)
+    if arch.fused_layers:
+        for parts in FUSED_MODULES.values():
+            per_layer -= max(0, len(set(parts).intersection(chosen)) - 1) * copies * whole
+    outside = sum(arch.vocab_size + arch.hidden_size for name in chosen if name in EMBEDDING_MODULES)
+    return arch.layers * per_layer + outside
+
+
+def lora_matrices(arch: ModelArch, modules: Sequence[str]) -> int:
+    """Return the pairs of matrices of an adapter on these layers, experts counted once."""
+    return sum(1 if name in EMBEDDING_MODULES else arch.layers for name in modules)
 
 
 def slot_bytes(arch: ModelArch, engine: ProfileEngine, max_lora_rank: int, tp: int = 1) -> int:
@@ -75,7 +83,7 @@ def slot_bytes(arch: ModelArch, engine: ProfileEngine, max_lora_rank: int, tp: i
     """
     modules = engine.target_modules
     if modules is not None:
-        fused = [each for each in _FUSED if not set(each).isdisjoint(modules)]
+        fused = [each for each in FUSED_MODULES.values() if not set(each).isdisjoint(modules)]
         modules = tuple({*modules, *chain.from_iterable(fused)})
     elements = lora_elements_per_rank(arch, tp, modules, fully_sharded=engine.fully_sharded_loras)
     if arch.lora_on_embeddings and modules is None:

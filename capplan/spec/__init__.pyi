@@ -41,7 +41,9 @@ from ._limits import (
 from ._lora_modules import (
     ADAPTER_CONFIG,
     ALL_LINEAR,
+    ALL_MODULES,
     ATTENTION_MODULES,
+    EMBEDDING_MODULES,
     FUSED_MODULES,
     LORA_MODULES,
     TargetModules,
@@ -204,6 +206,7 @@ from ._workload_file import (
 __all__ = [
     "ADAPTER_CONFIG",
     "ALL_LINEAR",
+    "ALL_MODULES",
     "ATTENTION_MODULES",
     "BYTES_PER_TOKEN",
     "CHAMELEON_WEIGHTS",
@@ -211,6 +214,7 @@ __all__ = [
     "DEFAULT_MAX_MODEL_LEN",
     "DEFAULT_MAX_NUM_BATCHED_TOKENS",
     "DEFAULT_MAX_NUM_SEQS",
+    "EMBEDDING_MODULES",
     "FORECASTS",
     "FUSED_MODULES",
     "LORA_MODULES",

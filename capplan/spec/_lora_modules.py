@@ -1,4 +1,4 @@
-"""Linear layers that LoRA adapters target, by the names that PEFT gives them."""
+"""Layers that LoRA adapters target, by the names that PEFT gives them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ LORA_MODULES: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_
 ATTENTION_MODULES: Final = LORA_MODULES[:4]
 """Linear layers of a transformer layer; vLLM wraps them all."""
 
-FUSED_MODULES: Final = MappingProxyType({"qkv_proj": LORA_MODULES[:3], "gate_up_proj": LORA_MODULES[4:6]})
-"""Parts of the layers that models such as Phi-3 fuse.
+EMBEDDING_MODULES: Final = ("embed_tokens", "lm_head")
+"""Embedding and output head of a model, beside its layers."""
 
-Adapters of such models have one A for a fused layer, and capplan counts one for each part: 19 % more bytes
-for all layers of Phi-3-mini.
-"""
+ALL_MODULES: Final = LORA_MODULES + EMBEDDING_MODULES
+"""Everything that an adapter may target, in the order in which it is listed."""
+
+FUSED_MODULES: Final = MappingProxyType({"qkv_proj": LORA_MODULES[:3], "gate_up_proj": LORA_MODULES[4:6]})
+"""Parts of the layers that models such as Phi-3 fuse; an adapter of them has one A for a fused layer."""
 
 ALL_LINEAR: Final = "all-linear"
-"""PEFT's word for all of them."""
+"""PEFT's word for `LORA_MODULES`."""
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
 
@@ -34,12 +36,12 @@ def module_sizes(hidden: int, inner: int, query: int, kv: int) -> tuple[tuple[in
 
 
 def parts_of_modules(names: Iterable[str]) -> tuple[str, ...]:
-    """Return `LORA_MODULES` among names of PEFT, those that a fused layer holds included, in their order."""
+    """Return `ALL_MODULES` among names of PEFT, those that a fused layer holds included, in their order."""
     parts = {part for name in names for part in FUSED_MODULES.get(name, (name,))}
-    return tuple(name for name in LORA_MODULES if name in parts)
+    return tuple(name for name in ALL_MODULES if name in parts)
 
 
-_NAMES: Final = (*LORA_MODULES, *FUSED_MODULES)
+_NAMES: Final = (*ALL_MODULES, *FUSED_MODULES)
 _RULE: Final = f"must be {ALL_LINEAR} or a list of {', '.join(_NAMES)}, each at most once"
 
 
@@ -58,7 +60,7 @@ TargetModules: TypeAlias = Annotated[
     tuple[str, ...],
     BeforeValidator(_target_modules, json_schema_input_type=list[str] | str),
 ]
-"""Names of `LORA_MODULES` in their order; a fused layer is given for its parts."""
+"""Names of `ALL_MODULES` in their order; a fused layer is given for its parts."""
 
 
 def _target_modules_source(value: Any) -> tuple[str, ...] | str:

@@ -22,7 +22,9 @@ from capplan.spec._files import error_reason, open_regular, parse_json
 from capplan.spec._lora_modules import (
     ADAPTER_CONFIG,
     ALL_LINEAR,
+    ALL_MODULES,
     ATTENTION_MODULES,
+    EMBEDDING_MODULES,
     FUSED_MODULES,
     LORA_MODULES,
     parts_of_modules,
@@ -177,7 +179,10 @@ _REPLACES_BASE = re.compile(r"pissa.*|corda|olora|loftq|lora_ga")
 """Values of `init_lora_weights` with which PEFT replaces the weights of the base model."""
 
 _TENSOR = re.compile(
-    r"((?:.*\.)?)(layers\.(\d+)\.(?:self_attn|mlp)\.(\w+))\.lora_([AB])(?:\.default)?\.weight"
+    r"(?P<prefix>(?:.*\.)?)"
+    r"(?:(?P<linear>layers\.(?P<layer>\d+)\.(?:self_attn|mlp)\.\w+|lm_head)"
+    r"\.lora_(?P<half>[AB])(?:\.default)?\.weight"
+    r"|(?P<embedding>embed_tokens)\.lora_embedding_(?P<embedding_half>[AB])(?:\.default)?)"
 )
 _WRAPPER: Final = "base_model.model."
 """Prefix of PEFT before the names of the base model's modules."""
@@ -185,10 +190,12 @@ _WRAPPER: Final = "base_model.model."
 _PATTERN = re.compile(r"(?:[\w.|()\[\]*+?^$:-]|\\[dw.]){1,256}", re.ASCII)
 """Regular expressions that are matched: in linear time, and without repetition counts, which enlarge them."""
 
-_MODULES: Final = (*LORA_MODULES, *FUSED_MODULES)
+_MODULES: Final = (*ALL_MODULES, *FUSED_MODULES)
+
+_NO_LAYER: Final = -1
 
 Place = tuple[int, int]
-"""(layer, module); modules beyond `LORA_MODULES` are the fused ones."""
+"""(layer, module); -1 is the layer of `EMBEDDING_MODULES`, and those beyond `ALL_MODULES` are fused ones."""
 
 
 class _Half(NamedTuple):
@@ -216,7 +223,7 @@ class FolderAdapter:
     rank
         Largest rank.
     target_modules
-        Linear layers that it adapts, in the order of `LORA_MODULES`.
+        What it adapts, in the order of `ALL_MODULES`.
     base_model
         Model that it was trained on, as the config names it; None: not stated.
     sizes
@@ -259,13 +266,13 @@ class PeftFiles:
         return self.name
 
     @contextmanager
-    def opened(self, fused: bool = False) -> Iterator[tuple[SafetensorsFile, dict[Place, MatrixPair]]]:
+    def opened(self, every: bool = False) -> Iterator[tuple[SafetensorsFile, dict[Place, MatrixPair]]]:
         """Open the weights; yield them with A, B and scale of every (layer, module).
 
         Parameters
         ----------
-        fused
-            Whether matrices of fused layers may be among them.
+        every
+            Whether matrices of fused layers, embedding and output head may be among them.
 
         Raises
         ------
@@ -278,7 +285,7 @@ class PeftFiles:
         self._has_tensors()
         with open_regular(self.weights, self.root, location) as opened:
             file = SafetensorsFile(opened, location)
-            halves = _halves(file.entries, _MODULES if fused else LORA_MODULES, location)
+            halves = _halves(file.entries, _MODULES if every else LORA_MODULES, location)
             _require_targets(halves["A"], config, location)
             yield file, _pairs(halves, config, location)
 
@@ -305,7 +312,7 @@ class PeftFiles:
             raise InputError("must be text", base_model, f"{file}: base_model_name_or_path")
         rank, sizes = _whole_rank(config.get("r", 8), f"{file}: r"), {}
         if self._has_tensors():
-            with self.opened(fused=True) as (_, pairs):
+            with self.opened(every=True) as (_, pairs):
                 if not pairs:
                     raise InputError("must hold at least one adapted module", location=str(self.weights))
                 rank = max(rank, *(pair.a.shape[0] for pair in pairs.values()))
@@ -363,17 +370,23 @@ def _halves(
     halves: dict[str, dict[Place, _Half]] = {"A": {}, "B": {}}
     for entry in entries:
         match = _TENSOR.fullmatch(entry.name) if len(entry.name) <= _MAX_NAME_LENGTH else None
-        if match is None or match[4] not in modules:
+        path = match and (match["linear"] or match["embedding"])
+        if match is None or path is None or (name := path.rpartition(".")[2]) not in modules:
             rule = f"must hold lora_A and lora_B of {', '.join(modules)} only"
             raise InputError(rule, entry.name, location)
-        place = int(match[3]), modules.index(match[4])
-        if place in halves[match[5]]:
+        place = int(match["layer"] or _NO_LAYER), modules.index(name)
+        half = halves[match["half"] or match["embedding_half"]]
+        if place in half:
             raise InputError("must hold every matrix once", entry.name, location)
-        halves[match[5]][place] = _Half(entry, match[1].removeprefix(_WRAPPER), match[2])
-    for layer, module in halves["A"].keys() ^ halves["B"].keys():
-        where = f"{location}: layer {layer} {modules[module]}"
-        raise InputError("must hold both lora_A and lora_B", location=where)
+        half[place] = _Half(entry, match["prefix"].removeprefix(_WRAPPER), path)
+    for place in halves["A"].keys() ^ halves["B"].keys():
+        raise InputError("must hold both lora_A and lora_B", location=f"{location}: {_named(place)}")
     return halves
+
+
+def _named(place: Place) -> str:
+    layer, module = place
+    return _MODULES[module] if layer == _NO_LAYER else f"layer {layer} {_MODULES[module]}"
 
 
 def _pairs(
@@ -393,7 +406,7 @@ def _pairs(
             raise InputError(rule, rank, f"{location}: {half.tensor.name}")
         scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
         if b.shape[1] != rank:
-            where = f"{location}: layer {place[0]} {_MODULES[place[1]]}"
+            where = f"{location}: {_named(place)}"
             raise InputError("A must be (rank, in) and B (out, rank)", (half.tensor.shape, b.shape), where)
         pairs[place] = MatrixPair(half.tensor, b, scale)
     return pairs
@@ -461,7 +474,7 @@ def _targets(wanted: Any, location: str) -> tuple[str, ...]:
     if wanted == ALL_LINEAR:
         return LORA_MODULES
     if isinstance(wanted, str):
-        names = [f"model.layers.0.{_parent(name)}.{name}" for name in _MODULES]
+        names = [_name_in_model(name) for name in _MODULES]
         matched = _full_matches(wanted, names)
         if matched is None:
             raise InputError("must be a regular expression", wanted, location)
@@ -495,7 +508,7 @@ def _require_targets(halves: Mapping[Place, _Half], config: dict[str, Any], loca
     if layers:
         if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
             raise InputError("layers_to_transform must be a list of layers", layers, location)
-        for layer in sorted({layer for layer, _ in halves} ^ set(layers))[:1]:
+        for layer in sorted({layer for layer, _ in halves if layer != _NO_LAYER} ^ set(layers))[:1]:
             rule = (
                 f"must have tensors of the layers_to_transform that {ADAPTER_CONFIG} names, and of no others"
             )
@@ -510,7 +523,7 @@ def _require_targets(halves: Mapping[Place, _Half], config: dict[str, Any], loca
             f"{half.prefix}{half.module.rsplit('.', 2)[0]}.{_parent(name)}.{name}"
             for half in halves.values()
             for name in LORA_MODULES
-            if name not in parts
+            if name not in parts and half.module not in EMBEDDING_MODULES
         )
         matched = _full_matches(wanted, [*names, *candidates])
         if matched is None:
@@ -531,6 +544,13 @@ def _require_targets(halves: Mapping[Place, _Half], config: dict[str, Any], loca
             raise InputError(rule, name, location)
     if absent and not config.get("exclude_modules"):
         raise InputError(f"must hold tensors of all target_modules of {ADAPTER_CONFIG}", absent[0], location)
+
+
+def _name_in_model(module: str) -> str:
+    """Return the name of a module within a model, in its first layer."""
+    if module in EMBEDDING_MODULES:
+        return module if module == "lm_head" else f"model.{module}"
+    return f"model.layers.0.{_parent(module)}.{module}"
 
 
 def _parent(module: str) -> str:
@@ -567,7 +587,7 @@ def require_fit(
     sizes
         (in, out) by (layer, module).
     layers, model_sizes
-        Layers of the model, and (in, out) of each of `LORA_MODULES`.
+        Layers of the model, and (in, out) of each of `ALL_MODULES`, or of `LORA_MODULES` alone.
 
     Raises
     ------
@@ -575,10 +595,10 @@ def require_fit(
         If they are of a layer that the model does not have, or of other dimensions.
     """
     for (layer, module), size in sizes.items():
-        where = f"{location}: layer {layer} {_MODULES[module]}"
+        where = f"{location}: {_named((layer, module))}"
         if layer >= layers:
             raise InputError(f"must be below the model's {layers} layers", layer, where)
-        parts = [model_sizes[LORA_MODULES.index(part)] for part in parts_of_modules([_MODULES[module]])]
+        parts = [model_sizes[ALL_MODULES.index(part)] for part in parts_of_modules([_MODULES[module]])]
         size_in, size_out = parts[0][0], sum(out for _, out in parts)
         if size != (size_in, size_out):
             rule = f"must go from {size_in} to {size_out} dimensions as the model does"

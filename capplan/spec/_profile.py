@@ -221,6 +221,11 @@ class ModelArch(SpecModel):
         default=False,
         description="Whether slots hold space for embedding and output head (vLLM: Llama yes, Qwen2 no).",
     )
+    fused_layers: bool = Field(
+        default=False,
+        description="Whether q, k and v are one matrix, and gate and up as well, so that adapters and slots "
+        "have one A for all parts (Phi-3).",
+    )
     qk_norm: bool = Field(default=False, description="Whether queries and keys are normalized per head.")
     sliding_window: Count | None = Field(
         default=None,
@@ -255,9 +260,10 @@ class ModelArch(SpecModel):
 
     @property
     def module_sizes(self) -> tuple[tuple[int, int], ...]:
-        """(in, out) of each of `LORA_MODULES`."""
+        """(in, out) of each of `ALL_MODULES`."""
         query, kv = (heads * self.head_dim for heads in (self.heads, self.kv_heads))
-        return module_sizes(self.hidden_size, self.intermediate_size, query, kv)
+        outside = (self.vocab_size, self.hidden_size), (self.hidden_size, self.vocab_size)
+        return (*module_sizes(self.hidden_size, self.intermediate_size, query, kv), *outside)
 
     def require_positions(self, max_model_len: int, location: str = "max_model_len") -> None:
         """Check that the model has positions for a limit of prompt and output.

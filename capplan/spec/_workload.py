@@ -80,7 +80,7 @@ class AdapterFields(SpecModel):
     )
     target_modules: TargetModules | None = Field(
         default=None,
-        description="Linear layers that the adapter has matrices for, as in PEFT; absent: all that the "
+        description="Layers that the adapter has matrices for, as in PEFT; absent: all linear ones that the "
         "engine adapts.",
     )
     pool: Name | None = Field(default=None, description="Pool the adapter must be served from.")

@@ -293,18 +293,27 @@ def test_16_adapter_folders_load_or_are_refused_with_the_reason(case: Callable[[
     refused = {
         "bin-only": "adapter_model.bin: is not supported",
         "dora": "use_dora",
-        "embed-target": "lora_embedding_A",
         "modules-to-save": "modules_to_save",
         "pissa": "replaces the weights",
         "resized-vocab": "lm_head",
     }
     ranks = {"axolotl-rank-pattern": 32, "r128": 128}
-    for folder in (case("16") / "adapters").iterdir():
+    adapters = case("16") / "adapters"
+    for folder in adapters.iterdir():
         if folder.name in refused:
             with pytest.raises(InputError, match=refused[folder.name]):
                 PeftFiles.of(folder).describe()
         else:
             assert PeftFiles.of(folder).describe().rank == ranks.get(folder.name, 8)
+    embedding = PeftFiles.of(adapters / "embed-target")
+    found = embedding.describe()
+    assert found.target_modules == ("q_proj", "v_proj", "embed_tokens")
+    assert found.sizes[-1, 7] == (260, 64)
+    with (
+        pytest.raises(InputError, match=r"of q_proj, .*, down_proj only.*embed_tokens\.lora_embedding_A"),
+        embedding.opened(),  # as the reference engine does, which does not adapt embeddings
+    ):
+        pass
 
 
 def test_16_pickled_weights_are_converted_as_the_message_says(case: Callable[[str], Path]) -> None:

@@ -106,6 +106,24 @@ def test_tensor_parallelism_shards_what_vllm_shards() -> None:
         assert slot_bytes(model, fully, rank, tp) == rank * bytes_each * (elements - 32 * saved)
 
 
+def test_slots_of_named_embeddings_are_those_that_vllm_holds_by_default() -> None:
+    named = TODAY.replace(target_modules=(*LORA_MODULES, "embed_tokens", "lm_head"))
+    assert slot_bytes(LLAMA_31_8B, named, 16, tp=2) == slot_bytes(LLAMA_31_8B, TODAY, 16, tp=2)
+    outside = 16 * 2 * (128256 + 4096)
+    assert adapter_bytes(LLAMA_31_8B, 16, ("lm_head",)) == outside
+    assert adapter_bytes(LLAMA_31_8B, 16, ("q_proj", "embed_tokens")) == (
+        adapter_bytes(LLAMA_31_8B, 16, ("q_proj",)) + outside
+    )
+
+
+def test_a_fused_layer_has_one_a_for_all_parts() -> None:
+    phi = arch(32, 3072, 24, 24, 8192, 32064).replace(fused_layers=True)
+    qkv, o, gate_up, down = 3072 + 3 * 3072, 3072 + 3072, 3072 + 2 * 8192, 8192 + 3072
+    assert adapter_bytes(phi, 8) == 8 * 2 * 32 * (qkv + o + gate_up + down)
+    assert adapter_bytes(phi, 8, ("q_proj", "k_proj", "v_proj")) == 8 * 2 * 32 * qkv
+    assert slot_bytes(phi, TODAY.replace(target_modules=("q_proj",)), 8) == 8 * 2 * 32 * qkv
+
+
 MODULES = st.sets(st.sampled_from(LORA_MODULES), min_size=1).map(tuple)
 
 

@@ -32,19 +32,21 @@ def peft_folder(folder: Path, target_modules: object) -> Path:
         (r"model\.layers\.\d+\.mlp\.\w+", ("gate_proj", "up_proj", "down_proj")),
         (["gate_up_proj", "qkv_proj"], ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")),
         (r".*\.(qkv|o)_proj", LORA_MODULES[:4]),
+        (["lm_head", "q_proj", "embed_tokens"], ("q_proj", "embed_tokens", "lm_head")),
+        (r"lm_head|.*\.q_proj", ("q_proj", "lm_head")),
     ],
 )
 def test_peft_configs_are_read_as_peft_matches_them(tmp_path: Path, given: object, expected: object) -> None:
     assert PeftFiles.of(peft_folder(tmp_path, given)).describe().target_modules == expected
 
 
-@pytest.mark.parametrize("given", [["lm_head"], [], "nothing", "(", "\ud800", None, 3, ["q_proj", 3]])
+@pytest.mark.parametrize("given", [["norm"], [], "nothing", "(", "\ud800", None, 3, ["q_proj", 3]])
 def test_peft_configs_that_target_other_layers_are_refused_by_key(tmp_path: Path, given: object) -> None:
     with pytest.raises(InputError, match=r"adapter_config\.json: target_modules"):
         PeftFiles.of(peft_folder(tmp_path, given)).describe()
 
 
-@pytest.mark.parametrize("given", [["q_proj", "q_proj"], ["lm_head"], [], "q_proj", 3])
+@pytest.mark.parametrize("given", [["q_proj", "q_proj"], ["norm"], [], "q_proj", 3])
 def test_adapters_target_each_linear_layer_at_most_once(given: object) -> None:
     with pytest.raises(InputError, match="must be all-linear or a list of q_proj"):
         Adapter(name="a", rank=8, rate_rps=1.0, target_modules=given)

@@ -39,6 +39,7 @@ from capplan.serving import (
 from capplan.serving.pooled import PoolSetup, pool_setup, set_up
 from capplan.serving.state import POOLED
 from capplan.spec import (
+    ALL_MODULES,
     LORA_MODULES,
     Cache,
     EngineArgs,
@@ -439,7 +440,8 @@ def _require_slots(workload: Workload, args: EngineArgs) -> None:
 
 def _require_modules(workload: Workload, profile: Profile) -> None:
     """Check that the engine adapts every module that an adapter targets."""
-    adapted = profile.engine.target_modules or LORA_MODULES
+    whole = ALL_MODULES if profile.model.lora_on_embeddings else LORA_MODULES
+    adapted = profile.engine.target_modules or whole
     for adapter in workload.adapters:
         for name in adapter.target_modules or ():
             if name not in adapted:
