@@ -1,4 +1,15 @@
-from ._export import DEFAULT_PORT, EXPORTERS, Exporter, export, find_exporter
+from ._export import DEFAULT_PORT, EXPORTERS, export, find_exporter
+from ._target import Exporter, Loss, Setting
 from ._vllm import TOP_NAMES, vllm_files
 
-__all__ = ["DEFAULT_PORT", "EXPORTERS", "TOP_NAMES", "Exporter", "export", "find_exporter", "vllm_files"]
+__all__ = [
+    "DEFAULT_PORT",
+    "EXPORTERS",
+    "TOP_NAMES",
+    "Exporter",
+    "Loss",
+    "Setting",
+    "export",
+    "find_exporter",
+    "vllm_files",
+]

@@ -2,35 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Final
 
+from capplan.deploy._target import Exporter
 from capplan.deploy._vllm import TOP_NAMES, download_notes, vllm_files
 from capplan.errors import InputError
 from capplan.spec import Plan
 
 DEFAULT_PORT: Final = 8000
-
-
-@dataclass(frozen=True)
-class Exporter:
-    """Turns a plan into files."""
-
-    files: Callable[..., dict[str, str]]
-    """Function of a plan, and of `options` as keywords, that returns the text of each file by its path in the
-    exported directory. A file that ends in ``.sh`` is written as a program."""
-    top_names: frozenset[str]
-    """Entries at the top of the directory, which a later export may replace."""
-    serves: bool
-    """Whether servers run with what the files say, and must be verified as they run: without what the files
-    leave out of the plan, its scheduler, cache and re-balancing."""
-    options: tuple[str, ...] = ()
-    """Those of `export` that it takes."""
-    notes: Callable[[Plan], tuple[str, ...]] = lambda _: ()
-    """Lines for who uses the files."""
 
 
 EXPORTERS: Final[Mapping[str, Exporter]] = MappingProxyType(
@@ -44,7 +26,12 @@ EXPORTERS: Final[Mapping[str, Exporter]] = MappingProxyType(
 
 
 def export(
-    plan: Plan, target: str = "vllm", *, port: int = DEFAULT_PORT, runtime_updates: bool = False
+    plan: Plan,
+    target: str = "vllm",
+    *,
+    port: int = DEFAULT_PORT,
+    runtime_updates: bool = False,
+    settings: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Return the files of a plan for a target, text by path.
 
@@ -58,6 +45,8 @@ def export(
         Port of the first server; each next one gets the next port.
     runtime_updates : bool
         Whether the servers let clients load and unload adapters.
+    settings : mapping of str to str
+        Values of the target's `Exporter.settings` that are not the default.
 
     Raises
     ------
@@ -70,7 +59,17 @@ def export(
     for name, value in options.items():
         if name not in exporter.options and value != defaults[name]:
             raise InputError(f"does not go with target {target}", value, name)
-    files = exporter.files(plan, **{name: options[name] for name in exporter.options})
+    arguments: dict[str, object] = {name: options[name] for name in exporter.options}
+    known = {each.name: each.default for each in exporter.settings}
+    for key, text in (settings or {}).items():
+        if key not in known:
+            rule = f"must be one of {', '.join(known)}" if known else f"does not go with target {target}"
+            raise InputError(rule, key, "set")
+        if not text or not text.isprintable():
+            raise InputError("must be printable text", text, f"set: {key}")
+    if known:
+        arguments["settings"] = known | dict(settings or {})
+    files = exporter.files(plan, **arguments)
     for path in map(PurePosixPath, files):
         if path.parts[0] not in exporter.top_names or ".." in path.parts:
             raise TypeError(f"exporter {target}: {path} is not below one of its top_names")
