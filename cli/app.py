@@ -136,6 +136,7 @@ def _shared_options(
 
 
 _COMMANDS: Final = {
+    "observe": "Observe traffic, write it as a workload, and compare the workload with what was observed.",
     "plan": "Plan which adapters share which GPUs, with which engine settings, and verify it with the twin.",
     "compare": "Compare solvers on a workload: raw answers, and the verdict of the twin on fresh seeds.",
     "simulate": "Simulate one GPU that serves the whole workload, or the instances of a plan.",

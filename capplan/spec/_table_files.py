@@ -29,8 +29,16 @@ _MAX_ROWS: Final = 10_000_000  # of a table of measurements, which is kept whole
 _MAX_LINE_BYTES: Final = 2**20  # a longer line is no row of numbers and names
 MAX_COLUMNS: Final = 10_000
 _BUFFER_BYTES: Final = 2**18
+
+
+def _open_zstd(file: BinaryIO) -> Any:
+    import pyarrow as pa
+
+    return pa.CompressedInputStream(file, "zstd")
+
+
 _UNPACK: Final[Mapping[bytes, Callable[[BinaryIO], Any]]] = MappingProxyType(
-    {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open}
+    {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\x00": lzma.open, b"\x28\xb5\x2f\xfd": _open_zstd}
 )
 _PARQUET: Final = b"PAR1"
 _SEPARATORS: Final = (",", ";", "\t", "|")
@@ -164,7 +172,7 @@ def table_parts(
 
 @contextmanager
 def open_unpacked(path: Path) -> Iterator[io.BufferedReader]:
-    """Open a file for reading, unpacked if its first bytes are those of gzip, bzip2 or xz.
+    """Open a file for reading, unpacked if its first bytes are those of gzip, bzip2, xz or zstd.
 
     Raises
     ------

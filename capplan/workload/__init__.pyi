@@ -15,7 +15,8 @@ from ._predictors import (
 from ._presets import Preset, preset, presets
 from ._requests import Requests, draw_requests
 from ._sampling import uniform
-from ._trace_files import read_length_pairs, read_trace, read_vllm_result
+from ._time_units import TimeColumn, time_unit_of
+from ._trace_files import defined_unit, read_length_pairs, read_trace, read_vllm_result
 
 __all__ = [
     "ADAPTERS",
@@ -26,9 +27,11 @@ __all__ = [
     "LengthTable",
     "Preset",
     "Requests",
+    "TimeColumn",
     "TraceWindow",
     "busiest_window",
     "deciding_time",
+    "defined_unit",
     "draw_requests",
     "is_modulated",
     "length_classes",
@@ -43,6 +46,7 @@ __all__ = [
     "read_predictor",
     "read_trace",
     "read_vllm_result",
+    "time_unit_of",
     "trace_windows",
     "uniform",
 ]

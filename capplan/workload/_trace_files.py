@@ -33,6 +33,7 @@ from capplan.spec import (
     require_each,
     table_parts,
 )
+from capplan.workload._time_units import PER_S, UNIT_WORDS, WHOLE, TimeColumn, time_unit_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,19 +48,6 @@ _MAX_JSON_BYTES: Final = 2**28  # of records that are not one per line, whose te
 _MAX_LINE: Final = 2**24  # bytes; a record of Mooncake lists the hashes of its blocks
 _JSON_PART_ROWS: Final = 100_000
 _LENGTHS: Final = ("prompt_tokens", "output_tokens")
-
-
-_PER_S: Final[Mapping[TimeUnit, int]] = MappingProxyType(
-    {TimeUnit.S: 1, TimeUnit.MS: 10**3, TimeUnit.US: 10**6, TimeUnit.NS: NS_PER_S}
-)
-_UNIT_WORDS: Final[Mapping[TimeUnit, str]] = MappingProxyType(
-    {
-        TimeUnit.S: "seconds",
-        TimeUnit.MS: "milliseconds",
-        TimeUnit.US: "microseconds",
-        TimeUnit.NS: "nanoseconds",
-    }
-)
 
 
 class _Layout(NamedTuple):
@@ -93,13 +81,8 @@ _LAYOUTS: Final[Mapping[TraceFormat, _Layout]] = MappingProxyType(
     }
 )
 _VLLM_KEYS: Final = ("input_lens", "total_input_tokens", "request_throughput")
-_UNIT_OF_NAME: Final = re.compile(r"(?:^|[^a-z])(s|ms|us|ns)\W*$")
 _FIRM: Final = (TraceFormat.BURSTGPT, TraceFormat.RAGPULSE, TraceFormat.VLLM)
 """Formats whose files are all in the same unit."""
-_WHOLE: Final = 1e-6  # rounding of milliseconds that were computed from seconds
-_LEAST_RPS: Final = 0.01  # public traces have 0.01 to 75 requests per second
-_MOST_RPS: Final = 100.0
-_EPOCH_S: Final = 1e9  # 2001; ten times as much is 2286, so the unit of a date follows from its size
 _LONG_AGO_S: Final = 1e8  # three years; a trace that begins later counts from another time
 _LATE_START: Final = 0.1  # of the recording
 _LATE_S: Final = 60.0
@@ -453,16 +436,16 @@ def _arrivals_s(requests: _Requests, stated: TimeUnit | None) -> tuple[NDArray[n
     if not len(times):
         return times.astype(float), []
     unit, reason = (stated, "") if stated is not None else _guessed_unit(requests, times)
-    first_s, last_s = (float(times[place]) / _PER_S[unit] for place in (0, -1))
+    first_s, last_s = (float(times[place]) / PER_S[unit] for place in (0, -1))
     is_result = requests.kind is TraceFormat.VLLM
     counted = first_s >= _LONG_AGO_S or is_result
-    arrivals_s = ((times - times[0]) if counted else times) / _PER_S[unit]
+    arrivals_s = ((times - times[0]) if counted else times) / PER_S[unit]
     notes = []
     if reason and not is_result:
         span_s = last_s - first_s
         rate = f", {len(times) / span_s:.3g} per second" if span_s > 0 else ""
         notes.append(
-            f"times are read as {_UNIT_WORDS[unit]}, {reason}: {len(times):,} requests in {span_s:,.4g} s"
+            f"times are read as {UNIT_WORDS[unit]}, {reason}: {len(times):,} requests in {span_s:,.4g} s"
             f"{rate}; trace.time_unit states the unit"
         )
     if counted and not is_result:
@@ -478,50 +461,32 @@ def _arrivals_s(requests: _Requests, stated: TimeUnit | None) -> tuple[NDArray[n
 
 
 def _guessed_unit(requests: _Requests, times: NDArray[Any]) -> tuple[TimeUnit, str]:
-    """Return the unit of times and the reason, which is empty if the name of the column has the unit.
-
-    Raises
-    ------
-    InputError
-        If the definition of the format and the values contradict each other, or neither implies a unit.
-    """
+    """Return the unit of times and the reason; see `time_unit_of`."""
     import numpy as np
 
-    label, layout = requests.labels["arrival_s"], _LAYOUTS[requests.kind]
-    low, high = float(times[0]), float(times[-1])
-    word = _UNIT_OF_NAME.search(label.lower())
-    named = None if word is None else TimeUnit(word.group(1))
-    defined = named or (layout.unit if label.casefold() == layout.arrival.casefold() else None)
-    rates = {unit: (len(times) - 1) * per_s / (high - low) for unit, per_s in _PER_S.items() if high > low}
-    dated = next((u for u, per_s in _PER_S.items() if _EPOCH_S <= low / per_s < 10 * _EPOCH_S), None)
-    if dated is not None and high / _PER_S[dated] >= 10 * _EPOCH_S:
-        rule = f"must not mix units: the first time is a date in {_UNIT_WORDS[dated]}, the last one is not"
-        raise InputError(rule, high, f"{requests.path}: {label}")
-    if dated is not None and named in (None, dated):
-        return dated, "" if named else "since they are dates by their size"
-    if dated is None and defined is not None and (named or requests.kind in _FIRM):
-        return defined, "" if named else f"the unit of format {requests.kind}"
-    plausible = [unit for unit, rate in rates.items() if _LEAST_RPS <= rate <= _MOST_RPS]
-    whole = times.dtype.kind != "f" or bool((np.abs(times - np.rint(times)) <= _WHOLE).all())
-    # Published traces in seconds have fractions, those in milliseconds have none.
-    contradicted = whole is (defined is TimeUnit.S)
-    if dated is None and defined is not None:
-        agrees = defined in plausible or not plausible
-        if agrees and (not contradicted or defined is TimeUnit.S or plausible == [defined]):
-            return defined, f"the unit of format {requests.kind}"
-        other = TimeUnit.MS if defined is TimeUnit.S else TimeUnit.S
-        if contradicted and not agrees and other in plausible:
-            numbers = "whole numbers" if whole else "fractions"
-            return other, f"other than in format {requests.kind}, by their rate and since they are {numbers}"
-    elif dated is None and len(plausible) == 1 and (whole or plausible == [TimeUnit.S]):
-        return plausible[0], "by their rate"
-    said = " or ".join(
-        f"{rates[unit]:.3g} requests per second in {_UNIT_WORDS[unit]}"
-        for unit in (TimeUnit.S, TimeUnit.MS)
-        if rates
+    label = requests.labels["arrival_s"]
+    whole = times.dtype.kind != "f" or bool((np.abs(times - np.rint(times)) <= WHOLE).all())
+    column = TimeColumn(
+        label, float(times[0]), float(times[-1]), len(times), whole, **_definition(requests.kind, label)
     )
-    rule = f"unit is not clear{f', {said}' if said else ''}; state trace.time_unit: s, ms, us or ns"
-    raise InputError(rule, location=f"{requests.path}: {label}")
+    return time_unit_of(column, f"{requests.path}: {label}", "trace.time_unit")
+
+
+def defined_unit(names: Sequence[str], label: str) -> dict[str, Any]:
+    """Return what `TimeColumn` says of the published format that a file's columns are of, if they are."""
+    folded = {name.casefold() for name in names}
+    for kind, layout in _LAYOUTS.items():
+        of_format = {layout.arrival, layout.prompt, layout.output}
+        marked = not layout.marks or any(mark.casefold() in folded for mark in layout.marks)
+        if marked and {name.casefold() for name in of_format} <= folded:
+            return _definition(kind, label)
+    return {}
+
+
+def _definition(kind: TraceFormat, label: str) -> dict[str, Any]:
+    layout = _LAYOUTS[kind]
+    defined = layout.unit if label.casefold() == layout.arrival.casefold() else None
+    return {"format_name": kind.value, "defined": defined, "firm": kind in _FIRM}
 
 
 def _record_parts(

@@ -2,6 +2,7 @@ from ._calibration import calibration_page, kernels_page
 from ._comparison import comparison_page
 from ._figures import figure_of
 from ._measurement import bench_page, validation_page
+from ._observation import observation_page
 from ._plan import plan_page
 from ._simulation import NamedResults, simulation_page
 from ._training import training_page
@@ -13,6 +14,7 @@ __all__ = [
     "comparison_page",
     "figure_of",
     "kernels_page",
+    "observation_page",
     "plan_page",
     "simulation_page",
     "training_page",

@@ -1,0 +1,371 @@
+"""Requests of a source: times, lengths and adapters of the usable rows, and the others counted by reason.
+
+One pass over the source fills a table on disk; units and windows are chosen by what it holds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Final
+
+from capplan.errors import InputError
+from capplan.observe._columns import ADAPTER, ERROR, HASHES, OUTPUT, PROMPT, STATUS, TIMESTAMP, Column
+from capplan.observe._source import Field, Source, quoted
+from capplan.spec import MAX_TOKENS, TimeUnit
+from capplan.workload import TimeColumn, defined_unit, time_unit_of
+
+if TYPE_CHECKING:
+    import duckdb
+
+US_PER_S: Final = 1_000_000
+_US: Final[Mapping[TimeUnit, float]] = {
+    TimeUnit.S: 1e6,
+    TimeUnit.MS: 1e3,
+    TimeUnit.US: 1.0,
+    TimeUnit.NS: 1e-3,
+}
+_DATES: Final = (
+    *("%d/%b/%Y:%H:%M:%S %z", "%d/%b/%Y:%H:%M:%S", "%a, %d %b %Y %H:%M:%S %Z"),
+    *(
+        "%d.%m.%Y %H:%M:%S.%f",
+        "%d.%m.%Y %H:%M:%S",
+        "%d.%m.%Y %H:%M",
+        "%Y%m%dT%H%M%S%z",
+        "%Y-%m-%d %H:%M:%S,%g",
+    ),
+)
+"""Dates beside ISO 8601: of web servers, mails, German ones, compact ones, and of Python's logs."""
+
+_NAME_PATTERN: Final = r"[\pL\pN][^\s=,\x00-\x1f\x7f-\x9f]{0,255}"
+"""Names of adapters, in the syntax of RE2; invisible characters are refused later."""
+
+_EPOCH: Final = 1e9
+"""Least size of a date in seconds, 2001; in milliseconds 1e12, and so on up to ten times as much."""
+
+_SLOWEST_RPS: Final = 1e-4
+_FASTEST_RPS: Final = 1e4
+"""Rates beyond which the unit in the name of a column is doubted."""
+
+REASONS: Final = (
+    "usable",
+    "no time of arrival that can be read",
+    f"prompt tokens are no whole number from 1 to {MAX_TOKENS}",
+    "failed, by its status",
+    f"output tokens are no whole number from 0 to {MAX_TOKENS}",
+    "no output tokens, so that it failed",
+    "a name that no adapter can have",
+)
+_USABLE, _NO_TIME, _PROMPT, _FAILED, _OUTPUT, _EMPTY, _NAME = range(len(REASONS))
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """Rows that were left out for one reason."""
+
+    reason: str
+    rows: int
+    example: str
+
+
+@dataclass(frozen=True)
+class Log:
+    """Usable requests, as the view ``requests`` of a connection.
+
+    The view has ``us`` (arrival in microseconds from the start), ``prompt``, ``output``, ``adapter`` (null:
+    the base model) and, where the source has them, ``hashes`` (of the blocks of the prompt).
+    """
+
+    connection: duckdb.DuckDBPyConnection
+    rows: int
+    """Of the source, broken ones included."""
+    requests: int
+    dropped: tuple[Dropped, ...]
+    start: datetime | None
+    """Time of the start in UTC; None: the source counts from another time."""
+    duration_s: float
+    has_hashes: bool
+    has_adapters: bool
+    notes: tuple[str, ...]
+
+
+def read_requests(
+    source: Source,
+    columns: Mapping[str, Column],
+    *,
+    time_unit: TimeUnit | None = None,
+    window: str | None = None,
+    base_model: str | None = None,
+) -> Log:
+    """Return the usable requests of a source.
+
+    Raises
+    ------
+    InputError
+        If none is usable, the unit of the times is not clear, or the window holds no request.
+    """
+    connection = source.connection
+    _fill(source, columns, base_model)
+    dropped = _dropped(source)
+    rows = sum(each.rows for each in dropped)
+    usable = _count(connection, "reason = 0")
+    rows += usable
+    if not usable:
+        found = "; ".join(f"{each.rows:,} rows: {each.reason}, such as {each.example}" for each in dropped)
+        raise InputError(
+            f"must hold requests that can be used ({found or 'no rows'})", location=str(source.path)
+        )
+    notes = [*source.notes]
+    sql, is_dated, said = _microseconds(source, columns, time_unit)
+    notes += said
+    low, high = _limits(connection, sql)
+    first, last = _window(connection, window, low, high, is_dated)
+    connection.execute(
+        f"CREATE VIEW requests AS SELECT ({sql}) - {first} AS us, prompt, output, adapter"
+        f"{', hashes' if HASHES in columns else ''} FROM log WHERE reason = 0 "
+        f"AND ({sql}) BETWEEN {first} AND {last}"
+    )
+    requests = int(connection.execute("SELECT count(*) FROM requests").fetchall()[0][0])
+    if not requests:
+        raise InputError("must hold a request", window, "window")
+    if requests < usable:
+        notes.append(f"{usable - requests:,} requests are outside the window")
+    start = datetime.fromtimestamp(0, UTC) + timedelta(microseconds=first) if is_dated else None
+    duration_s = max((last - first) / US_PER_S, 1e-3)
+    return Log(
+        connection,
+        rows,
+        requests,
+        dropped,
+        start,
+        duration_s,
+        HASHES in columns,
+        ADAPTER in columns,
+        tuple(notes),
+    )
+
+
+def _fill(source: Source, columns: Mapping[str, Column], base_model: str | None) -> None:
+    """Create the table ``log`` of all rows; those of a reason above 0 have the text of their cells."""
+    fields = {what: column.field for what, column in columns.items()}
+    cells = ", ".join(f"{field.sql} AS {what}" for what, field in fields.items())
+    typed = {what: _retyped(field, what) for what, field in fields.items()}
+    adapter = f"nullif(trim({ADAPTER}::VARCHAR), '')" if ADAPTER in fields else "NULL::VARCHAR"
+    if base_model is not None:
+        adapter = f"nullif({adapter}, {quoted(base_model)})"
+    failed = " OR ".join(_failures(typed)) or "false"
+    shown = "concat_ws(' | ', " + ", ".join(f"{what}::VARCHAR" for what in fields if what != HASHES) + ")"
+    hashes = f", list_transform({HASHES}, lambda h: hash(h)) AS hashes" if HASHES in fields else ""
+    source.connection.execute(
+        f"""
+        CREATE TABLE log AS
+        SELECT * EXCLUDE shown, CASE WHEN reason > 0 THEN left(shown, 200) END AS example
+        FROM (
+            SELECT stamp, date_us, adapter{", hashes" if hashes else ""}, shown,
+                CASE
+                    WHEN stamp IS NULL AND date_us IS NULL THEN {_NO_TIME}
+                    WHEN failed THEN {_FAILED}
+                    WHEN p IS NULL OR p < 1 OR p > {MAX_TOKENS} OR p <> floor(p) THEN {_PROMPT}
+                    WHEN o IS NULL OR o < 0 OR o > {MAX_TOKENS} OR o <> floor(o) THEN {_OUTPUT}
+                    WHEN o = 0 THEN {_EMPTY}
+                    WHEN NOT regexp_full_match(adapter, {quoted(_NAME_PATTERN)}) THEN {_NAME}
+                    ELSE {_USABLE}
+                END::UTINYINT AS reason,
+                CASE WHEN p BETWEEN 1 AND {MAX_TOKENS} THEN p::INTEGER END AS prompt,
+                CASE WHEN o BETWEEN 0 AND {MAX_TOKENS} THEN o::INTEGER END AS output
+            FROM (
+                SELECT {_stamp(typed[TIMESTAMP], source)} AS stamp, {_date(typed[TIMESTAMP])} AS date_us,
+                    {_number(typed[PROMPT], source)} AS p, {_number(typed[OUTPUT], source)} AS o,
+                    {adapter} AS adapter, coalesce({failed}, false) AS failed, {shown} AS shown{hashes}
+                FROM (SELECT {cells} FROM {source.relation})
+            )
+        )
+        """
+    )
+
+
+def _retyped(field: Field, name: str) -> Field:
+    return Field(field.name, name, field.kind)
+
+
+def _number(field: Field, source: Source) -> str:
+    """Return SQL for a number in a cell: text may have decimal commas, or commas between thousands."""
+    if field.kind == "number" and not _is_text(source):
+        return f"{field.sql}::DOUBLE"
+    text = f"trim({field.sql}::VARCHAR)"
+    if source.has_comma_cells:
+        return f"coalesce(TRY_CAST({text} AS DOUBLE), TRY_CAST(replace({text}, ',', '.') AS DOUBLE))"
+    thousands = f"regexp_full_match({text}, '[1-9][0-9]{{0,2}}(,[0-9]{{3}})+')"
+    without = f"CASE WHEN {thousands} THEN replace({text}, ',', '')::DOUBLE END"
+    return f"coalesce(TRY_CAST({text} AS DOUBLE), {without})"
+
+
+def _is_text(source: Source) -> bool:
+    """Return whether numbers are cells of text, as in CSV and in JSON."""
+    return source.is_csv or "json" in source.relation.partition("(")[0]
+
+
+def _stamp(field: Field, source: Source) -> str:
+    return "NULL::DOUBLE" if field.kind == "time" else f"nullif({_number(field, source)}, 'nan'::DOUBLE)"
+
+
+def _date(field: Field) -> str:
+    """Return SQL for the microseconds since 1970 of a date; times without a zone are of the connection's."""
+    if field.kind == "time":
+        return f"epoch_us({field.sql}::TIMESTAMPTZ)"
+    if field.kind == "number":
+        return "NULL::BIGINT"
+    text = f"trim({field.sql}::VARCHAR)"
+    formats = ", ".join(map(quoted, _DATES))
+    other = f"try_strptime({text}, [{formats}])::TIMESTAMPTZ"
+    return f"epoch_us(coalesce(TRY_CAST({text} AS TIMESTAMPTZ), {other}))"
+
+
+def _failures(typed: Mapping[str, Field]) -> list[str]:
+    """Return conditions of failed requests."""
+    found = []
+    if STATUS in typed:
+        text = f"lower(trim({STATUS}::VARCHAR))"
+        found.append(f"TRY_CAST({text} AS DOUBLE) >= 400")
+        found.append(f"{text} IN ('error', 'failed', 'failure', 'timeout', 'cancelled', 'aborted', 'false')")
+    if ERROR in typed:
+        text = f"lower(trim({ERROR}::VARCHAR))"
+        found.append(f"({text} NOT IN ('', 'null', 'none', 'false', '0', 'nan', '[]', '{{}}', '\"\"'))")
+    return found
+
+
+def _dropped(source: Source) -> tuple[Dropped, ...]:
+    rows = source.connection.execute(
+        "SELECT reason, count(*), min(example) FROM log WHERE reason > 0 GROUP BY 1 ORDER BY 2 DESC"
+    ).fetchall()
+    broken = [Dropped(f"a broken line ({reason})", n, example) for reason, n, example in source.broken_rows()]
+    return (*(Dropped(REASONS[reason], n, example or "") for reason, n, example in rows), *broken)
+
+
+def _count(connection: duckdb.DuckDBPyConnection, condition: str) -> int:
+    return int(connection.execute(f"SELECT count(*) FROM log WHERE {condition}").fetchall()[0][0])
+
+
+def _limits(connection: duckdb.DuckDBPyConnection, sql: str) -> tuple[int, int]:
+    low, high = connection.execute(f"SELECT min({sql}), max({sql}) FROM log WHERE reason = 0").fetchall()[0]
+    return int(low), int(high)
+
+
+def _microseconds(
+    source: Source, columns: Mapping[str, Column], stated: TimeUnit | None
+) -> tuple[str, bool, list[str]]:
+    """Return SQL for the microseconds of a row, whether they count from 1970, and notes on their unit."""
+    connection = source.connection
+    dated, numbers = _count(connection, "reason = 0 AND date_us IS NOT NULL"), 0
+    epochs = {unit: _count(connection, f"reason = 0 AND {_is_epoch(unit)}") for unit in TimeUnit}
+    numbers = _count(connection, "reason = 0 AND date_us IS NULL")
+    others = numbers - sum(epochs.values())
+    label = columns[TIMESTAMP].field.name
+    if stated is not None and numbers:
+        scale = _US[stated]
+        sql = f"coalesce(date_us, round(stamp * {scale!r})::BIGINT)"
+        return (
+            sql,
+            dated > 0 or (bool(sum(epochs.values())) and not others),
+            [f"times are in {stated.value}, as stated"],
+        )
+    if others and (dated or sum(epochs.values())):
+        rule = "must be dates in all rows or in none"
+        example = connection.execute(
+            "SELECT stamp FROM log WHERE reason = 0 AND date_us IS NULL AND NOT ("
+            + " OR ".join(_is_epoch(unit) for unit in TimeUnit)
+            + ") LIMIT 1"
+        ).fetchall()[0][0]
+        raise InputError(rule, example, f"{source.path}: {label}")
+    if others:
+        return _offsets(source, label)
+    cases = " ".join(f"WHEN {_is_epoch(unit)} THEN round(stamp * {_US[unit]!r})::BIGINT" for unit in TimeUnit)
+    present = [unit.value for unit in TimeUnit if epochs[unit]]
+    note = []
+    if present:
+        words = " and ".join(f"{epochs[TimeUnit(unit)]:,} in {unit}" for unit in present)
+        note = [f"times of {label} are dates by their size: {words} since 1970"]
+    return f"coalesce(date_us, CASE {cases} END)", True, note
+
+
+def _is_epoch(unit: TimeUnit) -> str:
+    least = _EPOCH * 1e6 / _US[unit]
+    return f"(date_us IS NULL AND stamp >= {least!r} AND stamp < {10 * least!r})"
+
+
+def _offsets(source: Source, label: str) -> tuple[str, bool, list[str]]:
+    """Return SQL for times that count from the start, by format, name, size and rate."""
+    low, high, count, fractions = source.connection.execute(
+        "SELECT min(stamp), max(stamp), count(*), count(*) FILTER (abs(stamp - round(stamp)) > 1e-6) "
+        "FROM log WHERE reason = 0"
+    ).fetchall()[0]
+    names = [*(each.name for each in source.fields), *source.parts]
+    column = TimeColumn(
+        label, float(low), float(high), int(count), whole=not fractions, **defined_unit(names, label)
+    )
+    unit, reason = time_unit_of(column, f"{source.path}: {label}", "--time-unit")
+    rate = (count - 1) / max((high - low) * _US[unit] / US_PER_S, 1e-9)
+    if not reason and not _SLOWEST_RPS <= rate <= _FASTEST_RPS and count > 1:
+        rule = f"unit is not clear, {rate:.3g} requests per second in {unit.value}, as its name says"
+        raise InputError(f"{rule}; state --time-unit: s, ms, us or ns", location=f"{source.path}: {label}")
+    said = reason or "by its name"
+    note = f"times of {label} are read as {unit.value}, {said}: {rate:.3g} requests per second"
+    return f"round(stamp * {_US[unit]!r})::BIGINT", False, [note]
+
+
+_SPAN: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|d)")
+_SPAN_S: Final = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
+
+
+def _window(
+    connection: duckdb.DuckDBPyConnection, window: str | None, low: int, high: int, is_dated: bool
+) -> tuple[int, int]:
+    """Return the first and the last microsecond of a window: the last so many hours, or ``START..END``."""
+    if window is None:
+        return low, high
+    span = span_s(window)
+    if span is not None:
+        return max(low, high - round(span * US_PER_S)), high
+    ends = window.split("..")
+    if len(ends) != 2:
+        rule = (
+            "must be the last hours, such as 24h, or START..END, such as 2026-05-10T08:00..2026-05-10T20:00"
+        )
+        raise InputError(rule, window, "window")
+    first, last = (_instant(connection, text.strip(), low, is_dated) for text in ends)
+    first, last = low if first is None else first, high if last is None else last
+    if last <= first:
+        raise InputError("must end after its start", window, "window")
+    return first, last
+
+
+def span_s(text: str) -> float | None:
+    """Return the seconds of a span such as 24h or 90m; None: it is none."""
+    found = _SPAN.fullmatch(text.strip())
+    return None if found is None else float(found[1]) * _SPAN_S[found[2]]
+
+
+def _instant(connection: duckdb.DuckDBPyConnection, text: str, low: int, is_dated: bool) -> int | None:
+    """Return a date, in the connection's time zone unless it states one, or a span from the first request."""
+    if not text:
+        return None
+    span = span_s(text)
+    if span is not None:
+        return low + round(span * US_PER_S)
+    date = connection.execute("SELECT epoch_us(TRY_CAST(? AS TIMESTAMPTZ))", [text]).fetchall()[0][0]
+    if date is None or not is_dated:
+        rule = "must be a time such as 2026-05-10T08:00, or a span from the first request such as 6h"
+        raise InputError(rule, text, "window")
+    return int(date)
+
+
+def described(columns: Mapping[str, Column]) -> Sequence[str]:
+    """Return the mapping in words, one line per column."""
+    lines = []
+    for what, column in columns.items():
+        how = "as stated" if column.stated else "by its name"
+        others = f"; also possible: {', '.join(column.others)}" if column.others else ""
+        lines.append(f"{what}: {column.field.name} ({how}{others})")
+    return lines
