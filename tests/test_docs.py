@@ -22,6 +22,10 @@ OF_VLLM = {
     *("--async-scheduling", "--no-async-scheduling", "--fully-sharded-loras", "--lora-target-modules"),
     *("--save-result", "--save-detailed", "--quantization"),
 }
+OF_SGLANG = {
+    *("--chunked-prefill-size", "--context-length", "--disable-radix-cache", "--max-loaded-loras"),
+    *("--max-loras-per-batch", "--max-running-requests", "--mem-fraction-static"),
+}
 OF_LOAD_TOOLS = {
     *("--backend", "--base-url", "--constraint", "--dataset-name", "--endpoint-type", "--ignore-eos"),
     *("--streaming", "--tasks", "--tokenizer", "--use-server-token-count"),
@@ -157,6 +161,7 @@ def test_every_flag_in_the_pages_is_one_of_some_program() -> None:
         flags(typer.main.get_command(app))
         | set(re.findall(r'"(--[a-z-]+)"', code))
         | OF_VLLM
+        | OF_SGLANG
         | OF_LOAD_TOOLS
         | {"--flag"}
     )

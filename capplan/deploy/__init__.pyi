@@ -1,6 +1,7 @@
 from ._export import DEFAULT_PORT, EXPORTERS, export, find_exporter
+from ._launch import TOP_NAMES
 from ._target import Exporter, Loss, Setting
-from ._vllm import TOP_NAMES, vllm_files
+from ._vllm import vllm_files
 
 __all__ = [
     "DEFAULT_PORT",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import yaml
 
 from capplan.deploy._servers import (
+    adapters_of,
     engine_flags,
     lora_module,
     notes_of,
@@ -17,13 +18,16 @@ from capplan.deploy._servers import (
     unused_name,
     vllm_version,
 )
-from capplan.deploy._target import Setting
+from capplan.deploy._target import Loss, Setting
 from capplan.errors import InputError
 from capplan.serving import RELEASES
-from capplan.spec import Group, Plan, PlanAdapter
+from capplan.spec import PLAN_ROUTER, Group, Plan, PlanAdapter
 
 PORT: Final = 8000
 """Port of vLLM in every pod."""
+
+GROUP_LABEL: Final = "capplan.io/group"
+"""Label of pods, by which services and controllers find those of a group."""
 
 IMAGE: Final = Setting("image", "", "image of vLLM; by default vllm/vllm-openai of the plan's version")
 NAMESPACE: Final = Setting("namespace", "default", "namespace of all objects")
@@ -36,21 +40,40 @@ FETCH_IMAGE: Final = Setting(
     "image with `aws`, which copies adapters from s3:// before vLLM starts",
 )
 
+HF_SECRET: Final = {"name": "hf-token", "key": "token"}
+"""Secret with the token of the Hugging Face Hub, and its key."""
+HF_TOKEN: Final = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {**HF_SECRET, "optional": True}}}
+S3_CREDENTIALS: Final = [{"secretRef": {"name": "s3-credentials", "optional": True}}]
+"""``envFrom`` of what copies from S3."""
+
 _FOLDER: Final = "/adapters"
 _FETCHED: Final = "/fetched-adapters"
+
+FOLDERS: Final = frozenset({"root", "folder"})
+"""Sources of adapters that are folders of the claim."""
+CLAIM_MOUNT: Final = {"name": "adapters", "mountPath": _FOLDER, "readOnly": True}
 _LONGEST_NAME: Final = 50
 """Labels have at most 63 characters, and controllers add to names."""
 
 
-def object_names(plan: Plan) -> dict[str, str]:
+def object_names(plan: Plan, longest: int = _LONGEST_NAME) -> dict[str, str]:
     """Return the name of each group's objects: a DNS label, different ones for different groups."""
+    return _labels((group.id for group in plan.groups), longest)
+
+
+def adapter_names(plan: Plan) -> dict[str, str]:
+    """Return the name of each adapter's objects: a DNS label, different ones for different adapters."""
+    return _labels(adapters_of(plan), _LONGEST_NAME)
+
+
+def _labels(texts: Iterable[str], longest: int) -> dict[str, str]:
     taken: set[str] = set()
-    return {group.id: unused_name(dns_label(group.id), taken, "-") for group in plan.groups}
+    return {text: unused_name(dns_label(text, longest), taken, "-") for text in texts}
 
 
-def dns_label(text: str) -> str:
+def dns_label(text: str, longest: int = _LONGEST_NAME) -> str:
     """Return a DNS label (RFC 1123) for any text, beginning with a letter."""
-    label = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:_LONGEST_NAME].strip("-")
+    label = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:longest].strip("-")
     return label if label[:1].isalpha() else f"g-{label}".rstrip("-")
 
 
@@ -71,7 +94,7 @@ def adapter_path(adapter: PlanAdapter) -> str:
     kind = source_kind(adapter)
     if kind == "url":
         rule = "must be a folder, an id of the Hugging Face Hub or s3://, from which a pod fetches it"
-        raise InputError(rule, adapter.path, f"plan: adapter {adapter.name}: path")
+        raise refused_path(adapter, rule)
     if kind == "hub":
         return adapter.path or ""
     return f"{_FETCHED if kind == 's3' else _FOLDER}/{adapter.name}"
@@ -86,6 +109,11 @@ def serve_arguments(plan: Plan, group: Group, *, with_adapters: bool = True) -> 
         modules = (lora_module(each.name, adapter_path(each)) for each in group.adapters)
         arguments += ["--lora-modules", *modules]
     return arguments
+
+
+def literal(arguments: Iterable[str]) -> list[str]:
+    """Return arguments of a container in which Kubernetes replaces no ``$(VARIABLE)``."""
+    return [word.replace("$(", "$$(") for word in arguments]
 
 
 def pod_spec(
@@ -103,7 +131,7 @@ def pod_spec(
     settings
         Values of `IMAGE`, `CLAIM` and `FETCH_IMAGE`.
     with_adapters
-        Whether the server starts with its adapters, or the target loads them later.
+        Whether the server starts with its adapters, or the target loads them later from the same paths.
     env
         Variables of the environment.
     """
@@ -111,13 +139,10 @@ def pod_spec(
         "name": "vllm",
         "image": image_of(plan, group, settings),
         "command": ["vllm", "serve"],
-        "args": serve_arguments(plan, group, with_adapters=with_adapters),
+        "args": literal(serve_arguments(plan, group, with_adapters=with_adapters)),
         "env": [
-            {
-                "name": "HF_TOKEN",
-                "valueFrom": {"secretKeyRef": {"name": "hf-token", "key": "token", "optional": True}},
-            },
-            *({"name": name, "value": value} for name, value in (env or {}).items()),
+            HF_TOKEN,
+            *variables(env or {}),
         ],
         "ports": [{"name": "http", "containerPort": PORT}],
         "resources": {"limits": {"nvidia.com/gpu": group.tp}},
@@ -131,9 +156,13 @@ def pod_spec(
         "containers": [container],
         "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}}],
     }
-    if with_adapters:
-        _add_adapters(spec, container, group.adapters, settings)
+    _add_adapters(spec, container, group.adapters, settings)
     return spec
+
+
+def variables(env: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return variables of the environment as entries of ``env``."""
+    return [{"name": name, "value": value} for name, value in env.items()]
 
 
 def _probe(period_s: int, failures: int) -> dict[str, Any]:
@@ -153,10 +182,9 @@ def _add_adapters(
 ) -> None:
     """Add the volumes of adapters to a pod, and what fetches those of S3."""
     kinds = {source_kind(adapter) for adapter in adapters}
-    if kinds & {"root", "folder"}:
-        claim = {"claimName": settings[CLAIM.name], "readOnly": True}
-        spec["volumes"].append({"name": "adapters", "persistentVolumeClaim": claim})
-        container["volumeMounts"].append({"name": "adapters", "mountPath": _FOLDER, "readOnly": True})
+    if kinds & FOLDERS:
+        spec["volumes"].append(claim_volume(settings))
+        container["volumeMounts"].append(CLAIM_MOUNT)
     fetched = [adapter for adapter in adapters if source_kind(adapter) == "s3"]
     if fetched:
         mount = {"name": "fetched-adapters", "mountPath": _FETCHED}
@@ -166,12 +194,140 @@ def _add_adapters(
             {
                 "name": f"fetch-{number}",
                 "image": settings[FETCH_IMAGE.name],
-                "args": ["s3", "cp", "--recursive", adapter.path, adapter_path(adapter)],
-                "envFrom": [{"secretRef": {"name": "s3-credentials", "optional": True}}],
+                "args": literal(["s3", "cp", "--recursive", adapter.path or "", adapter_path(adapter)]),
+                "envFrom": S3_CREDENTIALS,
                 "volumeMounts": [mount],
             }
             for number, adapter in enumerate(fetched)
         ]
+
+
+def deployment(
+    plan: Plan,
+    group: Group,
+    name: str,
+    settings: Mapping[str, str],
+    *,
+    labels: Mapping[str, str] | None = None,
+    with_adapters: bool = True,
+    env: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Return the Deployment of a group, a pod per replica.
+
+    Parameters
+    ----------
+    name
+        Name of the group's objects, from `object_names`.
+    settings
+        Values of `NAMESPACE` and those of `pod_spec`.
+    labels
+        Further labels of the Deployment and its pods.
+    with_adapters, env
+        As in `pod_spec`.
+    """
+    pod = pod_spec(plan, group, settings, with_adapters=with_adapters, env=env)
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {**metadata(name, settings), "labels": {GROUP_LABEL: name, **(labels or {})}},
+        "spec": {
+            "replicas": group.replicas,
+            "selector": {"matchLabels": {GROUP_LABEL: name}},
+            "template": {"metadata": {"labels": {GROUP_LABEL: name, **(labels or {})}}, "spec": pod},
+        },
+    }
+
+
+def service(
+    name: str, settings: Mapping[str, str], selector: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Return a Service of pods, by default of those of the group whose objects have the name."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(name, settings),
+        "spec": {
+            "selector": dict(selector or {GROUP_LABEL: name}),
+            "ports": [{"name": "http", "port": PORT, "targetPort": "http"}],
+        },
+    }
+
+
+def metadata(name: str, settings: Mapping[str, str]) -> dict[str, Any]:
+    """Return the ``metadata`` of an object in the namespace of the settings.
+
+    Raises
+    ------
+    InputError
+        If the namespace is no DNS label.
+    """
+    namespace = settings[NAMESPACE.name]
+    if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", namespace):
+        raise InputError("must be a DNS label", namespace, f"set: {NAMESPACE.name}")
+    return {"name": name, "namespace": namespace}
+
+
+def claim_volume(settings: Mapping[str, str]) -> dict[str, Any]:
+    """Return the volume of the claim of adapters."""
+    claim = {"claimName": settings[CLAIM.name], "readOnly": True}
+    return {"name": "adapters", "persistentVolumeClaim": claim}
+
+
+def splits_of(plan: Plan, total: int) -> dict[tuple[tuple[str, int], ...], list[str]]:
+    """Return the names of models by their split over groups, in pairs of group id and weight.
+
+    Weights are whole and at least 1, and about `total` in sum; the base model is under its own name. Groups
+    that only store an adapter are left out.
+    """
+    parts: dict[str, list[tuple[str, int]]] = {}
+    for group in plan.groups:
+        for name, share in plan.shares_of(group).items():
+            if share > 0:
+                parts.setdefault(name, []).append((group.id, max(1, round(share * total))))
+    splits: dict[tuple[tuple[str, int], ...], list[str]] = {}
+    for name, pairs in parts.items():
+        alone = len(pairs) == 1
+        splits.setdefault(((pairs[0][0], total),) if alone else tuple(pairs), []).append(name)
+    return splits
+
+
+def parts_of(names: Sequence[str], most: int) -> Iterator[Sequence[str]]:
+    """Yield names in order, at most so many at a time."""
+    return (names[start : start + most] for start in range(0, len(names), most))
+
+
+def routing_losses(plan: Plan, *, between: Loss, within: Loss) -> tuple[Loss, ...]:
+    """Return the losses of a target's router that concern a plan, unless its router is the plan's.
+
+    Parameters
+    ----------
+    between
+        Loss if a model is served by several groups.
+    within
+        Loss if a group has several replicas.
+    """
+    shared = any(len(split) > 1 for split in splits_of(plan, 1))
+    replicated = any(group.replicas > 1 for group in plan.groups)
+    found = (*([between] if shared else []), *([within] if replicated else []))
+    return tuple(loss for loss in found if loss.router != (plan.router or PLAN_ROUTER))
+
+
+def top_comment(plan: Plan, losses: Iterable[Loss]) -> list[str]:
+    """Return the comment at the top of a file: the plan, and what differs from it."""
+    return [
+        f"Plan for {plan.base_model}, by {plan.created_by}.",
+        *(f"Differs from the plan: {loss.text}." for loss in losses),
+    ]
+
+
+def refused_path(adapter: PlanAdapter, rule: str) -> InputError:
+    """Return the error for an adapter that a target does not fetch."""
+    return InputError(rule, adapter.path or adapter.name, f"plan: adapter {adapter.name}: path")
+
+
+def refused_name(name: str, rule: str) -> InputError:
+    """Return the error for an adapter whose name a target does not allow."""
+    return InputError(rule, name, f"plan: adapter {name}: name")
 
 
 def header_of(plan: Plan, group: Group) -> list[str]:
@@ -186,7 +342,7 @@ def header_of(plan: Plan, group: Group) -> list[str]:
 def claim_notes(plan: Plan) -> tuple[str, ...]:
     """Return a line on the folders that the claim of adapters must hold."""
     adapters = {each.name: each for group in plan.groups for each in group.adapters}.values()
-    folders = [each for each in adapters if source_kind(each) in ("root", "folder")]
+    folders = [each for each in adapters if source_kind(each) in FOLDERS]
     if not folders:
         return ()
     first = folders[0]
@@ -196,13 +352,33 @@ def claim_notes(plan: Plan) -> tuple[str, ...]:
     )
 
 
-def yaml_documents(documents: Iterable[tuple[Iterable[str], Mapping[str, Any]]]) -> str:
-    """Return documents of YAML in one text, each below the lines of its comment."""
+class _Dumper(yaml.SafeDumper):
+    """YAML without references between its parts; texts that YAML 1.2 reads as numbers have quotes."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"([-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|0o[0-7]+)\Z"),
+    list("-+.0123456789"),
+)
+
+
+def yaml_documents(
+    documents: Iterable[tuple[Iterable[str], Mapping[str, Any]]], top: Iterable[str] = ()
+) -> str:
+    """Return documents of YAML in one text, each below the lines of its comment, all below those of `top`."""
     parts = []
     for comment, document in documents:
-        lines = "".join(f"# {_one_line(line)}\n" for line in comment)
-        parts.append(lines + yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=2**16))
-    return "---\n".join(parts)
+        text = yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**16)
+        parts.append(_comment(comment) + text)
+    return _comment(top) + "---\n".join(parts)
+
+
+def _comment(lines: Iterable[str]) -> str:
+    return "".join(f"# {_one_line(line)}\n" for line in lines)
 
 
 def _one_line(text: str) -> str:

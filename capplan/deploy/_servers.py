@@ -75,8 +75,8 @@ class Flag:
         return (self.name, *self.values)
 
 
-def require_servable(plan: Plan) -> None:
-    """Check a plan before it is turned into servers of vLLM.
+def require_servable(plan: Plan, server: str = "vLLM") -> None:
+    """Check a plan before it is turned into servers of vLLM, or of another engine that is named.
 
     Raises
     ------
@@ -86,7 +86,7 @@ def require_servable(plan: Plan) -> None:
     """
     for engine in (plan.engine, *map(plan.engine_of, plan.groups)):
         if serving.serving_rules(engine.rules).engine == serving.SLORA_ENGINE:
-            rule = "must be an engine with adapter slots, which vLLM has and S-LoRA's common pool does not"
+            rule = f"must be an engine with adapter slots, which {server} has and S-LoRA does not"
             raise InputError(rule, f"{engine.name} {engine.version}, rules {engine.rules}", "plan: engine")
     model = known_arch([plan.base_model])
     if model is not None:
@@ -168,16 +168,27 @@ def _scheduling(name: str) -> Iterator[Flag]:
 
 def _dtypes(engine: PlanEngine, group: Group) -> Iterator[Flag]:
     """Yield the flags of weights that are quantized on loading, and of the KV cache."""
-    if engine.quantization is not None:
-        if engine.quantization != _QUANTIZED_ON_LOADING:
-            rule = (
-                f"must be {_QUANTIZED_ON_LOADING} or absent: vLLM has no flag that makes such weights; plan "
-                "with a profile of `capplan profile compose --model-config`, of a checkpoint that has them"
-            )
-            raise InputError(rule, engine.quantization, f"plan: group {group.id}: engine quantization")
-        yield Flag("--quantization", (engine.quantization,))
+    if (quantization := quantization_of(engine, group)) is not None:
+        yield Flag("--quantization", (quantization,))
     if engine.kv_cache_dtype is not None:
         yield Flag("--kv-cache-dtype", (engine.kv_cache_dtype,))
+
+
+def quantization_of(engine: PlanEngine, group: Group) -> str | None:
+    """Return the dtype into which the engine of a group quantizes weights on loading; None for none.
+
+    Raises
+    ------
+    InputError
+        If no flag of an engine makes such weights.
+    """
+    if engine.quantization not in (None, _QUANTIZED_ON_LOADING):
+        rule = (
+            f"must be {_QUANTIZED_ON_LOADING} or absent: no flag of a server makes such weights; plan "
+            "with a profile of `capplan profile compose --model-config`, of a checkpoint that has them"
+        )
+        raise InputError(rule, engine.quantization, f"plan: group {group.id}: engine quantization")
+    return engine.quantization
 
 
 def notes_of(plan: Plan, group: Group) -> Iterator[str]:

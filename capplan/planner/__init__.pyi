@@ -1,7 +1,7 @@
 from ._api import plan
 from ._comparison import SolverComparison, SolverResult, compare
 from ._tuning import Settings, TuneOptions, TuningResult, fragment, tune
-from .document._without_scheduling import verify_without_scheduling
+from .document._as_served import verify_as_served
 from .problem._problem import Assignment, Problem
 from .solvers._base import RequiredEstimator, Solver, SolverContext
 from .solvers._registry import SOLVERS
@@ -22,5 +22,5 @@ __all__ = [
     "fragment",
     "plan",
     "tune",
-    "verify_without_scheduling",
+    "verify_as_served",
 ]

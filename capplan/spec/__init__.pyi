@@ -123,6 +123,7 @@ from ._queues import (
     require_room,
 )
 from ._routing import (
+    BY_SHARES,
     BYTES_PER_TOKEN,
     FORECASTS,
     MEAN_LENGTHS,
@@ -209,6 +210,7 @@ __all__ = [
     "ALL_MODULES",
     "ATTENTION_MODULES",
     "BYTES_PER_TOKEN",
+    "BY_SHARES",
     "CHAMELEON_WEIGHTS",
     "DEFAULT_GPU_MEMORY_UTILIZATION",
     "DEFAULT_MAX_MODEL_LEN",

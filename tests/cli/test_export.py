@@ -1,14 +1,15 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from capplan import Plan
-from capplan.deploy import EXPORTERS, vllm_files
-from capplan.spec import Cache, RebalanceSettings, Scheduler
+from capplan.deploy import EXPORTERS, Exporter, Loss, Setting, _export, vllm_files
+from capplan.spec import Cache, PlanBase, RebalanceSettings, Scheduler, Totals
 from tests.cli.conftest import Run, error_line
-from tests.cli.examples import small_plan, write_inputs
+from tests.cli.examples import group, small_plan, verdict, write_inputs
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def scheduled_plan(folder: Path) -> Path:
 
 
 def verified_as(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
-    monkeypatch.setattr("capplan.planner.verify_without_scheduling", lambda *_, **__: plan)
+    monkeypatch.setattr("capplan.planner.verify_as_served", lambda *_, **__: plan)
 
 
 def test_a_plan_with_a_scheduler_is_exported_as_verified_without_it(
@@ -115,7 +116,7 @@ def test_a_plan_with_a_scheduler_is_exported_as_verified_without_it(
     assert result.exit_code == 0, result.output
     line = result.stdout.splitlines()[0]
     assert line.startswith(
-        "verified again without scheduler chameleon and cache lru, which vllm does not have"
+        "verified again as vllm serves it, without scheduler chameleon and cache lru: ok on 3 seeds"
     )
     assert line.endswith("with 3 adapter slots")
     assert contents(out) == vllm_files(again)
@@ -128,12 +129,12 @@ def test_a_plan_with_rebalancing_is_not_exported_as_verified(run: Run, tmp_path:
     path = tmp_path / "plan.json"
     small_plan(rebalance=RebalanceSettings(every_s=600.0)).to_json(path)
     line = error_line(run("export", path, "--target", "vllm", "-o", tmp_path / "deploy"))
-    assert "--workload: is required to verify the plan without its re-balancing, which vllm does not" in line
+    assert "--workload: is required to verify the plan as vllm serves it, without re-balancing;" in line
     assert run("export", path, "--target", "vllm", "-o", tmp_path / "deploy", "--unverified").exit_code == 0
 
 
 @pytest.mark.parametrize("flags", [("--workload", "w.yaml"), ("--profile", "p.json")])
-@pytest.mark.parametrize("reason", ["--unverified", "a plan without scheduler, cache and re-balancing"])
+@pytest.mark.parametrize("reason", ["--unverified", "a plan that vllm serves as it is"])
 def test_an_option_of_another_verification_is_refused_without_one(
     run: Run, tmp_path: Path, plan_json: Path, flags: tuple[str, str], reason: str
 ) -> None:
@@ -149,14 +150,165 @@ def test_a_plan_that_fails_without_its_scheduler_is_exported_on_demand_only(
 ) -> None:
     path, out = scheduled_plan(tmp_path), tmp_path / "deploy"
     export = ("export", path, "--target", "vllm", "-o", out)
-    assert "--workload: is required to verify the plan without its scheduler" in error_line(run(*export))
+    line = error_line(run(*export))
+    assert "--workload: is required to verify the plan as vllm serves it, without scheduler" in line
     base = small_plan()
     verdicts = [each.replace(ok=False, note="TTFT is long") for each in base.verification.groups]
     failed = base.verification.replace(ok=False, verdict="failed", groups=tuple(verdicts))
     verified_as(monkeypatch, base.replace(verification=failed))
     line = error_line(run(*export, "--workload", write_inputs(tmp_path)))
-    assert "must hold without its scheduler chameleon and cache lru" in line
-    assert "group g0: TTFT is long" in line
+    assert "must hold as vllm serves it, without scheduler chameleon and cache lru (group g0: TTFT" in line
     assert not out.exists()
     assert run(*export, "--unverified").exit_code == 0
     assert contents(out) == vllm_files(Plan.from_json(path))
+
+
+RANDOM = Loss("the router draws the server of a request", router="random")
+EVERYWHERE = Loss("every adapter is loaded everywhere", everywhere=True)
+
+
+def exports_with(monkeypatch: pytest.MonkeyPatch, *losses: Loss, serves: bool = True) -> None:
+    """Make ``mine`` a target with losses and a setting."""
+
+    def files(plan: Plan, settings: dict[str, str]) -> dict[str, str]:
+        return {"mine.txt": settings["image"]}
+
+    target = Exporter(
+        files,
+        frozenset({"mine.txt"}),
+        serves=serves,
+        settings=(Setting("image", "default", "an image"),),
+        losses=lambda _: losses,
+    )
+    monkeypatch.setattr(_export, "EXPORTERS", {"mine": target})
+
+
+def apart(*, replicas: int = 1, base: bool = False) -> Plan:
+    """Return a plan of two groups without a common adapter."""
+    groups = [
+        group("g0", replicas=replicas, adapters=(("a", 8, 1.0, None),)),
+        group("g1", adapters=(("b", 8, 1.0, None),)),
+    ]
+    if base:
+        groups = [each.replace(base=PlanBase(rate_rps=1.0, share=0.5)) for each in groups]
+    return small_plan(groups=tuple(groups), totals=Totals(gpus=replicas + 1, lower_bound_gpus=1))
+
+
+def test_settings_reach_the_exporter(run: Run, plan_json: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exports_with(monkeypatch)
+    out = plan_json.parent / "deploy"
+    export = ("export", plan_json, "--target", "mine", "-o", out, "--force")
+    assert run(*export).exit_code == 0
+    assert contents(out) == {"mine.txt": "default"}
+    assert run(*export, "--set", "image=a", "--set", "image=b=c").exit_code == 0
+    assert contents(out) == {"mine.txt": "b=c"}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("image", "--set: must be NAME=VALUE (got 'image')"),
+        ("=x", "--set: must be NAME=VALUE (got '=x')"),
+        ("imgae=x", "--set: must be one of image (got 'imgae')"),
+        ("image=", "--set: image: must be printable text (got '')"),
+    ],
+)
+def test_a_wrong_setting_is_one_line(
+    run: Run, plan_json: Path, monkeypatch: pytest.MonkeyPatch, given: str, message: str
+) -> None:
+    exports_with(monkeypatch, RANDOM)  # refused before anything is verified
+    line = error_line(
+        run("export", plan_json, "--target", "mine", "-o", plan_json.parent / "d", "--set", given)
+    )
+    assert message in line
+    assert list(plan_json.parent.iterdir()) == [plan_json]
+
+
+def test_a_target_without_settings_refuses_one(run: Run, plan_json: Path) -> None:
+    export = ("export", plan_json, "--target", "vllm", "-o", plan_json.parent / "d")
+    line = error_line(run(*export, "--set", "image=x"))
+    assert "--set: does not go with target vllm (got 'image')" in line
+
+
+def test_losses_are_told_after_the_export(run: Run, plan_json: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exports_with(monkeypatch, Loss("no colours"), Loss("no sound"))
+    result = run("export", plan_json, "--target", "mine", "-o", plan_json.parent / "deploy")
+    assert result.exit_code == 0, result.output
+    assert result.stderr.splitlines() == ["loss: no colours", "loss: no sound"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "losses", "words"),
+    [
+        (small_plan(), [RANDOM], "by router random"),
+        (apart(replicas=2), [RANDOM], "by router random"),
+        (apart(base=True), [RANDOM], "by router random"),
+        (apart(), [EVERYWHERE], "with every adapter on every server"),
+        (apart(), [EVERYWHERE, RANDOM], "by router random and with every adapter on every server"),
+        (
+            apart(replicas=2).replace(rebalance=RebalanceSettings(every_s=600.0)).with_digest(),
+            [RANDOM],
+            "without re-balancing and by router random",
+        ),
+    ],
+)
+def test_a_loss_that_changes_what_runs_is_verified(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: Plan, losses: list[Loss], words: str
+) -> None:
+    plan.to_json(tmp_path / "plan.json")
+    exports_with(monkeypatch, *losses)
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        "capplan.planner.verify_as_served", lambda plan, _workload, **options: asked.append(options) or plan
+    )
+    export = ("export", tmp_path / "plan.json", "--target", "mine", "-o", tmp_path / "deploy")
+    rule = f"--workload: is required to verify the plan as mine serves it, {words}; --unverified exports"
+    assert rule in error_line(run(*export))
+    result = run(*export, "--workload", write_inputs(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(f"verified again as mine serves it, {words}: ok on 3 seeds of 3600 s")
+    assert asked[0]["router"] == ("random" if RANDOM in losses else None)
+    assert asked[0]["everywhere"] == (EVERYWHERE in losses)
+    assert run(*export, "--unverified", "--force").exit_code == 0
+    assert len(asked) == 1
+
+
+ALONE = small_plan(
+    groups=(group("g0", adapters=(("a", 8, 1.0, None),), replicas=3),),
+    verification=small_plan().verification.replace(groups=(verdict("g0"),)),
+)
+
+
+EVEN = small_plan(
+    groups=tuple(
+        group(name, adapters=(("shared", 8, 0.5 * replicas / 1.5, None),), replicas=replicas)
+        for name, replicas in (("g0", 2), ("g1", 1))
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("plan", "losses", "serves"),
+    [
+        (apart(), [RANDOM], True),
+        (small_plan(router="random"), [RANDOM], True),
+        (small_plan(), [Loss("the plan's router", router="smooth-shares")], True),
+        (ALONE, [EVERYWHERE], True),
+        (EVEN, [EVERYWHERE], True),
+        (small_plan(), [RANDOM, EVERYWHERE], False),
+    ],
+)
+def test_a_loss_that_changes_nothing_is_not_verified(
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    plan: Plan,
+    losses: list[Loss],
+    serves: bool,
+) -> None:
+    """Nothing to route, the router of the plan, equal servers, or files that start no server."""
+    plan.to_json(tmp_path / "plan.json")
+    exports_with(monkeypatch, *losses, serves=serves)
+    result = run("export", tmp_path / "plan.json", "--target", "mine", "-o", tmp_path / "deploy")
+    assert result.exit_code == 0, result.output
+    assert "verified again" not in result.stdout

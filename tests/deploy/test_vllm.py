@@ -37,12 +37,12 @@ def plan_of(*groups: Group, **changes: Any) -> Plan:
 
 
 def launched(
-    folder: Path, script: str, *arguments: str, **environment: str
+    folder: Path, script: str, *arguments: str, program: str = "vllm", **environment: str
 ) -> tuple[list[str], dict[str, str], subprocess.CompletedProcess[str]]:
-    """Run a script with a fake `vllm`; return its arguments and environment."""
+    """Run a script with a fake program; return its arguments and environment."""
     path, record = folder / "run.sh", folder / "record"
     path.write_text(script)
-    fake = folder / "bin" / "vllm"
+    fake = folder / "bin" / program
     fake.parent.mkdir(exist_ok=True)
     fake.write_text('#!/bin/sh\nprintf "%s\\0" "$@" > "$RECORD"\nenv -0 > "$RECORD.env"\n')
     fake.chmod(0o755)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from capplan import Adapter, InputError, Plan, Workload, plan
-from capplan.planner import verify_without_scheduling
+from capplan.planner import verify_as_served
 from capplan.planner.problem._evaluate import evaluate_cluster, simulate_instances
 from capplan.planner.problem._rebuild import rebuild
 from capplan.planner.verification import fleet_of_plan, served_rebalancer
@@ -52,7 +52,7 @@ def test_a_plan_is_verified_with_its_rebalancing(planned) -> None:
 
 def test_a_plan_is_verified_again_for_engines_that_do_not_rebalance(planned) -> None:
     made, workload = planned
-    again = verify_without_scheduling(made, workload)
+    again = verify_as_served(made, workload)
     assert again.rebalance is None
     assert again.verification.ok
     slots = [group.engine_args.max_loras for group in made.groups]

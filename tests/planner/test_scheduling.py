@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from capplan import InfeasibleError, InputError, Lengths, Plan, Profile, Workload, plan
-from capplan.planner import verify_without_scheduling
+from capplan.planner import verify_as_served
 from capplan.planner.explain import CurveRuns, slot_curve
 from capplan.planner.problem import Assignment
 from capplan.planner.problem._estimate import TwinEstimator
@@ -116,7 +116,7 @@ def test_no_number_of_slots_is_searched(spec: Workload, profile: Profile, planne
 def test_a_plan_is_verified_again_for_an_engine_without_scheduler_and_cache(
     spec: Workload, profile: Profile, planned: Plan
 ) -> None:
-    again = verify_without_scheduling(planned, spec)
+    again = verify_as_served(planned, spec)
     (group,) = again.groups
     assert (group.scheduler, group.cache, group.queues) == (None, None, None)
     assert [each.name for each in group.adapters] == [each.name for each in planned.groups[0].adapters]

@@ -1,0 +1,169 @@
+"""Manifests for NVIDIA Dynamo, which loads every adapter on every server.
+
+A DynamoGraphDeployment with a component per group, and a DynamoModel per adapter; checked against
+ai-dynamo 1.6.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from capplan.deploy._kubernetes import (
+    CLAIM,
+    CLAIM_MOUNT,
+    FOLDERS,
+    HF_TOKEN,
+    NAMESPACE,
+    S3_CREDENTIALS,
+    adapter_names,
+    adapter_path,
+    claim_volume,
+    dns_label,
+    header_of,
+    metadata,
+    object_names,
+    refused_path,
+    routing_losses,
+    top_comment,
+    variables,
+    yaml_documents,
+)
+from capplan.deploy._servers import adapters_of, engine_flags, require_servable, source_kind
+from capplan.deploy._target import Loss, Setting
+from capplan.spec import Group, Plan, PlanAdapter
+
+IMAGE: Final = Setting(
+    "image", "nvcr.io/nvidia/ai-dynamo/vllm-runtime:1.6.1", "image of Dynamo with vLLM in it"
+)
+DYNAMO_SETTINGS: Final = (NAMESPACE, IMAGE, CLAIM)
+DYNAMO_NAMES: Final = frozenset({"dynamo.yaml", "plan.json"})
+
+_ENV: Final = {
+    "DYN_LORA_ENABLED": "true",
+    "DYN_LORA_PATH": "/tmp/dynamo-loras",  # noqa: S108 - in the container
+    # The operator loads adapters by the port of the system server.
+    "DYN_SYSTEM_ENABLED": "true",
+    "DYN_SYSTEM_PORT": "9090",
+}
+
+_EVERYWHERE: Final = Loss(
+    "every adapter is loaded on the servers of all groups, and its requests go to all of them in turn: "
+    "placement and shares are lost",
+    "round-robin",
+    everywhere=True,
+)
+_WITHIN: Final = Loss("the front end sends requests to the servers in turn", "round-robin")
+
+
+def dynamo_losses(plan: Plan) -> tuple[Loss, ...]:
+    """Return what Dynamo does not do as the plan says."""
+    if len(plan.groups) > 1:
+        return (_EVERYWHERE,)
+    return routing_losses(plan, between=_WITHIN, within=_WITHIN)
+
+
+def dynamo_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
+    """Return the manifests, and the plan.
+
+    Raises
+    ------
+    InputError
+        If vLLM cannot serve the plan, or Dynamo does not fetch an adapter.
+    """
+    require_servable(plan)
+    groups = [_with_all_adapters(plan, group) for group in plan.groups]
+    comment = [
+        *top_comment(plan, dynamo_losses(plan)),
+        "Ranks are the largest of all adapters.",
+        "The version of vLLM is that of Dynamo's image, and probes are those of its operator.",
+        *(line for group in groups for line in header_of(plan, group)),
+    ]
+    names = adapter_names(plan)
+    documents: list[tuple[list[str], dict[str, Any]]] = [(comment, _graph(plan, groups, settings))]
+    documents += [([], _model(plan, each, names[each.name], settings)) for each in adapters_of(plan).values()]
+    return {"dynamo.yaml": yaml_documents(documents), "plan.json": plan.to_json()}
+
+
+def _with_all_adapters(plan: Plan, group: Group) -> Group:
+    """Return a group as Dynamo runs it; one without adapters has no slots, and is left as it is."""
+    if not group.adapters:
+        return group
+    rank = max(each.engine_args.max_lora_rank for each in plan.groups)
+    arguments = group.engine_args.replace(max_lora_rank=rank)
+    return group.replace(adapters=tuple(adapters_of(plan).values()), engine_args=arguments)
+
+
+def _graph(plan: Plan, groups: list[Group], settings: Mapping[str, str]) -> dict[str, Any]:
+    names = object_names(plan)
+    frontend = {"name": "main", "image": settings[IMAGE.name]}
+    components = [
+        {
+            "name": "Frontend",
+            "type": "frontend",
+            "replicas": 1,
+            "podTemplate": {"spec": {"containers": [frontend]}},
+        },
+        *(_component(plan, group, names[group.id], settings) for group in groups),
+    ]
+    return {
+        "apiVersion": "nvidia.com/v1beta1",
+        "kind": "DynamoGraphDeployment",
+        "metadata": metadata(dns_label(plan.base_model.rpartition("/")[2]), settings),
+        "spec": {"components": components},
+    }
+
+
+def _component(plan: Plan, group: Group, name: str, settings: Mapping[str, str]) -> dict[str, Any]:
+    container: dict[str, Any] = {
+        "name": "main",
+        "image": settings[IMAGE.name],
+        "command": ["python3", "-m", "dynamo.vllm"],
+        "args": [
+            "--model",
+            plan.base_model,
+            *(word for flag in engine_flags(plan, group) for word in flag.words),
+        ],
+        "env": [HF_TOKEN, *(variables(_ENV) if group.adapters else [])],
+        "resources": {"limits": {"nvidia.com/gpu": str(group.tp)}},
+    }
+    spec: dict[str, Any] = {"containers": [container]}
+    kinds = {source_kind(adapter) for adapter in group.adapters}
+    if "s3" in kinds:
+        container["envFrom"] = S3_CREDENTIALS
+    if kinds & FOLDERS:
+        spec["volumes"] = [claim_volume(settings)]
+        container["volumeMounts"] = [CLAIM_MOUNT]
+    # Adapters are loaded where the reference is: not on servers without slots.
+    reference = {"modelRef": {"name": plan.base_model}} if group.adapters else {}
+    return {
+        "name": name,
+        "type": "decode",
+        "replicas": group.replicas,
+        **reference,
+        "podTemplate": {"spec": spec},
+    }
+
+
+def _model(plan: Plan, adapter: PlanAdapter, name: str, settings: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "apiVersion": "nvidia.com/v1alpha1",
+        "kind": "DynamoModel",
+        "metadata": metadata(name, settings),
+        "spec": {
+            "modelName": adapter.name,
+            "baseModelName": plan.base_model,
+            "modelType": "lora",
+            "source": {"uri": _uri(adapter)},
+        },
+    }
+
+
+def _uri(adapter: PlanAdapter) -> str:
+    """Return where Dynamo fetches an adapter."""
+    kind = source_kind(adapter)
+    if kind == "url":
+        raise refused_path(adapter, "must be a folder, an id of the Hugging Face Hub or s3:// for Dynamo")
+    if kind == "hub":
+        return f"hf://{adapter.path}"
+    return adapter.path or "" if kind == "s3" else f"file://{adapter_path(adapter)}"

@@ -1,0 +1,170 @@
+"""Manifests of Kubernetes: a Deployment and a Service per group, behind the gateway."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, TypeAlias
+
+from capplan.deploy._gateway import (
+    COMMAND,
+    FOLDER,
+    GATEWAY_IMAGE,
+    gateway_files,
+    gateway_losses,
+)
+from capplan.deploy._kubernetes import (
+    CLAIM,
+    FETCH_IMAGE,
+    IMAGE,
+    NAMESPACE,
+    PORT,
+    deployment,
+    header_of,
+    metadata,
+    object_names,
+    service,
+    top_comment,
+    yaml_documents,
+)
+from capplan.deploy._servers import require_servable, unused_name
+from capplan.errors import InputError
+from capplan.spec import Group, Plan
+
+MANIFEST_SETTINGS: Final = (NAMESPACE, IMAGE, CLAIM, FETCH_IMAGE, GATEWAY_IMAGE)
+
+MANIFESTS: Final = "manifests.yaml"
+PLAN: Final = "plan.json"
+MANIFEST_NAMES: Final = frozenset({MANIFESTS, PLAN})
+
+_LABEL: Final = "app.kubernetes.io/name"
+_TEMPLATE: Final = "resolver.conf.template"
+_RESOLVER: Final = "resolver ${NGINX_LOCAL_RESOLVERS} valid=5s;\n"
+"""Template of nginx's image, whose entry point inserts the DNS server of the pod."""
+_INCLUDE: Final = "include /etc/nginx/conf.d/resolver.conf;"
+_CONFIG_MAP_BYTES: Final = 2**20
+_STARTUP_S: Final = 1800
+"""Time that the startup probe of a pod allows."""
+
+Document: TypeAlias = tuple[list[str], dict[str, Any]]
+"""An object with the lines of its comment."""
+
+
+def manifest_files(plan: Plan, *, port: int, settings: Mapping[str, str]) -> dict[str, str]:
+    """Return ``manifests.yaml`` and the plan.
+
+    Parameters
+    ----------
+    port
+        Port of the gateway.
+    settings
+        Values of `MANIFEST_SETTINGS`.
+
+    Raises
+    ------
+    InputError
+        If the port is out of range, the namespace is no DNS label, vLLM cannot serve the plan, an adapter is
+        at a URL outside S3, or there are more adapters than a ConfigMap can list.
+    """
+    require_servable(plan)
+    names = object_names(plan)
+    gateway = unused_name("gateway", set(names.values()), "-")
+    config = _gateway_config(plan, names, port, settings)
+    groups = [each for group in plan.groups for each in _group(plan, group, names[group.id], settings)]
+    texts = [
+        _config_map(plan, gateway, config, settings),
+        yaml_documents(_gateway(gateway, config, port, settings)),
+        yaml_documents(groups),
+    ]
+    return {MANIFESTS: "---\n".join(texts), PLAN: plan.to_json()}
+
+
+def _group(plan: Plan, group: Group, name: str, settings: Mapping[str, str]) -> Iterator[Document]:
+    made = deployment(plan, group, name, settings)
+    made["spec"] |= {
+        # An update must not wait for a GPU that it has yet to free.
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
+        "progressDeadlineSeconds": _STARTUP_S + 600,
+    }
+    yield header_of(plan, group), made
+    headless = service(name, settings)
+    headless["spec"]["clusterIP"] = "None"
+    yield [f"Addresses of the pods of group {group.id}; the gateway balances them."], headless
+
+
+def _gateway_config(
+    plan: Plan, names: Mapping[str, str], port: int, settings: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the files of the gateway, text by name."""
+    domain = f"{settings[NAMESPACE.name]}.svc.cluster.local"
+    addresses = {group: [f"{name}.{domain}:{PORT}"] for group, name in names.items()}
+    files = {**gateway_files(plan, addresses, port, _INCLUDE), _TEMPLATE: _RESOLVER}
+    if (size := sum(len(text.encode()) for text in files.values())) > _CONFIG_MAP_BYTES:
+        rule = f"must need a gateway of at most {_CONFIG_MAP_BYTES} bytes, which a ConfigMap holds"
+        raise InputError(rule, size, "plan: adapters")
+    return files
+
+
+def _config_map(plan: Plan, name: str, files: Mapping[str, str], settings: Mapping[str, str]) -> str:
+    """Return the ConfigMap of the gateway, with the files as they are read."""
+    comment = [
+        *top_comment(plan, gateway_losses(plan)),
+        "Configuration of the gateway, by which each request goes to a server of its model.",
+    ]
+    head = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata(name, settings)}
+    parts = (f"  {name}: |\n{textwrap.indent(text, '    ')}" for name, text in files.items())
+    return yaml_documents([(comment, head)]) + "data:\n" + "".join(parts)
+
+
+def _gateway(
+    name: str, config: Mapping[str, str], port: int, settings: Mapping[str, str]
+) -> Iterator[Document]:
+    digest = hashlib.sha256(json.dumps(config).encode()).hexdigest()
+    yield ["The gateway."], _gateway_deployment(name, digest, port, settings)
+    yield (
+        ["The entry of all requests."],
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": metadata(name, settings),
+            "spec": {
+                "selector": {_LABEL: name},
+                "ports": [{"name": "http", "port": port, "targetPort": "http"}],
+            },
+        },
+    )
+
+
+def _gateway_deployment(name: str, digest: str, port: int, settings: Mapping[str, str]) -> dict[str, Any]:
+    """Return the Deployment of the gateway: one pod, because the turns of servers are in its memory."""
+    container = {
+        "name": "nginx",
+        "image": settings[GATEWAY_IMAGE.name],
+        "args": list(COMMAND),
+        "env": [{"name": "NGINX_ENTRYPOINT_LOCAL_RESOLVERS", "value": "1"}],
+        "ports": [{"name": "http", "containerPort": port}],
+        "readinessProbe": {"httpGet": {"path": "/health", "port": "http"}, "periodSeconds": 5},
+        "volumeMounts": [
+            {"name": "config", "mountPath": FOLDER, "readOnly": True},
+            {"name": "config", "mountPath": f"/etc/nginx/templates/{_TEMPLATE}", "subPath": _TEMPLATE},
+        ],
+    }
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": metadata(name, settings),
+        "spec": {
+            "replicas": 1,
+            "selector": {"matchLabels": {_LABEL: name}},
+            "template": {
+                # A pod reads its configuration once; another digest makes another pod.
+                "metadata": {"labels": {_LABEL: name}, "annotations": {"capplan.io/config": digest}},
+                "spec": {
+                    "containers": [container],
+                    "volumes": [{"name": "config", "configMap": {"name": name}}],
+                },
+            },
+        },
+    }
