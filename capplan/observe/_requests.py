@@ -45,6 +45,7 @@ _NAME_PATTERN: Final = r"[\pL\pN][^\s=,\x00-\x1f\x7f-\x9f]{0,255}"
 _EPOCH: Final = 1e9
 """Least size of a date in seconds, 2001; in milliseconds 1e12, and so on up to ten times as much."""
 
+_PROBED_ROWS: Final = 100_000
 _SLOWEST_RPS: Final = 1e-4
 _FASTEST_RPS: Final = 1e4
 """Rates beyond which the unit in the name of a column is doubted."""
@@ -130,10 +131,13 @@ def read_requests(
     requests = int(connection.execute("SELECT count(*) FROM requests").fetchall()[0][0])
     if not requests:
         raise InputError("must hold a request", window, "window")
+    if last == first:
+        rule = "must have requests at several times: one moment has no rate"
+        raise InputError(rule, requests, f"{source.path}: {columns[TIMESTAMP].field.name}")
     if requests < usable:
         notes.append(f"{usable - requests:,} requests are outside the window")
     start = datetime.fromtimestamp(0, UTC) + timedelta(microseconds=first) if is_dated else None
-    duration_s = max((last - first) / US_PER_S, 1e-3)
+    duration_s = (last - first) / US_PER_S
     return Log(
         connection,
         rows,
@@ -150,6 +154,7 @@ def read_requests(
 def _fill(source: Source, columns: Mapping[str, Column], base_model: str | None) -> None:
     """Create the table ``log`` of all rows; those of a reason above 0 have the text of their cells."""
     fields = {what: column.field for what, column in columns.items()}
+    dates = [*_DATES, *_slashed_dates(source, fields[TIMESTAMP])]
     cells = ", ".join(f"{field.sql} AS {what}" for what, field in fields.items())
     typed = {what: _retyped(field, what) for what, field in fields.items()}
     adapter = f"nullif(trim({ADAPTER}::VARCHAR), '')" if ADAPTER in fields else "NULL::VARCHAR"
@@ -176,7 +181,8 @@ def _fill(source: Source, columns: Mapping[str, Column], base_model: str | None)
                 CASE WHEN p BETWEEN 1 AND {MAX_TOKENS} THEN p::INTEGER END AS prompt,
                 CASE WHEN o BETWEEN 0 AND {MAX_TOKENS} THEN o::INTEGER END AS output
             FROM (
-                SELECT {_stamp(typed[TIMESTAMP], source)} AS stamp, {_date(typed[TIMESTAMP])} AS date_us,
+                SELECT {_stamp(typed[TIMESTAMP], source)} AS stamp,
+                    {_date(typed[TIMESTAMP], dates)} AS date_us,
                     {_number(typed[PROMPT], source)} AS p, {_number(typed[OUTPUT], source)} AS o,
                     {adapter} AS adapter, coalesce({failed}, false) AS failed, {shown} AS shown{hashes}
                 FROM (SELECT {cells} FROM {source.relation})
@@ -211,15 +217,40 @@ def _stamp(field: Field, source: Source) -> str:
     return "NULL::DOUBLE" if field.kind == "time" else f"nullif({_number(field, source)}, 'nan'::DOUBLE)"
 
 
-def _date(field: Field) -> str:
+def _slashed_dates(source: Source, field: Field) -> tuple[str, ...]:
+    """Return the formats of dates such as 05/31/2026, by the first rows: months are at most 12.
+
+    Raises
+    ------
+    InputError
+        If day and month could be either.
+    """
+    if field.kind != "text":
+        return ()
+    text = f"regexp_extract(trim({field.sql}::VARCHAR), '^([0-9]{{1,2}})/([0-9]{{1,2}})/[0-9]{{4}}"
+    numbers = ", ".join(f"max(TRY_CAST({text}', {part}) AS INTEGER))" for part in (1, 2))
+    first, second, example = source.connection.execute(
+        f"SELECT {numbers}, any_value({field.sql}) "
+        f"FROM (SELECT * FROM {source.relation} LIMIT {_PROBED_ROWS}) WHERE {text}', 1) <> ''"
+    ).fetchall()[0]
+    if first is None:
+        return ()
+    if first <= 12 and second <= 12:
+        rule = "must say which is the day and which the month; dates such as 2026-05-31 do"
+        raise InputError(rule, example, f"{source.path}: {field.name}")
+    day = "%d/%m/%Y" if first > 12 else "%m/%d/%Y"
+    return tuple(f"{day} {time}" for time in ("%H:%M:%S.%f", "%H:%M:%S", "%H:%M", "%I:%M:%S %p"))
+
+
+def _date(field: Field, formats: Sequence[str]) -> str:
     """Return SQL for the microseconds since 1970 of a date; times without a zone are of the connection's."""
     if field.kind == "time":
         return f"epoch_us({field.sql}::TIMESTAMPTZ)"
     if field.kind == "number":
         return "NULL::BIGINT"
     text = f"trim({field.sql}::VARCHAR)"
-    formats = ", ".join(map(quoted, _DATES))
-    other = f"try_strptime({text}, [{formats}])::TIMESTAMPTZ"
+    known = ", ".join(map(quoted, formats))
+    other = f"try_strptime({text}, [{known}])::TIMESTAMPTZ"
     return f"epoch_us(coalesce(TRY_CAST({text} AS TIMESTAMPTZ), {other}))"
 
 

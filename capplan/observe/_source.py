@@ -7,6 +7,7 @@ requests of the chosen ones. DuckDB reads in parallel, keeps within a limit of m
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -150,7 +151,7 @@ def _opened(connection: duckdb.DuckDBPyConnection, path: Path, folder: Path) -> 
     first = head.decode(encoding, errors="replace").lstrip("\ufeff").lstrip()[:1]
     if first in ("{", "["):
         return _json(connection, path, readable, packing, folder)
-    return _csv(connection, path, readable, packing, encoding)
+    return _csv(connection, path, readable, _CsvText(packing, encoding, _stated_separator(head, encoding)))
 
 
 def _encoding(head: bytes) -> str:
@@ -205,14 +206,31 @@ def _kind(described: str) -> Kind:
     return "other"
 
 
-def _csv(
-    connection: duckdb.DuckDBPyConnection, path: Path, readable: Path, packing: str, encoding: str
-) -> Source:
-    options = (
-        f"all_varchar = true, header = true, compression = '{packing}', encoding = '{encoding}', "
-        "ignore_errors = true, store_rejects = true, rejects_limit = 1000000"
-    )
-    relation = f"read_csv({quoted(str(readable))}, {options})"
+@dataclass(frozen=True)
+class _CsvText:
+    packing: str
+    encoding: str
+    separator: str
+    """As the first line states it, which Excel writes as ``sep=;``; empty: DuckDB finds it."""
+
+    @property
+    def options(self) -> str:
+        """Options of DuckDB's reader: every cell is text."""
+        stated = f", skip = 1, delim = {quoted(self.separator)}" if self.separator else ""
+        return (
+            f"all_varchar = true, header = true, compression = '{self.packing}', "
+            f"encoding = '{self.encoding}', ignore_errors = true{stated}"
+        )
+
+
+def _stated_separator(head: bytes, encoding: str) -> str:
+    found = re.match(r'"?sep=(.)"?\s*[\r\n]', head.decode(encoding, errors="replace").lstrip("\ufeff"))
+    return found[1] if found else ""
+
+
+def _csv(connection: duckdb.DuckDBPyConnection, path: Path, readable: Path, text: _CsvText) -> Source:
+    rejects = "store_rejects = true, rejects_limit = 1000000"
+    relation = f"read_csv({quoted(str(readable))}, {text.options}, {rejects})"
     columns = [name for name, _ in _described(connection, relation)]
     if len(columns) > MAX_COLUMNS:
         raise InputError(f"must not have over {MAX_COLUMNS:,} columns", len(columns), str(path))
@@ -225,8 +243,7 @@ def _csv(
         rule = "must name its columns in the first line"
         raise InputError(rule, listed(columns, 5), str(path))
     sniffed = connection.execute(
-        f"SELECT Delimiter FROM sniff_csv({quoted(str(readable))}, all_varchar = true, header = true, "
-        f"compression = '{packing}', encoding = '{encoding}', ignore_errors = true)"
+        f"SELECT Delimiter FROM sniff_csv({quoted(str(readable))}, {text.options})"
     ).fetchone()
     fields = tuple(Field(name, identifier(name), "text") for name in columns)
     comma_cells = sniffed is not None and sniffed[0] != ","

@@ -54,6 +54,9 @@ def test_rows_are_requests_whatever_the_packing_the_order_and_the_form(day: Path
     files = {
         "plain.csv": "".join(lines).encode(),
         "reversed.csv": "".join([lines[0], *reversed(lines[1:])]).encode(),
+        "excel.csv": "".join(["sep=;\n", *(line.replace(",", ";") for line in lines)])
+        .replace("\n", "\r\n")
+        .encode(),
         "semicolons.csv": "".join(line.replace(",", ";") for line in lines).encode(),
         "utf-16.csv": "".join(lines).encode("utf-16"),
         "bom.csv": b"\xef\xbb\xbf" + "".join(lines).encode(),
@@ -132,6 +135,8 @@ def rows(times: list[Any], header: str = "ts,prompt_tokens,output_tokens,adapter
         ([f"10/May/2026:13:{i:02d}:00 +0200" for i in range(40)], 2340),
         ([f"10.05.2026 13:{i:02d}" for i in range(40)], 2340),
         ([f"2026-05-10T13:{i:02d}:00.1234567Z" for i in range(40)], 2340),
+        ([f"05/31/2026 13:{i:02d}:00" for i in range(40)], 2340),
+        ([f"31/05/2026 13:{i:02d}:00" for i in range(40)], 2340),
     ],
 )
 def test_times_are_read_by_their_form_and_size(tmp_path: Path, times: list[Any], seconds: float) -> None:
@@ -159,6 +164,8 @@ def test_times_are_read_by_their_form_and_size(tmp_path: Path, times: list[Any],
             rows(list(range(100_000)), "start_ns,prompt_tokens,output_tokens,adapter"),
             "unit is not clear",
         ),
+        (rows([f"05/06/2026 13:{i:02d}:00" for i in range(9)]), "which is the day and which the month"),
+        (rows(["2026-05-10 10:00:00"] * 3), "one moment has no rate"),
         ("{\n", "must be JSON"),
         ("[1, 2]", "must hold records"),
         ('{"a": 1}\n{"a": 2}\n', "timestamp: no column of that name among a"),
