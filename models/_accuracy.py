@@ -15,6 +15,9 @@ from capplan.spec import Line, Profile, ProvenanceKind, SpecModel, version_numbe
 ACCURACY_FILE: Final = Path(capplan.datasets.__file__).parent / "composed" / "accuracy.json"
 """Written by ``python -m benchmarks.accuracy``."""
 
+_FAR_MINORS: Final = 6
+"""Minor versions of vLLM, about half a year, after which its kernels and scheduler are others."""
+
 LEFT_OUT: Final = " left out"
 """End of the basis of rows whose GPU or model was left out of the fit."""
 
@@ -68,8 +71,8 @@ def measured_accuracy() -> Accuracy:
 def comparable_rows(profile: Profile) -> Sequence[MeasuredRows]:
     """Return the rows of a profile's kind, nearest first.
 
-    Mixtures of experts are nearest to mixtures, and 16-bit weights to their like. Then the same model, GPU,
-    TP and version count, in this order. Where model or GPU is another, rows count first that left it out.
+    Mixtures of experts are nearest to mixtures, and 16-bit weights to their like, of versions not far away.
+    Then the same model, GPU, TP and version count, in this order. Where model or GPU is another, rows count first that left it out.
     """
     rows = [each for each in measured_accuracy().rows if each.kind == profile.provenance.kind]
     return sorted(rows, key=_distance_from(profile))
@@ -87,11 +90,13 @@ def _distance_from(profile: Profile) -> Callable[[MeasuredRows], Any]:
         return (
             rows.experts != experts,
             not experts and rows.dtype.endswith("float16") != has_16_bits,
+            bool(rows.version) and abs(_minor(rows.version) - version) > _FAR_MINORS,
             not is_same["model"],
             not is_same["gpu"],
             is_same.get(left_out, rows.is_fitted != all(is_same.values())),
             rows.tp != profile.tp,
             abs(_minor(rows.version) - version),
+            -rows.rows,
         )
 
     return distance
