@@ -33,14 +33,15 @@ _SEED = 1
 _BOUNDS = {"rate": 0.03, "prompt_tokens": 0.05, "output_tokens": 0.05}
 
 _OBSERVER = """
-import json, resource, sys, time
+import json, re, sys, time
 from pathlib import Path
 begun = time.perf_counter()
 from capplan.observe import fit_report, observe
 found = observe(sys.argv[1], base_model="meta-llama/Llama-3.1-8B-Instruct",
                 profile="h100-80g/llama-3.1-8b/vllm-0.15.1", rank=16)
 (workload, *_) = found.write(Path(sys.argv[2]))
-seconds, peak = time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+seconds, status = time.perf_counter() - begun, Path("/proc/self/status").read_text()
+peak = int(re.search(r"VmHWM:\\s+(\\d+)", status)[1]) / 1024  # of this program alone, unlike ru_maxrss
 report = fit_report(found, workload)
 print(json.dumps({"rows": found.rows, "seconds": seconds, "peak_mib": peak, "steps": len(found.steps),
                   "errors": {row.what: row.error for row in report.rows},

@@ -145,6 +145,7 @@ _COMMANDS: Final = {
     "explain": "Explain a plan: bottleneck of each group, predictions, verification, and the number of GPUs.",
     "report": "Write a plan as one HTML page that works offline: groups, predictions, bottlenecks, adapters.",
     "export": "Write what a target deploys: for vllm a script per server, routing.json and plan.json.",
+    "lint": "Check workloads, plans, exports, adapter folders and running servers for known mistakes.",
     "profiles": "List the shipped profiles, or show one with its coefficients, ranges and source.",
     "calibrate": "Fit a profile to measured steps or whole runs, and report its error on left-out data.",
     "train": "Simulate scenarios of one GPU, train surrogates on the results, and write them.",

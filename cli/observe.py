@@ -30,16 +30,22 @@ class ObserveArgs:
     )
     output: str = typer.Option(..., "--output", "-o", metavar="FILE", help="Workload file to write (YAML).")
     base_model: str = typer.Option(..., metavar="ID", help="Hugging Face id of the base model.")
-    profile: str = typer.Option(..., metavar="NAME", help="Profile of the workload; `capplan profiles` lists them.")
+    profile: str = typer.Option(
+        ..., metavar="NAME", help="Profile of the workload; `capplan profiles` lists them."
+    )
     columns: list[str] | None = typer.Option(
         None,
         "--map",
         metavar="WHAT=COLUMN",
-        help="Column of timestamp, prompt_tokens, output_tokens, adapter, status, error or hash_ids, instead of "
-        "the guessed one; WHAT= for none. Repeatable.",
+        help="Column of timestamp, prompt_tokens, output_tokens, adapter, status, error or hash_ids, instead "
+        "of the guessed one; WHAT= for none. Repeatable.",
     )
-    time_unit: str | None = typer.Option(None, metavar="UNIT", help="Of times that are numbers: s, ms, us, ns.")
-    timezone: str = typer.Option("UTC", metavar="ZONE", help="Of dates that state none, such as Europe/Berlin.")
+    time_unit: str | None = typer.Option(
+        None, metavar="UNIT", help="Of times that are numbers: s, ms, us, ns."
+    )
+    timezone: str = typer.Option(
+        "UTC", metavar="ZONE", help="Of dates that state none, such as Europe/Berlin."
+    )
     window: str | None = typer.Option(
         None, metavar="SPAN", help="The last hours, such as 24h, or START..END; default: everything."
     )
@@ -52,7 +58,9 @@ class ObserveArgs:
     most_adapters: int = typer.Option(
         1000, "--max-adapters", metavar="N", min=1, help="Adapters one by one; the others become a class."
     )
-    memory_mib: int = typer.Option(512, "--memory", metavar="MIB", min=128, help="Memory to read the log with.")
+    memory_mib: int = typer.Option(
+        512, "--memory", metavar="MIB", min=128, help="Memory to read the log with."
+    )
     for_s: float = typer.Option(
         60.0, "--for", metavar="SECONDS", help="Between two scrapes of a server's metrics."
     )
@@ -66,7 +74,8 @@ def observe(args: ObserveArgs) -> None:
     """Observe traffic, write it as a workload, and compare the workload with what was observed.
 
     SOURCE is an access log (CSV, JSON lines or Parquet, packed or not), a published trace, the result of a
-    load test, the /metrics of a server, or the URL of a Prometheus server. Requests are drawn from the workload for the comparison.
+    load test, the /metrics of a server, or the URL of a Prometheus server. For the comparison, requests are
+    drawn from the workload.
     """
     from capplan.observe import fit_report
     from capplan.observe import observe as observed
@@ -131,8 +140,8 @@ def _show(found: Observation, report: FitReport, written: Sequence[Path]) -> Non
         typer.echo(f"warning: {line}")
     print_table(fit_table(report))
     typer.echo(
-        f"hours: at most {percent(report.worst('hours'))} off; shares of the {len(report.shares)} most popular "
-        f"adapters: at most {percent(report.worst('shares'))}"
+        f"hours: at most {percent(report.worst('hours'))} off; shares of the {len(report.shares)} most "
+        f"popular adapters: at most {percent(report.worst('shares'))}"
     )
     typer.echo(f"{' and '.join(map(str, written))} written")
 
@@ -163,7 +172,8 @@ def _document(found: Observation, report: FitReport, written: Sequence[Path]) ->
         "prefix_hit_share": found.prefix_hit_share,
         "shared_prefix_tokens": found.shared_prefix_tokens,
         "adapters": [
-            {"name": a.name, "requests": a.requests, "rate_rps": a.rate_rps, "rank": a.rank} for a in found.adapters
+            {"name": a.name, "requests": a.requests, "rate_rps": a.rate_rps, "rank": a.rank}
+            for a in found.adapters
         ],
         "tail": tail,
         "warnings": list(found.warnings),

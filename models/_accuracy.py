@@ -72,7 +72,8 @@ def comparable_rows(profile: Profile) -> Sequence[MeasuredRows]:
     """Return the rows of a profile's kind, nearest first.
 
     Mixtures of experts are nearest to mixtures, and 16-bit weights to their like, of versions not far away.
-    Then the same model, GPU, TP and version count, in this order. Where model or GPU is another, rows count first that left it out.
+    Then the same model, GPU, TP and version count, in this order. Where model or GPU is another, rows count
+    first that left it out.
     """
     rows = [each for each in measured_accuracy().rows if each.kind == profile.provenance.kind]
     return sorted(rows, key=_distance_from(profile))

@@ -30,7 +30,7 @@ ROUTING: Final = "routing.json"
 PLAN: Final = "plan.json"
 RAY_NAMES: Final = frozenset({CONFIG, ROUTING, PLAN})
 
-_STORAGES: Final = ("s3://", "gs://", "abfss://", "azure://")
+STORAGES: Final = ("s3://", "gs://", "abfss://", "azure://")
 """Addresses from which Ray loads adapters."""
 
 _ACCELERATORS: Final = frozenset(
@@ -73,7 +73,7 @@ def ray_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
     """
     require_servable(plan)
     adapters_path = _adapters_path(plan, settings[ADAPTERS_PATH.name])
-    models = _model_ids(plan)
+    models = model_ids(plan)
     text = plan.to_json()
     digest = hashlib.sha256(text.encode()).hexdigest()
     config = {
@@ -121,13 +121,13 @@ def ray_notes(plan: Plan) -> tuple[str, ...]:
 
 
 def _adapters_path(plan: Plan, path: str) -> str:
-    if adapters_of(plan) and not path.startswith(_STORAGES):
-        rule = f"must begin with {', '.join(_STORAGES)}: Ray loads adapters from there alone"
+    if adapters_of(plan) and not path.startswith(STORAGES):
+        rule = f"must begin with {', '.join(STORAGES)}: Ray loads adapters from there alone"
         raise InputError(rule, path, f"set: {ADAPTERS_PATH.name}")
     return path
 
 
-def _model_ids(plan: Plan) -> dict[str, str]:
+def model_ids(plan: Plan) -> dict[str, str]:
     """Return the model of each group: without ``:``, which separates the adapter, or what Ray replaces."""
     taken: set[str] = set()
     return {

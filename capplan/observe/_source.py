@@ -116,6 +116,7 @@ def open_source(path: Path, memory_bytes: int, timezone: str) -> Iterator[Source
             connection.execute(f"SET memory_limit = '{memory_bytes // 2**20}MiB'")
             connection.execute(f"SET temp_directory = {quoted(str(Path(folder, 'spilled')))}")
             connection.execute("SET preserve_insertion_order = false")
+            connection.execute("SET enable_progress_bar = false")  # it is written to the standard output
             try:
                 connection.execute(f"SET TimeZone = {quoted(timezone)}")
             except duckdb.Error:

@@ -1,0 +1,6 @@
+from ._formats import FORMATS
+from ._lint import lint
+from ._rule import Finding, Rule
+from ._rules import RULES
+
+__all__ = ["FORMATS", "RULES", "Finding", "Rule", "lint"]

@@ -1,0 +1,276 @@
+"""YAML of deployments: objects of Kubernetes, Compose, values of Helm charts, Ray Serve."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from capplan.deploy.lint._commands import flags_of, inner_command, model_of, version_of
+from capplan.deploy.lint._parts import (
+    ChartModel,
+    Document,
+    Part,
+    RayModel,
+    ServedAdapter,
+    Server,
+    dig,
+    mapping,
+    mappings,
+    served_adapters,
+    whole,
+)
+from capplan.errors import InputError
+from capplan.spec import parse_yaml
+
+_SEPARATOR: Final = re.compile(r"---(\s|$)")
+_GPU: Final = "nvidia.com/gpu"
+
+_CHART_FLAGS: Final = {
+    "tensorParallelSize": "--tensor-parallel-size",
+    "maxLoras": "--max-loras",
+}
+"""Flags by field of ``vllmConfig``."""
+
+_KSERVE_FLAGS: Final = {
+    "maxRank": "--max-lora-rank",
+    "maxAdapters": "--max-loras",
+    "maxCpuAdapters": "--max-cpu-loras",
+}
+"""Flags by field of ``lora``."""
+
+
+def documents(file: str, text: str) -> Iterator[Document]:
+    """Yield the documents of a YAML text that are mappings.
+
+    Raises
+    ------
+    InputError
+        If one is broken.
+    """
+    lines = text.splitlines(keepends=True)
+    starts = [at for at, line in enumerate(lines) if _SEPARATOR.match(line)]
+    for start, end in zip([0, *(at + 1 for at in starts)], [*starts, len(lines)], strict=True):
+        chunk = "".join(lines[start:end])
+        try:
+            source = parse_yaml(chunk, "")
+        except InputError:
+            parse_yaml("\n" * start + chunk, file)  # raises with the line of the file
+            raise
+        if isinstance(source.data, Mapping):
+            yield Document(file=file, line=start + 1, data=source.data, locate=source.locate, start=start)
+
+
+def deployment_parts(file: str, text: str) -> Iterator[Part]:
+    """Yield the documents of a YAML text, and the servers that they start."""
+    for document in documents(file, text):
+        yield document
+        yield from _servers(document, text)
+
+
+def _servers(document: Document, text: str) -> Iterator[Server]:
+    data = document.data
+    if "servingEngineSpec" in data:
+        yield from _chart_models(document, text)
+    elif "services" in data:
+        yield from _compose_servers(document, text)
+    elif "applications" in data or "llm_configs" in data:
+        yield from _ray_models(document, text)
+    elif document.kind == "LLMInferenceService":
+        yield from _kserve_servers(document, text)
+    elif document.kind == "DynamoGraphDeployment":
+        for place, component in mappings(document.spec.get("components")):
+            at = ("spec", "components", place, "podTemplate")
+            yield from _pod_servers(document, text, mapping(component.get("podTemplate")), at)
+    elif document.kind == "Pod":
+        yield from _pod_servers(document, text, data, ())
+    else:
+        template = mapping(document.spec.get("template"))
+        yield from _pod_servers(document, text, template, ("spec", "template"))
+
+
+def _pod_servers(
+    document: Document, text: str, pod: Mapping[str, Any], at: tuple[str | int, ...]
+) -> Iterator[Server]:
+    """Yield the servers of a pod, which is at a key of its document."""
+    labels = {str(name): str(value) for name, value in mapping(dig(pod, "metadata", "labels")).items()}
+    for place, container in mappings(dig(pod, "spec", "containers")):
+        words = [*_words(container.get("command")), *_words(container.get("args"))]
+        command = inner_command([word.replace("$$(", "$(") for word in words], _image(container))
+        if command is None:
+            continue
+        before, flags = flags_of(command.arguments)
+        yield Server(
+            file=document.file,
+            line=document.line_at(*at, "spec", "containers", place),
+            text=text,
+            program=command.program,
+            flags=flags,
+            adapters=served_adapters(flags),
+            env=_variables(container.get("env")),
+            labels=labels,
+            version=version_of(command.image),
+            gpus=_gpus(container),
+            model=model_of(before, flags),
+        )
+
+
+def _kserve_servers(document: Document, text: str) -> Iterator[Server]:
+    """Yield the server of an LLMInferenceService, with the flags that KServe sets by its fields.
+
+    If one of the maxima is missing, which is a rule of its own, the adapters are left out.
+    """
+    lora = mapping(dig(document.spec, "model", "lora"))
+    fields = {flag: lora.get(name) for name, flag in _KSERVE_FLAGS.items()}
+    flags: dict[str, tuple[str, ...]] = {}
+    if tensor := dig(document.spec, "parallelism", "tensor"):
+        flags["--tensor-parallel-size"] = (str(tensor),)
+    adapters: tuple[ServedAdapter, ...] = ()
+    if lora and None not in fields.values():
+        flags |= {"--enable-lora": (), **{flag: (str(value),) for flag, value in fields.items()}}
+        adapters = tuple(ServedAdapter(str(each.get("name"))) for _, each in mappings(lora.get("adapters")))
+    for _, container in mappings(dig(document.spec, "template", "containers")):
+        if container.get("name") == "main":
+            env = _variables(container.get("env"))
+            _, given = flags_of(_split(env.get("VLLM_ADDITIONAL_ARGS", "")))
+            yield Server(
+                file=document.file,
+                line=document.line_at("spec"),
+                text=text,
+                program="vllm",
+                flags=flags | given,
+                adapters=adapters,
+                env=env,
+                version=version_of(_image(container)),
+                gpus=_gpus(container),
+            )
+
+
+def _chart_models(document: Document, text: str) -> Iterator[ChartModel]:
+    """Yield the models of the production-stack's values."""
+    has_controller = dig(document.data, "loraController", "enableLoraController") is True
+    for place, model in mappings(dig(document.data, "servingEngineSpec", "modelSpec")):
+        config = mapping(model.get("vllmConfig"))
+        set_fields = (pair for pair in _CHART_FLAGS.items() if config.get(pair[0]) is not None)
+        flags: dict[str, tuple[str, ...]] = {flag: (str(config[field]),) for field, flag in set_fields}
+        if model.get("enableLoRA") is True:
+            flags["--enable-lora"] = ()
+        _, given = flags_of(word.replace("$$(", "$(") for word in _words(config.get("extraArgs")))
+        yield ChartModel(
+            file=document.file,
+            line=document.line_at("servingEngineSpec", "modelSpec", place),
+            text=text,
+            program="vllm",
+            flags=flags | given,
+            adapters=served_adapters(flags | given),
+            env=_variables(model.get("env")),
+            version=version_of(f"{model.get('repository')}:{model.get('tag')}"),
+            gpus=whole(model.get("requestGPU")),
+            model=_text(model.get("modelURL")),
+            name=str(model.get("name", "")),
+            config=config,
+            has_controller=has_controller,
+        )
+
+
+def _compose_servers(document: Document, text: str) -> Iterator[Server]:
+    """Yield the servers of the services of Compose."""
+    for name, service in mapping(document.data["services"]).items():
+        words = [*_words(mapping(service).get("entrypoint")), *_words(mapping(service).get("command"))]
+        command = inner_command([word.replace("$$", "$") for word in words], _image(mapping(service)))
+        if command is None:
+            continue
+        before, flags = flags_of(command.arguments)
+        yield Server(
+            file=document.file,
+            line=document.line_at("services", name),
+            text=text,
+            program=command.program,
+            flags=flags,
+            adapters=served_adapters(flags),
+            env=_variables(mapping(service).get("environment")),
+            version=version_of(command.image),
+            gpus=_devices(service),
+            model=model_of(before, flags),
+        )
+
+
+def _ray_models(document: Document, text: str) -> Iterator[RayModel]:
+    """Yield the models of Ray Serve LLM; those that are paths of other files are left out."""
+    found: list[tuple[tuple[str | int, ...], Mapping[str, Any]]] = [
+        (("llm_configs", place), each) for place, each in mappings(document.data.get("llm_configs"))
+    ]
+    for number, application in mappings(document.data.get("applications")):
+        for place, each in mappings(dig(application, "args", "llm_configs")):
+            found.append((("applications", number, "args", "llm_configs", place), each))
+    for key, config in found:
+        yield RayModel(
+            file=document.file,
+            line=document.line_at(*key),
+            text=text,
+            program="vllm",
+            flags=dict(_keyword_flags(mapping(config.get("engine_kwargs")))),
+            model=_text(dig(config, "model_loading_config", "model_source")),
+            model_id=str(dig(config, "model_loading_config", "model_id")),
+            lora=mapping(config.get("lora_config")),
+            is_only=len(found) == 1,
+        )
+
+
+def _keyword_flags(kwargs: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield arguments of vLLM's engine as flags."""
+    for key, value in kwargs.items():
+        name = key.replace("_", "-")
+        if isinstance(value, bool):
+            yield f"--{name}" if value else f"--no-{name}", ()
+        else:
+            yield f"--{name}", tuple(map(str, value if isinstance(value, list) else [value]))
+
+
+def _words(value: Any) -> list[str]:
+    """Return a command, which is a list of words or a text."""
+    if isinstance(value, str):
+        return _split(value)
+    return list(map(str, value)) if isinstance(value, list) else []
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError:
+        return text.split()
+
+
+def _variables(value: Any) -> dict[str, str]:
+    """Return the environment of a container: a mapping, ``NAME=VALUE`` texts, or names with values."""
+    if isinstance(value, Mapping):
+        return {str(name): str(each) for name, each in value.items()}
+    entries = value if isinstance(value, list) else []
+    texts = [each.partition("=")[::2] for each in entries if isinstance(each, str)]
+    named = [(each.get("name"), each.get("value")) for _, each in mappings(value)]
+    return {str(name): str(text) for name, text in (*texts, *named) if text is not None}
+
+
+def _image(container: Mapping[str, Any]) -> str:
+    return str(container.get("image", ""))
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _gpus(container: Mapping[str, Any]) -> int | None:
+    """Return the GPUs of a container of Kubernetes; None if it states none."""
+    found = (mapping(dig(container, "resources", key)).get(_GPU) for key in ("limits", "requests"))
+    return next((gpus for each in found if (gpus := whole(each)) is not None), None)
+
+
+def _devices(service: Any) -> int | None:
+    """Return the GPUs of a service of Compose; None if it states none."""
+    for _, device in mappings(dig(service, "deploy", "resources", "reservations", "devices")):
+        ids = device.get("device_ids")
+        count = len(ids) if isinstance(ids, list) else whole(device.get("count"))
+        if "gpu" in str(device.get("capabilities")):
+            return count
+    return None
