@@ -144,6 +144,7 @@ _COMMANDS: Final = {
     "tune": "Search settings of Chameleon's scheduler and cache, and compare them on held-out windows.",
     "explain": "Explain a plan: bottleneck of each group, predictions, verification, and the number of GPUs.",
     "report": "Write a plan as one HTML page that works offline: groups, predictions, bottlenecks, adapters.",
+    "diff": "Compare two plans: GPUs, groups, settings, and adapters with the bytes to copy.",
     "export": "Write what a target deploys: for vllm a script per server, routing.json and plan.json.",
     "lint": "Check workloads, plans, exports, adapter folders and running servers for known mistakes.",
     "profiles": "List the shipped profiles, or show one with its coefficients, ranges and source.",

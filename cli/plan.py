@@ -31,6 +31,7 @@ from capplan.planner import SOLVERS
 from capplan.reports import counted, print_table
 from capplan.reports.tables import (
     Strict,
+    answer,
     bottleneck_lines,
     extrapolation_lines,
     folder_lines,
@@ -152,6 +153,7 @@ def plan(args: PlanArgs) -> None:
     if args.as_json:
         typer.echo(result.to_json(), nl=False)
     elif not args.quiet:
+        typer.echo(answer(result))
         print_table(groups_table(result))
         for line in bottleneck_lines(result):
             typer.echo(line)

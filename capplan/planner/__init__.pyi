@@ -2,6 +2,7 @@ from ._api import plan
 from ._comparison import SolverComparison, SolverResult, compare
 from ._tuning import Settings, TuneOptions, TuningResult, fragment, tune
 from .document._as_served import verify_as_served
+from .document._diff import GroupChange, PlanDiff, diff_plans
 from .problem._problem import Assignment, Problem
 from .solvers._base import RequiredEstimator, Solver, SolverContext
 from .solvers._registry import SOLVERS
@@ -9,6 +10,8 @@ from .solvers._registry import SOLVERS
 __all__ = [
     "SOLVERS",
     "Assignment",
+    "GroupChange",
+    "PlanDiff",
     "Problem",
     "RequiredEstimator",
     "Settings",
@@ -19,6 +22,7 @@ __all__ = [
     "TuneOptions",
     "TuningResult",
     "compare",
+    "diff_plans",
     "fragment",
     "plan",
     "tune",

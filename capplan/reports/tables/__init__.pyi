@@ -34,7 +34,7 @@ from ._notes import (
     require_no_extrapolation,
     trace_lines,
 )
-from ._plan import binding, bottleneck_lines, groups_table, throughput, verdict
+from ._plan import answer, binding, bottleneck_lines, groups_table, throughput, verdict
 from ._scheduling import queues_table, scheduling_words, sizes_table
 from ._simulation import Details, Outcomes, bound_text, metrics_table
 from ._validation import group_table, group_verdict, heading, speed_note
@@ -47,6 +47,7 @@ __all__ = [
     "Outcomes",
     "Strict",
     "adapter_table",
+    "answer",
     "binding",
     "bottleneck_lines",
     "bound_text",

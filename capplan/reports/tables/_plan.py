@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from capplan.reports._console import DASH, Table, number, percent
+from capplan.reports._console import DASH, Table, counted, number, percent
 from capplan.spec import PLAN_ROUTER, describe_latency
 
 if TYPE_CHECKING:
@@ -147,6 +147,23 @@ def group_rate_rps(group: Group) -> float:
 def base_rate_rps(group: Group) -> float:
     """Return the rate of the base model's requests to a group over all its replicas."""
     return 0.0 if group.base is None else group.base.rate_rps * group.base.share
+
+
+def answer(plan: Plan) -> str:
+    """Return the answer to how many GPUs, in one sentence."""
+    totals, check = plan.totals, plan.verification
+    kinds = ", ".join(dict.fromkeys(group.gpu for group in plan.groups))
+    adapters = len({adapter.name for group in plan.groups for adapter in group.adapters})
+    load = f"{counted(adapters, 'adapter')} at {number(sum(map(group_rate_rps, plan.groups)), 2)} req/s"
+    gpus = f"{counted(totals.gpus, 'GPU')} ({kinds})"
+    if not check.seeds or check.verdict == "undecided" or plan.changed_after_verification():
+        return f"{gpus} for {load}: whether every bound holds is not decided."
+    if not check.ok:
+        return f"{gpus} for {load}: not every bound holds."
+    least = totals.lower_bound_gpus
+    bound = "no plan can use fewer" if least >= totals.gpus else f"the lower bound is {least}"
+    serve = "serves" if totals.gpus == 1 else "serve"
+    return f"{gpus} {serve} {load} within every bound; {bound}."
 
 
 def verdict(plan: Plan) -> str:
