@@ -183,6 +183,13 @@ class SimulateArgs:
     plan: str | None = typer.Option(
         None, metavar="PLAN", help="Simulate the instances of this plan for the workload, behind its router."
     )
+    failed: list[str] | None = typer.Option(
+        None,
+        "--fail",
+        metavar="GROUP[:REPLICA]",
+        help="With --plan: without these instances, whose adapters the others serve if they hold them. "
+        "Repeatable.",
+    )
     router: RouterOption = None
     state_period_s: StatePeriod = None
     rebalance_s: RebalancePeriod = None
@@ -242,7 +249,7 @@ def simulate(args: SimulateArgs) -> None:
         _simulate_plan(args, args.plan)
         return
     rebalance = RebalanceOptions(args.rebalance_s, args.forecast, args.rebalance_solver)
-    require_plan(args.router, args.state_period_s, rebalance)
+    require_plan(args.router, args.state_period_s, rebalance, args.failed)
     workload = load_workload(args.workload)
     args = replace(args, duration_s=simulated_s(workload, args.duration_s))
     pair = _scheduling(args, workload)
@@ -320,6 +327,7 @@ def _simulate_plan(args: SimulateArgs, plan: str) -> None:
         duration_s=args.duration_s,
         seed=args.seed,
         requests_out=args.requests_out,
+        failed=tuple(args.failed or ()),
     )
     simulate_plan(args.workload, plan, options, strict=args.strict, as_json=args.as_json)
 

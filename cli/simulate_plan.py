@@ -17,7 +17,7 @@ from capplan.cli.options import (
 )
 from capplan.cli.progress import announce_compilation
 from capplan.errors import InputError
-from capplan.reports import print_json, print_table
+from capplan.reports import counted, percent, print_json, print_table
 from capplan.reports.tables import (
     METRICS,
     cluster_table,
@@ -33,8 +33,13 @@ from capplan.reports.tables import (
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from capplan.planner.verification import RankMetrics, SimulatedFleet, StoredAdapters
+    from capplan.planner.verification import DegradedFleet, RankMetrics, SimulatedFleet, StoredAdapters
+    from capplan.spec import Slo
     from capplan.twin.cluster import ClusterResult
+
+
+_SHOWN = 8
+"""Adapters that are named in a line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +53,22 @@ class PlanSimulation:
     duration_s: float | None
     seed: int
     requests_out: str | None = None
+    failed: tuple[str, ...] = ()
+    """Instances that are missing, as ``GROUP`` or ``GROUP:REPLICA``."""
 
 
-def require_plan(router: str | None, state_period_s: float | None, rebalance: RebalanceOptions) -> None:
+def require_plan(
+    router: str | None,
+    state_period_s: float | None,
+    rebalance: RebalanceOptions,
+    failed: Sequence[str] | None,
+) -> None:
     """Raise an `InputError` if an option of a plan is given, for a simulation without a plan."""
     for flag, value in (("--router", router), ("--state-period-s", state_period_s)):
         if value is not None:
             raise InputError("goes with --plan", value, flag)
+    if failed:
+        raise InputError("goes with --plan", failed[0], "--fail")
     rebalance.require_plan()
 
 
@@ -62,7 +76,7 @@ def simulate_plan(
     workload_file: str, plan_file: str, given: PlanSimulation, *, strict: bool, as_json: bool
 ) -> None:
     """Simulate the instances of a plan, and print the metrics of all, of each instance, and by rank."""
-    from capplan.planner.verification import by_rank, fleet_of_plan, stored_adapters
+    from capplan.planner.verification import by_rank, fleet_of_plan, stored_adapters, without_instances
     from capplan.workload import load_workload
 
     workload = load_workload(workload_file)
@@ -75,6 +89,8 @@ def simulate_plan(
     fleet = fleet_of_plan(plan, workload, chosen, workload_file, given.router, settings)
     if given.state_period_s is not None:
         fleet = replace(fleet, state_period_s=given.state_period_s)
+    degraded = without_instances(fleet, given.failed) if given.failed else None
+    fleet = fleet if degraded is None else degraded.fleet
     result = fleet.simulate(given.seed, simulated_s(workload, given.duration_s))
     if given.requests_out is not None:
         from capplan.twin.instance import write_parquet
@@ -86,8 +102,11 @@ def simulate_plan(
     trace = workload.trace
     if as_json:
         notes = {} if trace is None else {"trace_notes": trace.notes}
-        print_json({**document(fleet, result, ranks, held), "extrapolations": found, **notes})
+        failure = {} if degraded is None else {"failure": _failure(degraded, result, plan.slo)}
+        print_json({**document(fleet, result, ranks, held), **failure, "extrapolations": found, **notes})
     else:
+        if degraded is not None:
+            typer.echo(_failure_line(degraded, result, plan.slo))
         print_table(cluster_table(fleet, result))
         print_table(instances_table(fleet, result, held))
         print_table(ranks_table(ranks))
@@ -96,6 +115,31 @@ def simulate_plan(
             typer.echo(line)
     if strict:
         require_no_extrapolation(beyond)
+
+
+def _failure(degraded: DegradedFleet, result: ClusterResult, slo: Slo) -> dict[str, Any]:
+    """Return what fails without some instances, as JSON data."""
+    return {
+        "instances": degraded.failed,
+        "unserved_adapters": degraded.unserved,
+        "unserved_share": degraded.unserved_share,
+        "served_fraction": degraded.served_fraction(result),
+        "violated_bounds": degraded.violations(slo, result),
+    }
+
+
+def _failure_line(degraded: DegradedFleet, result: ClusterResult, slo: Slo) -> str:
+    """Return in words what fails without some instances."""
+    line = f"without {', '.join(degraded.failed)}: {percent(degraded.served_fraction(result))} served"
+    if degraded.unserved:
+        names = ", ".join(degraded.unserved[:_SHOWN])
+        more = f" and {len(degraded.unserved) - _SHOWN} more" if len(degraded.unserved) > _SHOWN else ""
+        line += (
+            f"; {percent(degraded.unserved_share)} of the requests have no server: "
+            f"{counted(len(degraded.unserved), 'adapter')}, {names}{more}"
+        )
+    broken = degraded.violations(slo, result)
+    return f"{line}; {'; '.join(broken) if broken else 'every bound holds for what is served'}"
 
 
 def document(

@@ -1,3 +1,4 @@
+from ._degraded import DegradedFleet, without_instances
 from ._served import (
     REFERENCE_RUNS,
     LoadCapacity,
@@ -19,6 +20,7 @@ from ._served import (
 
 __all__ = [
     "REFERENCE_RUNS",
+    "DegradedFleet",
     "LoadCapacity",
     "RankMetrics",
     "ReferenceRun",
@@ -34,4 +36,5 @@ __all__ = [
     "served_rebalancer",
     "stored_adapters",
     "with_bounds",
+    "without_instances",
 ]
