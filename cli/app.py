@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import errno
 import io
+import keyword
 import os
 import signal
 import sys
@@ -166,6 +167,7 @@ _COMMANDS: Final = {
     "profile compose": "Compose a profile from measured operators of a GPU.",
     "profile cpu-lora": "Measure the CPU cores that can assist the loading of adapters, into a profile.",
     "profile engine": "Measure the reference engine: KV memory, adapter loads, steps, and its server.",
+    "profile for": "Name the best profile of a GPU and a model, its error, and the command that makes it.",
     "profile kernels": "Time shrink and expand of padded and grouped LoRA kernels, and fit Toppings' models.",
     "profile roofline": "Compute a profile from a GPU's datasheet and a model's architecture.",
     "profile server": "Measure a running OpenAI-compatible server from outside; it should be idle otherwise.",
@@ -212,7 +214,8 @@ def _load(path: str) -> Any:
     name = path.rpartition(" ")[2]
     module = _MODULES.get(path, path.replace(" ", "_").replace("-", "_"))
     made = typer.Typer(add_completion=False)
-    function = f"{name}_" if hasattr(builtins, name) else name.replace("-", "_")
+    is_taken = hasattr(builtins, name) or keyword.iskeyword(name)
+    function = f"{name}_" if is_taken else name.replace("-", "_")
     made.command(name)(getattr(import_module(f"capplan.cli.{module}"), function))
     found = get_command(made)
     if signal.getsignal(signal.SIGINT) is quit_at_once:

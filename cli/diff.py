@@ -65,6 +65,8 @@ def _show(found: PlanDiff) -> None:
     ]
     if rows:
         print_table(Table(["group", "was", "setting", "old", "new"], rows, numbers_from=3))
+    predicted = [(name, _metric(before), _metric(after)) for name, (before, after) in found.predicted.items()]
+    print_table(Table(["predicted", "old", "new"], predicted))
     for words, names in (
         ("added", found.added),
         ("removed", found.removed),
@@ -79,6 +81,10 @@ def _show(found: PlanDiff) -> None:
 
 def _text(value: Any) -> str:
     return DASH if value is None else str(value)
+
+
+def _metric(value: float | None) -> str:
+    return DASH if value is None else f"{value:,.4g}" if value < 1000 else number(value)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from capplan.errors import InputError
 from capplan.reports import DASH, Table, number, percent, print_json, print_table
 from capplan.reports.tables import (
     MORE,
+    answer,
     binding,
     curve_table,
     gpus_reason,
@@ -130,6 +131,7 @@ def _chosen(plan: Plan, ids: Sequence[str]) -> tuple[Group, ...]:
 
 def _print_plan(plan: Plan) -> None:
     engine = plan.engine
+    typer.echo(answer(plan))
     typer.echo(f"{plan.base_model} on {engine.name} {engine.version} (rules {engine.rules})")
     typer.echo(f"  {gpus_reason(plan)}")
     typer.echo(f"  {verdict(plan)}")
@@ -196,6 +198,7 @@ def _document(plan: Plan, explanation: Explanation | None, shown: Sequence[Group
     whole = plan.model_dump(mode="json")
     verdicts = {check["id"]: check for check in whole["verification"]["groups"]}
     document = {
+        "answer": answer(plan),
         "gpus": gpus_reason(plan),
         "totals": whole["totals"],
         "verdict": verdict(plan),

@@ -17,10 +17,11 @@ from capplan.cli.options import (
 )
 from capplan.cli.progress import announce_compilation
 from capplan.errors import InputError
-from capplan.reports import counted, percent, print_json, print_table
+from capplan.reports import print_json, print_table
 from capplan.reports.tables import (
     METRICS,
     cluster_table,
+    degraded_lines,
     extrapolation_line,
     instances_table,
     moves_lines,
@@ -33,13 +34,14 @@ from capplan.reports.tables import (
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from capplan.planner.verification import DegradedFleet, RankMetrics, SimulatedFleet, StoredAdapters
-    from capplan.spec import Slo
+    from capplan.planner.verification import (
+        DegradedFleet,
+        DegradedResult,
+        RankMetrics,
+        SimulatedFleet,
+        StoredAdapters,
+    )
     from capplan.twin.cluster import ClusterResult
-
-
-_SHOWN = 8
-"""Adapters that are named in a line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,9 @@ def simulate_plan(
 
     workload = load_workload(workload_file)
     plan = read_any_plan(plan_file)
+    if given.failed and given.requests_out is not None:
+        rule = "does not go with --fail: the table would lack the requests without a server"
+        raise InputError(rule, given.requests_out, "--requests-out")
     chosen = None if given.profile is None else chosen_profile(workload, given.profile)
     settings = given.rebalance.settings(plan.rebalance)
     if given.state_period_s is not None:
@@ -90,8 +95,13 @@ def simulate_plan(
     if given.state_period_s is not None:
         fleet = replace(fleet, state_period_s=given.state_period_s)
     degraded = without_instances(fleet, given.failed) if given.failed else None
-    fleet = fleet if degraded is None else degraded.fleet
-    result = fleet.simulate(given.seed, simulated_s(workload, given.duration_s))
+    duration_s = simulated_s(workload, given.duration_s)
+    failure = None
+    if degraded is None:
+        result = fleet.simulate(given.seed, duration_s)
+    else:
+        failure = degraded.simulate(given.seed, duration_s)
+        fleet, result = degraded.fleet, failure.result
     if given.requests_out is not None:
         from capplan.twin.instance import write_parquet
 
@@ -102,11 +112,12 @@ def simulate_plan(
     trace = workload.trace
     if as_json:
         notes = {} if trace is None else {"trace_notes": trace.notes}
-        failure = {} if degraded is None else {"failure": _failure(degraded, result, plan.slo)}
-        print_json({**document(fleet, result, ranks, held), **failure, "extrapolations": found, **notes})
+        lost = {} if degraded is None or failure is None else {"failure": _failure(degraded, failure)}
+        print_json({**document(fleet, result, ranks, held), **lost, "extrapolations": found, **notes})
     else:
-        if degraded is not None:
-            typer.echo(_failure_line(degraded, result, plan.slo))
+        if failure is not None:
+            for line in degraded_lines(failure, given.failed, plan.slo):
+                typer.echo(line)
         print_table(cluster_table(fleet, result))
         print_table(instances_table(fleet, result, held))
         print_table(ranks_table(ranks))
@@ -117,29 +128,21 @@ def simulate_plan(
         require_no_extrapolation(beyond)
 
 
-def _failure(degraded: DegradedFleet, result: ClusterResult, slo: Slo) -> dict[str, Any]:
+def _failure(degraded: DegradedFleet, failure: DegradedResult) -> dict[str, Any]:
     """Return what fails without some instances, as JSON data."""
+    submitted = failure.submitted
     return {
         "instances": degraded.failed,
-        "unserved_adapters": degraded.unserved,
-        "unserved_share": degraded.unserved_share,
-        "served_fraction": degraded.served_fraction(result),
-        "violated_bounds": degraded.violations(slo, result),
+        "requests": submitted,
+        "served": failure.result.completed,
+        "served_fraction": failure.served_fraction,
+        "broken_bounds": failure.broken,
+        "unserved_adapters": [
+            {"name": name, "requests": count, "share": count / max(1, submitted)}
+            for name, count in failure.unserved.items()
+        ],
+        "unserved_share": sum(failure.unserved.values()) / max(1, submitted),
     }
-
-
-def _failure_line(degraded: DegradedFleet, result: ClusterResult, slo: Slo) -> str:
-    """Return in words what fails without some instances."""
-    line = f"without {', '.join(degraded.failed)}: {percent(degraded.served_fraction(result))} served"
-    if degraded.unserved:
-        names = ", ".join(degraded.unserved[:_SHOWN])
-        more = f" and {len(degraded.unserved) - _SHOWN} more" if len(degraded.unserved) > _SHOWN else ""
-        line += (
-            f"; {percent(degraded.unserved_share)} of the requests have no server: "
-            f"{counted(len(degraded.unserved), 'adapter')}, {names}{more}"
-        )
-    broken = degraded.violations(slo, result)
-    return f"{line}; {'; '.join(broken) if broken else 'every bound holds for what is served'}"
 
 
 def document(

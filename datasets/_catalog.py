@@ -348,6 +348,16 @@ def flag(config: Mapping[str, Any], key: str, location: str, *, default: bool = 
     return value
 
 
+def gpu_names() -> tuple[str, ...]:
+    """Return the keys of every known GPU type."""
+    return tuple(sheet.key for sheet in gpu_sheets())
+
+
+def model_names() -> tuple[str, ...]:
+    """Return the short names of every known model, in lower case."""
+    return tuple(arch.name.lower() for arch in model_archs())
+
+
 def gpu_sheet(key: str) -> GpuSheet:
     """Return the data sheet of a GPU type, by its key or as drivers, clouds and tables spell it.
 

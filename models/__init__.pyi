@@ -12,6 +12,7 @@ from ._kernel_fits import (
     read_kernel_table,
 )
 from ._memory import KvBudget, disk_load_ms, gpu_load_ms, kv_budget, kv_tokens, load_share, require_kv_tokens
+from ._profile_for import ProfileRoute, best_profile
 from ._roofline import Assumptions, Efficiencies, EngineChoice, efficiencies_of, roofline_profile
 from ._step_latency import (
     ADDITIVE,
@@ -51,10 +52,12 @@ __all__ = [
     "KvBudget",
     "KvLine",
     "MeasuredRows",
+    "ProfileRoute",
     "StepFeatures",
     "StepRanks",
     "Surrogate",
     "SurrogateAnswer",
+    "best_profile",
     "coefficient_array",
     "comparable_rows",
     "crossover",

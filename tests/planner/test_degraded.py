@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,11 +41,28 @@ def test_the_others_serve_what_they_hold_and_the_rest_has_no_server() -> None:
     assert degraded.failed == ("g0-1",)
     assert degraded.unserved == ("b",)
     assert degraded.unserved_share == pytest.approx(1 / 4)
-    result = degraded.fleet.simulate(1, 600.0)
+    found = degraded.simulate(1, 600.0)
+    result = found.result
     assert result.requests_per_instance[0] == pytest.approx(1200, rel=0.1)  # all of a, and c
-    assert degraded.served_fraction(result) == pytest.approx(0.75, abs=0.01)
-    assert degraded.violations(Slo(ttft_p99_s=1e-3), result)
-    assert not degraded.violations(Slo(ttft_p99_s=60.0), result)
+    assert list(found.unserved) == ["b"]
+    assert found.submitted == pytest.approx(2400, rel=0.1)
+    assert found.submitted == result.submitted + found.unserved["b"]
+    assert found.served_fraction == pytest.approx(0.75, abs=0.03)
+    (broken,) = found.broken  # the instances that are left hold every bound of their own
+    assert broken.startswith("all requests: served_fraction 0.7")
+
+
+def test_a_bound_that_one_instance_breaks_is_not_hidden_by_the_others() -> None:
+    """Over all requests TTFT p99 holds; the instance with the long prompts alone is over its bound."""
+    whole = fleet({"a": 1.0}, {"b": 1.0}, {"c": 1.0})
+    long = tuple(
+        a.replace(prompt_tokens=Lengths(mean=4000), rate_rps=0.005) if a.name == "c" else a
+        for a in whole.workload.adapters
+    )
+    slow = whole.workload.replace(adapters=long, slo=Slo(ttft_p99_s=0.1, served_fraction=0.1))
+    found = without_instances(replace(whole, workload=slow), ["g0"]).simulate(1, 3600.0)
+    assert found.result.ttft_s_p99 < 0.1
+    assert [each.partition(":")[0] for each in found.broken] == ["g2-1"]
 
 
 def test_adapters_that_are_only_stored_elsewhere_are_served_there() -> None:
@@ -96,9 +115,17 @@ def test_the_command_says_what_fails_in_its_first_line(tmp_path: Path, run: Run)
     command = ("simulate", workload, "--plan", plan, "--duration", 60)
     shown = run(*command, "--fail", groups[0])
     assert shown.exit_code == 0, shown.output
-    assert shown.output.startswith(f"without {groups[0]}-1: ")
+    assert re.match(
+        rf"without {groups[0]}: [\d,]+ of [\d,]+ requests served, TTFT p99 [\d.]+ s \(bound 5 s\)\n",
+        shown.output,
+    )
     found = json.loads(run(*command, "--fail", groups[0], "--json").output)["failure"]
     assert found["instances"] == [f"{groups[0]}-1"]
-    assert found["served_fraction"] <= 1.0 - found["unserved_share"] + 1e-9
+    assert found["served"] + sum(each["requests"] for each in found["unserved_adapters"]) <= found["requests"]
+    assert found["unserved_share"] > 0.0
+    assert "unserved: " in shown.output
+    assert "lack the requests" in error_line(
+        run(*command, "--fail", groups[0], "--requests-out", tmp_path / "r")
+    )
     assert "must be a group" in error_line(run(*command, "--fail", "nothing"))
     assert "goes with --plan" in error_line(run("simulate", workload, "--fail", "g", "--max-loras", 2))

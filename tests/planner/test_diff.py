@@ -58,6 +58,23 @@ def test_settings_and_replicas_of_a_group_are_compared() -> None:
     assert not found.moved
 
 
+def test_an_adapter_of_another_rank_is_copied_again() -> None:
+    old = plan_of(group("x", adapters=(A, B)), group("y", adapters=(C,)))
+    new = plan_of(group("x", adapters=(("a", 16, 1.0, "org/a"), B)), group("y", adapters=(C,)))
+    found = diff_plans(old, new)
+    assert (found.changed, found.moved, found.copied_adapters) == (("a",), (), 1)
+    assert found.copied_bytes == 16 * 2 * 32 * 81_920
+
+
+def test_predictions_stand_side_by_side() -> None:
+    """Throughputs add up; of other metrics the worst group counts."""
+    old, new = plan_of(group("x", adapters=(A, B))), plan_of(group("x", adapters=(A, B), replicas=2))
+    found = diff_plans(old, new).predicted
+    assert found["throughput_tok_s"] == (1234.0, 2468.0)
+    assert found["ttft_p99_s"] == (0.35, 0.35)
+    assert found["served_fraction"] == (0.975, 0.975)
+
+
 def test_the_command_says_what_changes_and_exits_as_diff_does(tmp_path: Path, run: Run) -> None:
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     plan_of(group("x", adapters=(A, B))).to_json(old)
@@ -67,6 +84,7 @@ def test_the_command_says_what_changes_and_exits_as_diff_does(tmp_path: Path, ru
     other = run("diff", old, new)
     assert other.exit_code == 1
     assert "1 adapter moved: b" in other.output
+    assert "throughput_tok_s" in other.output
     assert "to copy: 1 adapter" in other.output
     assert json.loads(run("diff", old, new, "--json").output)["plan"]["GPUs"] == [1, 2]
     assert "cannot be read" in error_line(run("diff", old, tmp_path / "none.json"))

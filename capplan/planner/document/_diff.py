@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from capplan.serving import adapter_bytes
 from capplan.spec import Group, Plan, PlanAdapter
 
 _SHARE_DIGITS: Final = 4
+_LATENCIES: Final = ("ttft_p99_s", "tpot_p99_ms")
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,11 @@ class PlanDiff:
         Adapters whose rank, rate or path is another.
     moved
         Adapters of both plans that some group gets newly, and some loses.
+    predicted
+        (old, new) predicted metrics: the sum of throughputs, the worst of the others over the groups.
     copied_adapters, copied_bytes
-        Adapters that groups get newly, counted once per replica, and their bytes; bytes None: the sizes of
-        the base model are not known.
+        Adapters that groups get newly or in another shape, counted once per replica, and their bytes; bytes
+        None: the sizes of the base model are not known.
     """
 
     plan: Mapping[str, tuple[Any, Any]]
@@ -73,6 +76,7 @@ class PlanDiff:
     removed: tuple[str, ...]
     changed: tuple[str, ...]
     moved: tuple[str, ...]
+    predicted: Mapping[str, tuple[float | None, float | None]]
     copied_adapters: int
     copied_bytes: int | None
 
@@ -106,7 +110,14 @@ def diff_plans(old: Plan, new: Plan) -> PlanDiff:
     arriving = {name for change in changes for name in change.arriving}
     leaving = {name for change in changes for name in change.leaving}
     replicas = {group.id: group.replicas for group in new.groups}
-    copies = [(name, replicas[c.new]) for c in changes if c.new is not None for name in c.arriving]
+    reshaped = {name for name in after if name in before and _shape(before[name]) != _shape(after[name])}
+    newly = {change.new: reshaped | {*change.arriving} for change in changes}
+    copies = [
+        (adapter.name, replicas[group.id])
+        for group in new.groups
+        for adapter in group.adapters
+        if adapter.name in newly.get(group.id, reshaped)
+    ]
     known = known_arch([new.base_model]) is not None
     return PlanDiff(
         plan=_differing(_facts(old), _facts(new)),
@@ -118,6 +129,7 @@ def diff_plans(old: Plan, new: Plan) -> PlanDiff:
             name for name in after if name in before and _identity(before[name]) != _identity(after[name])
         ),
         moved=tuple(sorted((arriving & leaving) & before.keys() & after.keys())),
+        predicted=_predicted(old, new),
         copied_adapters=sum(count for _, count in copies),
         copied_bytes=sum(count * sizes[name] for name, count in copies) if known else None,
     )
@@ -129,6 +141,10 @@ def _adapters(plan: Plan) -> dict[str, PlanAdapter]:
 
 def _identity(adapter: PlanAdapter) -> tuple[Any, ...]:
     return adapter.rank, adapter.rate_rps, adapter.path, adapter.target_modules
+
+
+def _shape(adapter: PlanAdapter) -> tuple[Any, ...]:
+    return adapter.rank, adapter.target_modules
 
 
 def _sizes(plans: Iterable[Plan]) -> dict[str, int]:
@@ -220,6 +236,32 @@ def _facts(plan: Plan) -> dict[str, Any]:
         "objective": plan.objective.value,
         "SLO": plan.slo.model_dump(mode="json", exclude_none=True),
         "verdict": plan.verification.verdict,
+    }
+
+
+def _predicted(old: Plan, new: Plan) -> dict[str, tuple[float | None, float | None]]:
+    """Return the predicted metrics of both plans: latencies that one of them bounds, and the defaults."""
+    plans, latencies = (
+        (old, new),
+        dict.fromkeys((*_LATENCIES, *old.slo.latency_bounds(), *new.slo.latency_bounds())),
+    )
+
+    def both(value: Callable[[Plan], float | None]) -> tuple[float | None, float | None]:
+        return value(plans[0]), value(plans[1])
+
+    def worst(name: str) -> Callable[[Plan], float | None]:
+        def of(plan: Plan) -> float | None:
+            known = (group.predicted.latency(name) for group in plan.groups)
+            return max((each for each in known if each is not None), default=None)
+
+        return of
+
+    return {
+        "throughput_tok_s": both(
+            lambda plan: sum(g.replicas * g.predicted.throughput_tok_s for g in plan.groups)
+        ),
+        **{name: both(worst(name)) for name in latencies},
+        "served_fraction": both(lambda plan: min(group.predicted.served_fraction for group in plan.groups)),
     }
 
 

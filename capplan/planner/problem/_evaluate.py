@@ -25,7 +25,13 @@ from capplan.spec import (
     describe_latency,
 )
 from capplan.twin import SimulationResult
-from capplan.twin.cluster import Instance, Rebalancing, served_router, simulate_cluster
+from capplan.twin.cluster import (
+    ClusterResult,
+    Instance,
+    Rebalancing,
+    served_router,
+    simulate_cluster,
+)
 from capplan.twin.instance import (
     LOST,
     NS_PER_S,
@@ -326,13 +332,18 @@ def evaluate_cluster(
     router = served_router(problem.workload.router or PLAN_ROUTER, problem.workload.router_options)
     options |= {"router": router, "state_period_s": STATE_PERIOD_S, "gpus_per_link": problem.gpus_per_link}
     cluster = simulate_cluster(workload, instances, rebalance=rebalance, **options)
+    return evaluations_of(workload, cluster, length_s)
+
+
+def evaluations_of(workload: Workload, cluster: ClusterResult, duration_s: float) -> list[Evaluation]:
+    """Return the evaluation of each instance of a simulated cluster."""
     evaluations = []
     for number, result in enumerate(cluster.instances):
         routed, own = cluster.requests, cluster.requests.instance == number
         first_s = np.nan_to_num(routed.arrival_s[own] + routed.ttft_s[own], nan=np.inf)
         columns = routed.adapter[own], routed.arrival_s[own], first_s, routed.status[own]
         good = next(iter(cluster.tpt_over_base[number:]), None)
-        evaluations.append(Evaluation.of(workload, result, SimulatedRequests(*columns, length_s), good))
+        evaluations.append(Evaluation.of(workload, result, SimulatedRequests(*columns, duration_s), good))
     return evaluations
 
 

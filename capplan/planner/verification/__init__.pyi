@@ -1,4 +1,4 @@
-from ._degraded import DegradedFleet, without_instances
+from ._degraded import DegradedFleet, DegradedResult, without_instances
 from ._served import (
     REFERENCE_RUNS,
     LoadCapacity,
@@ -21,6 +21,7 @@ from ._served import (
 __all__ = [
     "REFERENCE_RUNS",
     "DegradedFleet",
+    "DegradedResult",
     "LoadCapacity",
     "RankMetrics",
     "ReferenceRun",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from capplan.errors import InputError
-from capplan.planner.problem._evaluate import violated_bounds
+from capplan.planner.problem._evaluate import evaluations_of
 from capplan.planner.verification._served import SimulatedFleet
-from capplan.spec import BY_SHARES, Slo
+from capplan.spec import BY_SHARES, Workload
 from capplan.twin.cluster import ClusterResult, Instance
+from capplan.workload import draw_requests
 
 
 @dataclass(frozen=True)
@@ -25,21 +28,98 @@ class DegradedFleet:
     unserved
         Adapters that no instance holds any more.
     unserved_share
-        Their share of all requests.
+        Their share of the request rate.
+    whole
+        Traffic of all adapters.
     """
 
     fleet: SimulatedFleet
     failed: tuple[str, ...]
     unserved: tuple[str, ...]
     unserved_share: float
+    whole: Workload
 
-    def violations(self, slo: Slo, result: ClusterResult) -> tuple[str, ...]:
-        """Return the bounds that a simulation breaks, as text; latencies are those of what is served."""
-        return violated_bounds(slo, result)
+    def simulate(self, seed: int, duration_s: float) -> DegradedResult:
+        """Simulate the instances that are left, and count the requests without a server.
 
-    def served_fraction(self, result: ClusterResult) -> float:
-        """Return the served fraction of a simulation, requests without a server included."""
-        return (1.0 - self.unserved_share) * result.served_fraction
+        Raises
+        ------
+        InfeasibleError
+            If an instance does not start.
+        """
+        result = self.fleet.simulate(seed, duration_s)
+        names = [self.whole.base_model, *(adapter.name for adapter in self.whole.adapters)]
+        requests = draw_requests(self.whole, duration_s, seed, self._longest)
+        counts = np.bincount(requests.adapter, minlength=len(names)).tolist()
+        lost = {name: n for name, n in zip(names, counts, strict=True) if name in self.unserved}
+        is_lost = np.isin(requests.adapter, [names.index(name) for name in self.unserved])
+        tokens = int(requests.prompt_tokens[is_lost].sum() + requests.output_tokens[is_lost].sum())
+        served = _served_fraction(result, tokens)
+        return DegradedResult(
+            result=result,
+            unserved=dict(sorted(lost.items(), key=lambda item: -item[1])),
+            served_fraction=served,
+            broken=_broken(self.fleet, result, served, duration_s),
+        )
+
+    @property
+    def _longest(self) -> int:
+        """Longest request of the instances, in tokens."""
+        lengths = (
+            each.max_model_len or each.profile.model.default_max_model_len for each in self.fleet.instances
+        )
+        return max(lengths)
+
+
+@dataclass(frozen=True)
+class DegradedResult:
+    """A simulation of what is left of a fleet.
+
+    Attributes
+    ----------
+    result
+        Of the requests that have a server.
+    unserved
+        Requests of each adapter without a server, most first.
+    served_fraction
+        Tokens of completed requests over those submitted, with the unserved ones.
+    broken
+        Bounds that an instance breaks by the criteria of the verification, and that all requests break, as
+        text.
+    """
+
+    result: ClusterResult
+    unserved: Mapping[str, int]
+    served_fraction: float
+    broken: tuple[str, ...]
+
+    @property
+    def submitted(self) -> int:
+        """Requests, with the unserved ones."""
+        return self.result.submitted + sum(self.unserved.values())
+
+
+def _served_fraction(result: ClusterResult, unserved_tokens: int) -> float:
+    """Return the served fraction with unserved tokens among those submitted."""
+    completed = result.throughput_tok_s * result.duration_s
+    if not unserved_tokens or not completed:
+        return 0.0 if unserved_tokens else result.served_fraction
+    return completed / (completed / result.served_fraction + unserved_tokens)
+
+
+def _broken(
+    fleet: SimulatedFleet, result: ClusterResult, served_fraction: float, duration_s: float
+) -> tuple[str, ...]:
+    evaluations = evaluations_of(fleet.workload, result, duration_s)
+    broken = [
+        f"{name}: {violation}"
+        for name, evaluation in zip(fleet.names, evaluations, strict=True)
+        for violation in evaluation.violations
+    ]
+    least = fleet.workload.slo.served_fraction
+    if served_fraction < least:
+        broken.append(f"all requests: served_fraction {served_fraction:.3f} < {least:g}")
+    return tuple(broken)
 
 
 def without_instances(fleet: SimulatedFleet, failed: Sequence[str]) -> DegradedFleet:
@@ -85,6 +165,7 @@ def without_instances(fleet: SimulatedFleet, failed: Sequence[str]) -> DegradedF
         failed=tuple(fleet.names[index] for index in sorted(gone)),
         unserved=unserved,
         unserved_share=sum(rates[name] for name in unserved) / total if total > 0 else 0.0,
+        whole=fleet.workload,
     )
 
 

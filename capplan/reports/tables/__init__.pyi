@@ -11,7 +11,15 @@ from ._calibration import (
     residuals_table,
     runs_table,
 )
-from ._cluster import METRICS, cluster_table, instances_table, moves_lines, ranks_table, storage_line
+from ._cluster import (
+    METRICS,
+    cluster_table,
+    degraded_lines,
+    instances_table,
+    moves_lines,
+    ranks_table,
+    storage_line,
+)
 from ._comparison import rows_table, summary
 from ._explanation import (
     MORE,
@@ -55,6 +63,7 @@ __all__ = [
     "cluster_table",
     "coefficients_table",
     "curve_table",
+    "degraded_lines",
     "doubts",
     "extrapolation_line",
     "extrapolation_lines",

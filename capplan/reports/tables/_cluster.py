@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Final
 from capplan.reports._console import Table, counted, number, percent
 
 if TYPE_CHECKING:
-    from capplan.planner.verification import RankMetrics, SimulatedFleet, StoredAdapters
+    from capplan.planner.verification import DegradedResult, RankMetrics, SimulatedFleet, StoredAdapters
+    from capplan.spec import Slo
     from capplan.twin.cluster import ClusterResult
 
 
 _GIB: Final = 2**30
+_MOST_UNSERVED: Final = 10
+"""Unserved adapters with a line of their own."""
 
 
 METRICS: Final = (  # metric of the result, its name with unit, decimals
@@ -58,6 +61,29 @@ def moves_lines(fleet: SimulatedFleet, result: ClusterResult) -> list[str]:
             f"alert: {counted(len(overloaded), 'round')} with more demand than the instances sustain, up to "
             f"{100.0 * worst:.0f} %"
         )
+    return lines
+
+
+def degraded_lines(failure: DegradedResult, failed: Sequence[str], slo: Slo) -> list[str]:
+    """Return the effect of failed instances: requests served, bounds that break, unserved adapters."""
+    result, submitted = failure.result, failure.submitted
+    limit_s = slo.latency_limits().get("ttft_p99_s")
+    bound = "no bound" if limit_s is None else f"bound {limit_s:g} s"
+    lines = [
+        f"without {', '.join(failed)}: {result.completed:,} of {counted(submitted, 'request')} served, "
+        f"TTFT p99 {number(result.ttft_s_p99, 2)} s ({bound})"
+    ]
+    lines += [f"breaks: {each}" for each in failure.broken] or ["no bound breaks"]
+    shown = list(failure.unserved.items())[:_MOST_UNSERVED]
+    if shown:
+        total = sum(failure.unserved.values())
+        lines.append(
+            f"unserved: {counted(len(failure.unserved), 'adapter')} on no other instance, "
+            f"{percent(total / max(1, submitted))} of the requests"
+        )
+    lines += [f"  {name}: {counted(n, 'request')}, {percent(n / max(1, submitted))}" for name, n in shown]
+    if len(failure.unserved) > len(shown):
+        lines.append(f"  and {len(failure.unserved) - len(shown):,} more; --json lists all")
     return lines
 
 
