@@ -68,7 +68,8 @@ def cpu_assist(
         rule = f"needs cpu_lora in profile {profile.name}: `capplan profile cpu-lora` measures it"
         raise InputError(rule, cache.loading, "cache.loading")
     every = profile.engine.target_modules or LORA_MODULES
-    widths = zip(LORA_MODULES, profile.model.module_sizes, strict=True)
+    # Cores take part in the layers alone.
+    widths = zip(LORA_MODULES, profile.model.module_sizes[: len(LORA_MODULES)], strict=True)
     sizes = {name: ins + outs / profile.tp for name, (ins, outs) in widths}
     shapes = [(rank, modules or every) for rank, modules in adapters]
     macs = [rank * max(sizes[name] for name in modules) for rank, modules in shapes]
