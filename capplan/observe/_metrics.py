@@ -298,8 +298,10 @@ def _queried(url: str, window: str | None) -> _Reading:
     def grown(names: Sequence[str], suffix: str = "") -> Series:
         for name in names:
             rows = asked("query", query=f"increase({name}{suffix}[{round(window_s)}s])", time=end)
-            if rows:
-                return {tuple(sorted(row["metric"].items())): float(row["value"][1]) for row in rows}
+            values = {tuple(sorted(row["metric"].items())): float(row["value"][1]) for row in rows}
+            known = {labels: value for labels, value in values.items() if math.isfinite(value)}
+            if known:
+                return known
         return {}
 
     requests = grown(REQUESTS)
