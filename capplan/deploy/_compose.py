@@ -11,6 +11,7 @@ from typing import Any, Final
 from capplan.deploy._gateway import COMMAND, FOLDER, GATEWAY_IMAGE, gateway_files, gateway_losses
 from capplan.deploy._kubernetes import (
     FETCH_IMAGE,
+    FETCHED,
     FOLDERS,
     IMAGE,
     PORT,
@@ -22,6 +23,7 @@ from capplan.deploy._kubernetes import (
     top_comment,
     yaml_documents,
 )
+from capplan.deploy._kubernetes import FOLDER as ADAPTERS
 from capplan.deploy._servers import adapters_of, require_servable, source_kind, unused_name
 from capplan.deploy._target import Setting
 from capplan.spec import Group, Plan, PlanAdapter
@@ -38,8 +40,6 @@ PLAN: Final = "plan.json"
 COMPOSE_NAMES: Final = frozenset({COMPOSE, GATEWAY, PLAN})
 
 _DOCKER_DNS: Final = "resolver 127.0.0.11 valid=5s;"
-_ADAPTERS: Final = "/adapters"
-_FETCHED: Final = "/fetched-adapters"
 _HUB: Final = "/huggingface"
 """Folder of what vLLM downloads, so that servers share it and a new container has it."""
 _AWS: Final = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION")
@@ -153,11 +153,9 @@ def _server(plan: Plan, server: Server, settings: Mapping[str, str]) -> dict[str
     kinds = {source_kind(adapter) for adapter in server.group.adapters}
     volumes: list[dict[str, Any]] = [{"type": "volume", "source": "huggingface", "target": _HUB}]
     if kinds & FOLDERS:
-        volumes.append(_bind(settings[ADAPTERS_FOLDER.name], _ADAPTERS))
+        volumes.append(_bind(settings[ADAPTERS_FOLDER.name], ADAPTERS))
     if "s3" in kinds:
-        volumes.append(
-            {"type": "volume", "source": "fetched-adapters", "target": _FETCHED, "read_only": True}
-        )
+        volumes.append({"type": "volume", "source": "fetched-adapters", "target": FETCHED, "read_only": True})
     depends = {"depends_on": {FETCH: {"condition": "service_completed_successfully"}}}
     device = {
         "driver": "nvidia",
@@ -195,7 +193,7 @@ def _fetch(adapters: Iterable[PlanAdapter], settings: Mapping[str, str]) -> dict
         "entrypoint": ["sh", "-ec"],
         "command": ["\n".join(commands)],
         "environment": list(_AWS),
-        "volumes": [{"type": "volume", "source": "fetched-adapters", "target": _FETCHED}],
+        "volumes": [{"type": "volume", "source": "fetched-adapters", "target": FETCHED}],
     }
 
 

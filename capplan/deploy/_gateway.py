@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from capplan.deploy._servers import shares_of
+from capplan.deploy._servers import LAST_PORT, shares_of
 from capplan.deploy._target import Loss, Setting
 from capplan.errors import InputError
 from capplan.spec import PLAN_ROUTER, Plan
@@ -27,7 +27,6 @@ GATEWAY_IMAGE: Final = Setting(
     "gateway-image", "nginx:1.29", "image of nginx since 1.27.3 with ngx_http_js_module"
 )
 
-_LAST_PORT: Final = 65535
 _TOLERANCE: Final = 0.001
 """Largest difference between a share and that of its weight."""
 _LARGEST_TOTAL: Final = 10_000
@@ -66,8 +65,8 @@ def gateway_files(
     InputError
         If the port is not from 1 to 65535.
     """
-    if not 1 <= port <= _LAST_PORT:
-        raise InputError(f"must be from 1 to {_LAST_PORT}", port, "port")
+    if not 1 <= port <= LAST_PORT:
+        raise InputError(f"must be from 1 to {LAST_PORT}", port, "port")
     upstreams, models = _routes(plan, addresses)
     return {
         CONFIG: _comment(plan) + _config(upstreams, port, resolver),

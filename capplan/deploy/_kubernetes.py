@@ -46,12 +46,14 @@ HF_TOKEN: Final = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {**HF_SECRE
 S3_CREDENTIALS: Final = [{"secretRef": {"name": "s3-credentials", "optional": True}}]
 """``envFrom`` of what copies from S3."""
 
-_FOLDER: Final = "/adapters"
-_FETCHED: Final = "/fetched-adapters"
+FOLDER: Final = "/adapters"
+"""Folder of a container with the adapters of a claim or a host."""
+FETCHED: Final = "/fetched-adapters"
+"""Folder of a container with the adapters that were copied from S3."""
 
 FOLDERS: Final = frozenset({"root", "folder"})
 """Sources of adapters that are folders of the claim."""
-CLAIM_MOUNT: Final = {"name": "adapters", "mountPath": _FOLDER, "readOnly": True}
+CLAIM_MOUNT: Final = {"name": "adapters", "mountPath": FOLDER, "readOnly": True}
 _LONGEST_NAME: Final = 50
 """Labels have at most 63 characters, and controllers add to names."""
 
@@ -97,7 +99,7 @@ def adapter_path(adapter: PlanAdapter) -> str:
         raise refused_path(adapter, rule)
     if kind == "hub":
         return adapter.path or ""
-    return f"{_FETCHED if kind == 's3' else _FOLDER}/{adapter.name}"
+    return f"{FETCHED if kind == 's3' else FOLDER}/{adapter.name}"
 
 
 def serve_arguments(plan: Plan, group: Group, *, with_adapters: bool = True) -> list[str]:
@@ -187,7 +189,7 @@ def _add_adapters(
         container["volumeMounts"].append(CLAIM_MOUNT)
     fetched = [adapter for adapter in adapters if source_kind(adapter) == "s3"]
     if fetched:
-        mount = {"name": "fetched-adapters", "mountPath": _FETCHED}
+        mount = {"name": "fetched-adapters", "mountPath": FETCHED}
         spec["volumes"].append({"name": "fetched-adapters", "emptyDir": {}})
         container["volumeMounts"].append({**mount, "readOnly": True})
         spec["initContainers"] = [
@@ -341,8 +343,7 @@ def header_of(plan: Plan, group: Group) -> list[str]:
 
 def claim_notes(plan: Plan) -> tuple[str, ...]:
     """Return a line on the folders that the claim of adapters must hold."""
-    adapters = {each.name: each for group in plan.groups for each in group.adapters}.values()
-    folders = [each for each in adapters if source_kind(each) in FOLDERS]
+    folders = [each for each in adapters_of(plan).values() if source_kind(each) in FOLDERS]
     if not folders:
         return ()
     first = folders[0]

@@ -23,7 +23,7 @@ from capplan.spec import (
     require_adapter,
 )
 
-_LAST_PORT: Final = 65535
+LAST_PORT: Final = 65535
 
 _FUSED: Final = {part: name for name, parts in FUSED_MODULES.items() for part in parts}
 """Layers that vLLM fuses, by PEFT's names of their parts."""
@@ -220,7 +220,7 @@ def first_ports(plan: Plan, first: int) -> Iterator[tuple[Group, int, int]]:
         If a port exceeds 1..65535.
     """
     pairs = [(group, replica) for group in plan.groups for replica in range(1, group.replicas + 1)]
-    last_first = _LAST_PORT - len(pairs) + 1
+    last_first = LAST_PORT - len(pairs) + 1
     if not 1 <= first <= last_first:
         raise InputError(f"must be from 1 to {last_first}, one port per server", first, "port")
     for index, (group, replica) in enumerate(pairs):
