@@ -289,9 +289,12 @@ def _microseconds(
 ) -> tuple[str, bool, list[str]]:
     """Return SQL for the microseconds of a row, whether they count from 1970, and notes on their unit."""
     connection = source.connection
-    dated, numbers = _count(connection, "reason = 0 AND date_us IS NOT NULL"), 0
-    epochs = {unit: _count(connection, f"reason = 0 AND {_is_epoch(unit)}") for unit in TimeUnit}
-    numbers = _count(connection, "reason = 0 AND date_us IS NULL")
+    units = list(TimeUnit)
+    rules = ["date_us IS NOT NULL", "date_us IS NULL", *map(_is_epoch, units)]
+    counts = ", ".join(f"count(*) FILTER ({rule})" for rule in rules)
+    counted = connection.execute(f"SELECT {counts} FROM log WHERE reason = 0").fetchall()[0]
+    dated, numbers = counted[:2]
+    epochs = dict(zip(units, counted[2:], strict=True))
     others = numbers - sum(epochs.values())
     label = columns[TIMESTAMP].field.name
     if stated is not None and numbers:
