@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
@@ -156,7 +156,7 @@ def _fill(source: Source, columns: Mapping[str, Column], base_model: str | None)
     fields = {what: column.field for what, column in columns.items()}
     dates = [*_DATES, *_slashed_dates(source, fields[TIMESTAMP])]
     cells = ", ".join(f"{field.sql} AS {what}" for what, field in fields.items())
-    typed = {what: _retyped(field, what) for what, field in fields.items()}
+    typed = {what: replace(field, sql=what) for what, field in fields.items()}
     adapter = f"nullif(trim({ADAPTER}::VARCHAR), '')" if ADAPTER in fields else "NULL::VARCHAR"
     if base_model is not None:
         adapter = f"nullif({adapter}, {quoted(base_model)})"
@@ -190,10 +190,6 @@ def _fill(source: Source, columns: Mapping[str, Column], base_model: str | None)
         )
         """
     )
-
-
-def _retyped(field: Field, name: str) -> Field:
-    return Field(field.name, name, field.kind)
 
 
 def _number(field: Field, source: Source) -> str:
