@@ -1,7 +1,7 @@
 """Time to plan from a plan in force: ``python -m benchmarks.replanning`` prints the ratio.
 
-Random workloads (20 to 60 adapters, ranks 8 to 64, Zipf exponents 0 to 1.2, half of them with a TTFT bound)
-are planned, 10 % more adapters are added, and both plans of the larger workload are timed with their
+Random workloads (20 to 60 adapters by default, ranks 8 to 64, Zipf exponents 0 to 1.2, 10 to 30 requests per
+second for up to 60 adapters and in proportion for more, half of them with a TTFT bound) are planned, 10 % more adapters are added, and both plans of the larger workload are timed with their
 verification: from scratch, and from the plan in force. The two take turns in going first.
 """
 
@@ -36,6 +36,7 @@ class Times:
     scratch_gpus: int
     near_gpus: int
     moved: int
+    choices: int
     scratch_s: float
     near_s: float
 
@@ -45,14 +46,14 @@ class Times:
         return self.near_s / self.scratch_s
 
 
-def random_workload(number: int, seed: int) -> Workload:
-    """Return a random workload of few adapters."""
+def random_workload(number: int, seed: int, least: int, most: int) -> Workload:
+    """Return a random workload of some adapters."""
     random = np.random.default_rng((seed, number))
-    count = int(random.integers(20, 61))
+    count = int(random.integers(least, most + 1))
     share = random.permutation(zipf(count, float(random.uniform(0.0, 1.2))))
     slo = {"ttft_p99_s": float(random.choice([1.0, 2.0, 5.0]))} if random.random() < 0.5 else {}
     rank = random.choice([8, 16, 32, 64], count).tolist()
-    return make_workload(rank, (float(random.uniform(10.0, 30.0)) * share).tolist(), slo=slo)
+    return make_workload(rank, (most / 60.0 * float(random.uniform(10.0, 30.0)) * share).tolist(), slo=slo)
 
 
 def enlarged(workload: Workload) -> Workload:
@@ -84,6 +85,7 @@ def measure(before: Workload, near_first: bool) -> Times:
         scratch_gpus=scratch.totals.gpus,
         near_gpus=near.totals.gpus,
         moved=len({m.adapter for m in near.moves if None not in (m.from_group, m.to_group)}),
+        choices=len(near.provenance.get("choices", [])),
         scratch_s=scratch_s,
         near_s=near_s,
     )
@@ -92,14 +94,17 @@ def measure(before: Workload, near_first: bool) -> Times:
 def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--cases", type=int, default=20, help="random workloads")
+    parser.add_argument("--adapters", type=int, nargs=2, default=(20, 60), metavar=("LEAST", "MOST"))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     rows: list[Times] = []
     with user_errors():
-        plan(random_workload(args.cases, args.seed))  # compiles the twin
+        plan(random_workload(args.cases, args.seed, *args.adapters))  # compiles the twin
         for number in range(args.cases):
             try:
-                rows.append(measure(random_workload(number, args.seed), near_first=number % 2 == 1))
+                rows.append(
+                    measure(random_workload(number, args.seed, *args.adapters), near_first=number % 2 == 1)
+                )
             except CapplanError as error:
                 print(f"workload {number}: {error}", flush=True)
                 continue
@@ -112,6 +117,7 @@ def main() -> int:
                     "GPUs, scratch": row.scratch_gpus,
                     "GPUs, in force": row.near_gpus,
                     "moved": row.moved,
+                    "choices": row.choices,
                     "scratch, s": f"{row.scratch_s:.2f}",
                     "in force, s": f"{row.near_s:.2f}",
                     "ratio": f"{row.ratio:.2f}",

@@ -36,7 +36,9 @@ from capplan.reports.tables import (
     extrapolation_lines,
     folder_lines,
     groups_table,
+    move_words,
     plan_notes,
+    price_words,
     require_no_extrapolation,
     verdict,
 )
@@ -45,7 +47,6 @@ from capplan.spec import completed
 if TYPE_CHECKING:
     from capplan.spec import Plan, Workload
 
-_GIB = 2**30
 _PRINTING = ("output", "as_json", "quiet")
 
 
@@ -186,19 +187,11 @@ def _with_scheduling(workload: Workload, args: PlanArgs) -> Workload:
 
 def _summary(plan: Plan, output: str | None) -> str:
     totals = plan.totals
-    price = "" if totals.usd_per_hour is None else f", {totals.usd_per_hour:,.2f} USD per hour"
-    moves = _moves(plan)
+    price = price_words(totals.usd_per_hour)
+    moved = move_words(plan)
+    moves = f"; {moved}" if moved else ""
     written = "not written (-o FILE writes it)" if output is None else f"written to {output}"
     gpus = f"{counted(totals.gpus, 'GPU')} (lower bound {totals.lower_bound_gpus})"
     cut = "; the time limit ended the search, a longer --time-limit may find a better plan"
     search = cut if plan.provenance.get("search") == "time_limit" else ""
     return f"{gpus}{price}; {verdict(plan)}{search}{moves}; {written}"
-
-
-def _moves(plan: Plan) -> str:
-    """Return the size of the moves from the plan in force; nothing without one."""
-    copied, moved = plan.provenance.get("moved_bytes"), plan.provenance.get("moved_adapters")
-    if not isinstance(copied, int) or not isinstance(moved, int):
-        return ""
-    adapters = {adapter.name for group in plan.groups for adapter in group.adapters}
-    return f"; {moved:,} of {counted(len(adapters), 'adapter')} to move, {copied / _GIB:.2f} GiB to copy"

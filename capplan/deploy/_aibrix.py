@@ -28,7 +28,7 @@ from capplan.deploy._kubernetes import (
     top_comment,
     yaml_documents,
 )
-from capplan.deploy._servers import adapters_of, require_servable, source_kind, unused_name
+from capplan.deploy._servers import require_servable, source_kind, unused_name
 from capplan.deploy._target import Loss
 from capplan.spec import Group, Plan, PlanAdapter
 
@@ -64,7 +64,7 @@ def aibrix_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
         If vLLM cannot serve the plan, no pod fetches an adapter, or AIBrix does not allow its name.
     """
     require_servable(plan)
-    adapters = adapters_of(plan)
+    adapters = plan.adapters
     for name in adapters:
         if not _SERVICE_NAME.fullmatch(name):
             raise refused_name(
@@ -93,7 +93,7 @@ def aibrix_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
 
 def _model_name(plan: Plan) -> str:
     """Return the label and Service of the base model, which no adapter has as its name."""
-    return unused_name(dns_label(plan.base_model.rpartition("/")[2]), set(adapters_of(plan)), "-")
+    return unused_name(dns_label(plan.base_model.rpartition("/")[2]), set(plan.adapters), "-")
 
 
 def _groups_of(plan: Plan, adapter: PlanAdapter) -> list[str]:

@@ -24,7 +24,7 @@ from capplan.deploy._kubernetes import (
     yaml_documents,
 )
 from capplan.deploy._kubernetes import FOLDER as ADAPTERS
-from capplan.deploy._servers import adapters_of, require_servable, source_kind, unused_name
+from capplan.deploy._servers import require_servable, source_kind, unused_name
 from capplan.deploy._target import Setting
 from capplan.spec import Group, Plan, PlanAdapter
 
@@ -104,7 +104,7 @@ def compose_notes(plan: Plan) -> tuple[str, ...]:
     gpus = sum(group.replicas * group.tp for group in plan.groups)
     kinds = ", ".join(dict.fromkeys(group.gpu for group in plan.groups))
     notes = [f"note: the host must have {gpus} GPU(s) ({kinds}), in the order of the services"]
-    folders = [each for each in adapters_of(plan).values() if source_kind(each) in FOLDERS]
+    folders = [each for each in plan.adapters.values() if source_kind(each) in FOLDERS]
     if folders:
         notes.append(
             f"note: {ADAPTERS_FOLDER.name} must hold {len(folders)} adapters, a folder each by its name, "
@@ -115,7 +115,7 @@ def compose_notes(plan: Plan) -> tuple[str, ...]:
 
 def _compose(plan: Plan, servers: Iterable[Server], port: int, settings: Mapping[str, str]) -> str:
     services = [(_comment(plan, each), {each.name: _server(plan, each, settings)}) for each in servers]
-    fetched = [each for each in adapters_of(plan).values() if source_kind(each) == "s3"]
+    fetched = [each for each in plan.adapters.values() if source_kind(each) == "s3"]
     if fetched:
         services.append((["Copies adapters from S3, then ends."], {FETCH: _fetch(fetched, settings)}))
     names = [server.name for server in servers]

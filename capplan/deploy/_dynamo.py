@@ -29,7 +29,7 @@ from capplan.deploy._kubernetes import (
     variables,
     yaml_documents,
 )
-from capplan.deploy._servers import adapters_of, engine_flags, require_servable, source_kind
+from capplan.deploy._servers import engine_flags, require_servable, source_kind
 from capplan.deploy._target import Loss, Setting
 from capplan.spec import Group, Plan, PlanAdapter
 
@@ -81,7 +81,7 @@ def dynamo_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
     ]
     names = adapter_names(plan)
     documents: list[tuple[list[str], dict[str, Any]]] = [(comment, _graph(plan, groups, settings))]
-    documents += [([], _model(plan, each, names[each.name], settings)) for each in adapters_of(plan).values()]
+    documents += [([], _model(plan, each, names[each.name], settings)) for each in plan.adapters.values()]
     return {"dynamo.yaml": yaml_documents(documents), "plan.json": plan.to_json()}
 
 
@@ -91,7 +91,7 @@ def _with_all_adapters(plan: Plan, group: Group) -> Group:
         return group
     rank = max(each.engine_args.max_lora_rank for each in plan.groups)
     arguments = group.engine_args.replace(max_lora_rank=rank)
-    return group.replace(adapters=tuple(adapters_of(plan).values()), engine_args=arguments)
+    return group.replace(adapters=tuple(plan.adapters.values()), engine_args=arguments)
 
 
 def _graph(plan: Plan, groups: list[Group], settings: Mapping[str, str]) -> dict[str, Any]:

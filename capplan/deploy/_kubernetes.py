@@ -9,7 +9,6 @@ from typing import Any, Final
 import yaml
 
 from capplan.deploy._servers import (
-    adapters_of,
     engine_flags,
     lora_module,
     notes_of,
@@ -65,7 +64,7 @@ def object_names(plan: Plan, longest: int = _LONGEST_NAME) -> dict[str, str]:
 
 def adapter_names(plan: Plan) -> dict[str, str]:
     """Return the name of each adapter's objects: a DNS label, different ones for different adapters."""
-    return _labels(adapters_of(plan), _LONGEST_NAME)
+    return _labels(plan.adapters, _LONGEST_NAME)
 
 
 def _labels(texts: Iterable[str], longest: int) -> dict[str, str]:
@@ -343,7 +342,7 @@ def header_of(plan: Plan, group: Group) -> list[str]:
 
 def claim_notes(plan: Plan) -> tuple[str, ...]:
     """Return a line on the folders that the claim of adapters must hold."""
-    folders = [each for each in adapters_of(plan).values() if source_kind(each) in FOLDERS]
+    folders = [each for each in plan.adapters.values() if source_kind(each) in FOLDERS]
     if not folders:
         return ()
     first = folders[0]

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from capplan.deploy._servers import (
-    adapters_of,
     file_stem,
     first_ports,
     in_comment,
@@ -130,7 +129,7 @@ def adapter_word(adapter: PlanAdapter, module: Callable[[str, str], str]) -> str
 
 def download_notes(plan: Plan) -> tuple[str, ...]:
     """Return a line on the adapters that must be downloaded before the scripts of a plan start."""
-    found = _downloaded(adapters_of(plan).values())
+    found = _downloaded(plan.adapters.values())
     if not found:
         return ()
     first, target = shlex.quote(found[0].path or ""), _folder_of(found[0])

@@ -31,7 +31,7 @@ from capplan.deploy._kubernetes import (
     variables,
     yaml_documents,
 )
-from capplan.deploy._servers import adapters_of, engine_flags, lora_module, require_servable, source_kind
+from capplan.deploy._servers import engine_flags, lora_module, require_servable, source_kind
 from capplan.deploy._target import Loss, Setting
 from capplan.errors import InputError
 from capplan.spec import Group, Plan, PlanAdapter
@@ -74,7 +74,7 @@ def production_stack_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[s
         If vLLM cannot serve the plan, the chart does not fetch an adapter, or `cpu` is no whole number.
     """
     require_servable(plan)
-    for adapter in adapters_of(plan).values():
+    for adapter in plan.adapters.values():
         if source_kind(adapter) in ("s3", "url"):
             rule = (
                 "must be a folder or an id of the Hugging Face Hub: the stack has no download from elsewhere"

@@ -15,7 +15,7 @@ from typing import Any, Final
 import yaml
 
 from capplan.deploy._kubernetes import header_of, routing_losses, top_comment, yaml_documents
-from capplan.deploy._servers import Flag, adapters_of, engine_flags, require_servable, unused_name
+from capplan.deploy._servers import Flag, engine_flags, require_servable, unused_name
 from capplan.deploy._target import Loss, Setting
 from capplan.errors import InputError
 from capplan.spec import Group, Plan
@@ -106,13 +106,13 @@ def ray_losses(plan: Plan) -> tuple[Loss, ...]:
     """Return what Ray does not do as the plan says."""
     names = Loss("requests name an adapter as model GROUP:ADAPTER, by routing.json, not ADAPTER")
     loading = Loss("a server loads an adapter from the cloud storage at its first request, not at its start")
-    always = (names, loading) if adapters_of(plan) else ()
+    always = (names, loading) if plan.adapters else ()
     return (*always, *routing_losses(plan, between=_BETWEEN, within=_WITHIN))
 
 
 def ray_notes(plan: Plan) -> tuple[str, ...]:
     """Return a line on what the folder of adapters must hold."""
-    adapters = list(adapters_of(plan).values())
+    adapters = list(plan.adapters.values())
     if not adapters:
         return ()
     first = adapters[0]
@@ -121,7 +121,7 @@ def ray_notes(plan: Plan) -> tuple[str, ...]:
 
 
 def _adapters_path(plan: Plan, path: str) -> str:
-    if adapters_of(plan) and not path.startswith(STORAGES):
+    if plan.adapters and not path.startswith(STORAGES):
         rule = f"must begin with {', '.join(STORAGES)}: Ray loads adapters from there alone"
         raise InputError(rule, path, f"set: {ADAPTERS_PATH.name}")
     return path

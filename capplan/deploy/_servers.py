@@ -92,14 +92,9 @@ def require_servable(plan: Plan, server: str = "vLLM") -> None:
     if model is not None:
         for group in plan.groups:
             model.require_positions(group.engine_args.max_model_len, f"plan: group {group.id}: max_model_len")
-    for adapter in adapters_of(plan).values():
+    for adapter in plan.adapters.values():
         facts = (adapter.path, adapter.rank, adapter.target_modules)
         require_adapter(*facts, plan.base_model, f"plan: adapter {adapter.name}")
-
-
-def adapters_of(plan: Plan) -> dict[str, PlanAdapter]:
-    """Return the adapters of a plan by name, each once."""
-    return {each.name: each for group in plan.groups for each in group.adapters}
 
 
 def vllm_version(engine: PlanEngine) -> str | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from capplan.errors import InfeasibleError, InputError
+from capplan.planner._choices import verified_choices
 from capplan.planner.document._assemble import build_plan
 from capplan.planner.problem._bound import lower_bound_gpus
 from capplan.planner.problem._deadline import OutOfTimeError, TimeBudget
@@ -171,10 +172,13 @@ def plan_problem(
     except InfeasibleError as error:
         progress("placing on more GPUs", 0, 1)
         raise _with_sufficient_gpus(error, problem, options, budget) from None
+    old = () if previous is None else previous_instances(previous)
+    alternatives = answer.alternatives if options.verify else ()
     run = verified(answer)
     if previous is not None and run.has_grown:
-        run = _cheaper(run, lambda: verified(place(None)), previous_instances(previous))
+        run = _cheaper(run, lambda: verified(place(None)), old)
     answer, verifier, outcome, _ = run
+    choices = verified_choices(verifier, outcome.assignments, alternatives, old, progress)
     drawn = replace(verifier, deadline=budget.end).with_drawn_profiles(
         outcome.assignments,
         outcome.verifications,
@@ -193,6 +197,7 @@ def plan_problem(
             "search": "time_limit" if answer.is_cut or run.is_cut else "complete",
             **({} if problem.knobs is KnobSearch.FITTED else {"knobs": problem.knobs.value}),
             **({} if problem.robust is None else {"robust": problem.robust}),
+            **({"choices": choices} if choices else {}),
         },
         deadline=budget.end,
     )

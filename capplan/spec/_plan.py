@@ -397,6 +397,11 @@ class Plan(Plotted, SparseModel):
         if based:
             _require_sum_of_1("the base model", [base.share for _, base in based])
 
+    @property
+    def adapters(self) -> dict[str, PlanAdapter]:
+        """Adapters by name, each once."""
+        return {each.name: each for group in self.groups for each in group.adapters}
+
     def shares_of(self, group: Group) -> dict[str, float]:
         """Return the share of each adapter's requests that goes to a group; the base model under its name."""
         shares = {adapter.name: adapter.share for adapter in group.adapters}
@@ -487,7 +492,7 @@ class Plan(Plotted, SparseModel):
             "gpus": totals.gpus,
             "lower_bound_gpus": totals.lower_bound_gpus,
             "groups": len(self.groups),
-            "adapters": len({adapter.name for group in self.groups for adapter in group.adapters}),
+            "adapters": len(self.adapters),
             "verified": self.is_verified,
         }
 

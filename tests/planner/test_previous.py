@@ -142,6 +142,30 @@ def test_moves_are_priced(workload: Make, tmp_path: Path) -> None:
     assert priced.moves == ()
 
 
+def test_fewer_moves_on_more_gpus_are_a_choice_at_its_price(workload: Make, tmp_path: Path) -> None:
+    """The load falls: fewer GPUs are needed if adapters move, and none moves if they stay."""
+    path = tmp_path / "large.json"
+    large = plan(workload(*scaled(2.0)), gpus=8, seeds=1)
+    large.to_json(path)
+    light = workload(*scaled(0.5))
+    free = replanned(light, path)
+    choices: Any = free.provenance["choices"]
+    assert choices
+    for choice, cheaper in zip(
+        choices, [free.provenance | {"gpus": free.totals.gpus}, *choices], strict=False
+    ):
+        assert choice["gpus"] > cheaper["gpus"]
+        assert choice["moved_adapters"] < cheaper["moved_adapters"]
+    assert choices[-1]["gpus"] == large.totals.gpus
+    assert choices[-1]["moved_adapters"] == 0
+    for choice in choices:
+        priced = replanned(light.replace(move_cost=choice["move_cost"]), path)
+        assert priced.verification.ok
+        assert priced.totals.gpus == choice["gpus"]
+        assert priced.provenance["moved_adapters"] == choice["moved_adapters"]
+    assert "choices" not in replanned(light.replace(move_cost=1.0), path).provenance
+
+
 def test_the_price_of_moves_needs_a_cost_to_compare_with(workload: Make) -> None:
     with pytest.raises(InputError, match="min_gpus or min_cost"):
         workload(*ADAPTERS, objective="min_latency", move_cost=0.1)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Final
 
 from capplan.deploy._ray import STORAGES, model_ids
-from capplan.deploy._servers import adapters_of
 from capplan.deploy.lint._parts import (
     RUNTIME_UPDATES,
     BrokenFile,
@@ -179,4 +178,4 @@ def _ray_adapters(model: RayModel, context: Context) -> int:
         return 0
     names = model_ids(context.plan)
     counts = {names[group.id]: len(group.adapters) for group in context.plan.groups}
-    return counts.get(model.model_id, len(adapters_of(context.plan)) if model.is_only else 0)
+    return counts.get(model.model_id, len(context.plan.adapters) if model.is_only else 0)

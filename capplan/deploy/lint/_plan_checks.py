@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from capplan.deploy._servers import adapters_of, engine_flags
+from capplan.deploy._servers import engine_flags
 from capplan.deploy.lint._parts import Context, PlanFile, WorkloadFile
 from capplan.deploy.lint._rule import Hit
 from capplan.errors import InputError
@@ -45,7 +45,7 @@ def _broken_verification(part: PlanFile, key: str) -> Iterator[Hit]:
 
 def contradicted_by_folder(part: PlanFile, _: Context) -> Iterator[Hit]:
     """Yield the adapters of a plan whose folders on this machine are of others."""
-    for adapter in adapters_of(part.plan).values():
+    for adapter in part.plan.adapters.values():
         facts = (adapter.path, adapter.rank, adapter.target_modules)
         try:
             require_adapter(*facts, part.plan.base_model, f"adapter {adapter.name}")

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from capplan.deploy._servers import adapters_of
 from capplan.deploy.lint._parts import AdapterFolder, Context, RunningServer, Server
 from capplan.deploy.lint._plan_checks import listed
 from capplan.deploy.lint._rule import Hit
@@ -202,12 +201,12 @@ def _is_sglang(server: Server) -> bool:
 
 def _planned(plan: Plan | None, name: str) -> PlanAdapter | None:
     """Return the adapter of a plan by its name."""
-    return None if plan is None else adapters_of(plan).get(name)
+    return None if plan is None else plan.adapters.get(name)
 
 
 def _planned_at(plan: Plan, folder: Path) -> PlanAdapter | None:
     """Return the adapter of a plan whose path is a folder, or that has its name."""
-    at_path = (each for each in adapters_of(plan).values() if local_folder(each.path) == folder)
+    at_path = (each for each in plan.adapters.values() if local_folder(each.path) == folder)
     return next(at_path, _planned(plan, folder.name))
 
 

@@ -134,7 +134,7 @@ def build_plan(
         slo=workload.slo,
         workload_digest=workload.digest(),
         groups=groups,
-        totals=_totals(problem, assignments),
+        totals=fleet_totals(problem, assignments),
         moves=moves,
         router=workload.router,
         router_options=workload.router_options,
@@ -146,7 +146,7 @@ def build_plan(
             "extrapolations": _extrapolations(problem, names, planned, verifications),
             **_trace_notes(workload.trace),
             **_mean_lengths(workload),
-            **_move_sizes(problem, moves, old),
+            **move_sizes(problem, moves, old),
             **({} if problem.gpus_per_link == 1 else {"gpus_per_link": problem.gpus_per_link}),
             **notes,
         },
@@ -220,7 +220,7 @@ def _mean_lengths(workload: Workload) -> dict[str, JsonValue]:
     return dict(zip(MEAN_LENGTHS, means.round(6).tolist(), strict=True))
 
 
-def _move_sizes(
+def move_sizes(
     problem: Problem, moves: Sequence[Move], old: Sequence[PreviousInstance]
 ) -> dict[str, JsonValue]:
     """Return the provenance of the moves; empty without a plan in force."""
@@ -229,7 +229,8 @@ def _move_sizes(
     return {"moved_adapters": moved_adapters(moves), "moved_bytes": moved_bytes(problem, moves, old)}
 
 
-def _totals(problem: Problem, assignments: Sequence[Assignment]) -> Totals:
+def fleet_totals(problem: Problem, assignments: Sequence[Assignment]) -> Totals:
+    """Return GPUs, their lower bound and price."""
     used = [problem.pools[assignment.pool] for assignment in assignments]
     prices = [pool.usd_per_hour for pool in used]
     known = [price for price in prices if price is not None]

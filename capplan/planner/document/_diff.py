@@ -106,7 +106,7 @@ def diff_plans(old: Plan, new: Plan) -> PlanDiff:
     sizes = _sizes([old, new])
     pairs = _matched(old.groups, new.groups, sizes)
     changes = tuple(change for pair in pairs if not (change := _group_change(old, new, *pair)).is_empty)
-    before, after = _adapters(old), _adapters(new)
+    before, after = old.adapters, new.adapters
     arriving = {name for change in changes for name in change.arriving}
     leaving = {name for change in changes for name in change.leaving}
     replicas = {group.id: group.replicas for group in new.groups}
@@ -135,10 +135,6 @@ def diff_plans(old: Plan, new: Plan) -> PlanDiff:
     )
 
 
-def _adapters(plan: Plan) -> dict[str, PlanAdapter]:
-    return {each.name: each for group in plan.groups for each in group.adapters}
-
-
 def _identity(adapter: PlanAdapter) -> tuple[Any, ...]:
     return adapter.rank, adapter.rate_rps, adapter.path, adapter.target_modules
 
@@ -152,7 +148,7 @@ def _sizes(plans: Iterable[Plan]) -> dict[str, int]:
     found = {}
     for plan in plans:
         arch = known_arch([plan.base_model])
-        for adapter in _adapters(plan).values():
+        for adapter in plan.adapters.values():
             bytes_known = arch is not None
             found[adapter.name] = (
                 adapter_bytes(arch, adapter.rank, adapter.target_modules)  # type: ignore[arg-type]

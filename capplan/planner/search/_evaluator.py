@@ -158,6 +158,11 @@ class Evaluator:
         """Tell whether the twin confirms an instance of a pool with these groups."""
         return not members or self._confirm_kind([(members, pool)]).setting is not None
 
+    def is_mostly_overloaded(self, state: PlacementState) -> bool:
+        """Tell whether more than half of the instances do not hold, so that moves among them help nothing."""
+        failing = sum(not self.estimate(state, instance).holds for instance in range(len(state)))
+        return 2 * failing > max(len(state), 2)
+
     def tune_slots(self, assignment: Assignment) -> Assignment:
         """Return a confirmed assignment with the best of the neighbouring numbers of slots, by the twin.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +28,8 @@ _LATENCY_GAIN: Final = 0.05
 """Relative gain in mean request time that is worth moving all adapters, for the objective min_latency."""
 _MAX_EQUAL_FLEETS: Final = 4
 """Fleet sizes of equal cost to try."""
+_MAX_ALTERNATIVES: Final = 2
+"""Placements with fewer moves than the answer."""
 
 Placement = tuple[Assignment, ...]
 
@@ -68,6 +71,23 @@ class MoveSearch:
                 best, least = found, self.cost(found)
         return best
 
+    def alternatives(self, answer: Placement) -> Iterator[Placement]:
+        """Yield confirmed placements with ever fewer moves than the answer, on ever costlier fleets.
+
+        Tried are the next two costlier sizes, the size in force, and the next one that contains it.
+        """
+        cost, least, found = self._costs(fleet_size_of(self.problem, answer)), self.count_moves(answer), 0
+        costlier = [fleet for fleet in self._fleets(answer) if self._costs(fleet) > cost]
+        current = self._size_in_force()
+        larger = [fleet for fleet in costlier if all(map(operator.ge, fleet, current))]
+        for fleet in sorted({*costlier[:2], *larger[:2]}, key=self._costs):
+            if self.local.timed_out or not least or found == _MAX_ALTERNATIVES:
+                return
+            other = self._search_fleet(fleet, improving=False)
+            if other is not None and self.count_moves(other) < least:
+                least, found = self.count_moves(other), found + 1
+                yield other
+
     def _search_fleet(self, fleet: FleetSize, improving: bool) -> Placement | None:
         """Return an initial solution on a fleet that holds as it is or, if `improving`, improved."""
         if fleet not in self._unchanged:
@@ -92,8 +112,20 @@ class MoveSearch:
 
     def _least_cost(self, fleet: FleetSize) -> float:
         """Return the cost of a fleet without moves."""
-        objective = self.problem.workload.objective
-        return 0.0 if objective is Objective.MIN_LATENCY else fleet_cost(self.problem, fleet, objective)[0]
+        return 0.0 if self.problem.workload.objective is Objective.MIN_LATENCY else self._costs(fleet)[0]
+
+    def _costs(self, fleet: FleetSize) -> tuple[float, float]:
+        """Return GPUs and price of a fleet, in the order of the objective."""
+        return fleet_cost(self.problem, fleet, self.problem.workload.objective)[:2]
+
+    def _order(self) -> list[FleetSize]:
+        return fleet_sizes(self.problem, len(self.local.data.groups), self.problem.workload.objective)
+
+    def _size_in_force(self) -> FleetSize:
+        """Return the instances in force by pool, at most as many as there can be."""
+        names = [pool.name for pool in self.problem.pools]
+        held = Counter(instance.pool for instance in self.old)
+        return tuple(min(held[name], most) for name, most in zip(names, self._order()[-1], strict=True))
 
     def _fleets(self, known: Placement | None) -> list[FleetSize]:
         """Return the fleet sizes that can cost less than the known placement, cheapest first.
@@ -101,25 +133,18 @@ class MoveSearch:
         These are the size in force, and those that cost no less than the known placement, or than the size in
         force if none is known. Of equal ones, those closest to the size in force come first.
         """
-        problem, objective = self.problem, self.problem.workload.objective
-        order = fleet_sizes(problem, len(self.local.data.groups), objective)
-        names = [pool.name for pool in problem.pools]
-        held = Counter(instance.pool for instance in self.old)
-        current = tuple(min(held[name], most) for name, most in zip(names, order[-1], strict=True))
-
-        def costs(fleet: FleetSize) -> tuple[float, float]:
-            return fleet_cost(problem, fleet, objective)[:2]
+        current = self._size_in_force()
 
         def distance(fleet: FleetSize) -> int:
             return sum(abs(new - old) for new, old in zip(fleet, current, strict=True))
 
-        least = costs(current if known is None else fleet_size_of(problem, known))
-        fleets = [fleet for fleet in order if fleet == current or costs(fleet) >= least]
+        least = self._costs(current if known is None else fleet_size_of(self.problem, known))
+        fleets = [fleet for fleet in self._order() if fleet == current or self._costs(fleet) >= least]
         equal: Counter[tuple[float, float]] = Counter()
         nearest = []
-        for fleet in sorted(fleets, key=lambda fleet: (costs(fleet), distance(fleet))):
-            equal[costs(fleet)] += 1
-            if equal[costs(fleet)] <= _MAX_EQUAL_FLEETS:
+        for fleet in sorted(fleets, key=lambda fleet: (self._costs(fleet), distance(fleet))):
+            equal[self._costs(fleet)] += 1
+            if equal[self._costs(fleet)] <= _MAX_EQUAL_FLEETS:
                 nearest.append(fleet)
         return nearest
 

@@ -76,12 +76,14 @@ def warm_start(old: Sequence[PreviousInstance]) -> InitialSolution:
 
 
 def relieved_start(
-    old: Sequence[PreviousInstance], holds: Callable[[frozenset[int], int], bool]
+    old: Sequence[PreviousInstance],
+    holds: Callable[[frozenset[int], int], bool],
+    is_overloaded: Callable[[PlacementState], bool],
 ) -> InitialSolution:
     """Return the initial solution that moves groups only from instances that do not hold.
 
     These give up their heaviest groups, and no more than necessary. The others take them. `holds` tells
-    whether an instance of a pool holds with these groups.
+    whether an instance of a pool holds with these groups, `is_overloaded` whether a placement is hopeless.
     """
 
     def start(data: SearchData, pools: Sequence[int]) -> PlacementState | None:
@@ -97,6 +99,8 @@ def relieved_start(
                 if not np.isfinite(loads).any():
                     return None
                 state.add(group, int(np.argmin(loads)))
+            if is_overloaded(state):
+                return None
             rest = []
         return None
 

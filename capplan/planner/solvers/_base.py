@@ -31,8 +31,6 @@ class RequiredEstimator(StrEnum):
     NONE = "none"
     ESTIMATOR = "estimator"
     TWIN = "estimator and twin"
-    NOTHING = NONE
-    """Deprecated alias of `NONE`."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +57,8 @@ class SolverContext:
     """Time at which estimates raise `OutOfTimeError`."""
     on_answer: Callable[[Sequence[Assignment]], None] = no_progress
     """Called with each answer that is found during the search, which is used if the deadline ends it."""
+    on_alternative: Callable[[Sequence[Assignment]], None] = no_progress
+    """Called with each confirmed placement that moves fewer adapters than the answer, at a higher cost."""
     on_cut: Callable[[], None] = no_progress
     """Called if the time limit ends the search, so that the answer is the best by then."""
     renew: Callable[[Problem], SolverContext] | None = None

@@ -11,12 +11,14 @@ import itertools
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Final
 
 from capplan.errors import InfeasibleError, InfeasibleReason
 from capplan.planner.problem._bound import lower_bound, lower_bound_gpus
+from capplan.planner.problem._deadline import OutOfTimeError
 from capplan.planner.problem._knobs import knob_grid
 from capplan.planner.problem._parallel import no_progress
 from capplan.planner.problem._previous import previous_instances
@@ -106,11 +108,15 @@ def _report_unchanged(problem: Problem, context: SolverContext, deadline_s: floa
 
 
 def _place_from_scratch(
-    problem: Problem, context: SolverContext, deadline_s: float, twin: Estimator
+    problem: Problem,
+    context: SolverContext,
+    deadline_s: float,
+    twin: Estimator,
+    known: Placement | None = None,
 ) -> Placement | None:
-    """Return the best placement without regard to the plan in force."""
+    """Return the best placement without regard to the plan in force; a known one if none costs less."""
     bound = max(lower_bound_gpus(problem), context.insufficient_gpus + 1)
-    search_data, known = _search_data(problem), None
+    search_data = _search_data(problem)
     for opens_knobs in _knob_stages(problem):
         for data in search_data[-1:] if opens_knobs else search_data:
             search = _local_search(data, context, deadline_s, twin, opens_knobs)
@@ -128,14 +134,21 @@ def _place_near(
     """
     near = _move_search(problem, context, deadline_s, twin)
     first = near.search(None)
-    from_scratch = _place_from_scratch(
-        problem, context, deadline_s - _SHARE_FOR_MOVES * context.time_limit_s, twin
-    )
+    by_cost = problem.workload.objective in (Objective.MIN_GPUS, Objective.MIN_COST)
+    scratch_s = deadline_s - _SHARE_FOR_MOVES * context.time_limit_s
+    from_scratch = _place_from_scratch(problem, context, scratch_s, twin, first if by_cost else None)
     known = min((each for each in (first, from_scratch) if each is not None), key=near.cost, default=None)
-    if known is not None and known is from_scratch:
-        near = _move_search(problem, context, deadline_s, twin, known)
+    if known is not first:
+        near = _move_search(problem, context, deadline_s, twin, known or ())
     answer = near.search(known)
-    return answer if answer is None or answer is from_scratch else _tune_slots(near.local, answer)
+    if answer is None:
+        return None
+    if by_cost:
+        with suppress(OutOfTimeError):
+            for other in near.alternatives(answer):
+                context.on_alternative(_tune_slots(near.local, other))
+    is_tuned = answer is from_scratch and answer is not first
+    return answer if is_tuned else _tune_slots(near.local, answer)
 
 
 def _margins(context: SolverContext) -> tuple[Estimator, Estimator]:
@@ -212,7 +225,7 @@ def _move_search(
     def holds(members: frozenset[int], pool: int) -> bool:
         return time.monotonic() < deadline_s and evaluator.holds(members, pool)
 
-    relieved = relieved_start(old, holds)
+    relieved = relieved_start(old, holds, evaluator.is_mostly_overloaded)
     starts = (warm_start(old), relieved, levelled_start(old))
     return MoveSearch(problem, old, LocalSearch(data, evaluator, deadline_s, starts, context.on_answer))
 

@@ -41,6 +41,8 @@ class SolverRun:
     """Wall time of splitting and placing."""
     is_cut: bool = False
     """Whether a time limit ended the search, so that a longer one may find a better answer."""
+    alternatives: tuple[tuple[Assignment, ...], ...] = ()
+    """Confirmed placements that move fewer adapters of the plan in force, at a higher cost."""
 
 
 def solve(
@@ -74,6 +76,7 @@ def solve(
     name = solver.estimator if estimator == "auto" else estimator
     none = required is RequiredEstimator.NONE
     answers = _Answers(problem)
+    alternatives: list[tuple[Assignment, ...]] = []
     twin = replace(twin, deadline=replace(twin.deadline, is_missing=lambda: not answers.best))
     selected = twin if none else make_estimator(problem, name, twin)
     started = time.perf_counter()
@@ -92,6 +95,7 @@ def solve(
             insufficient_gpus=insufficient_gpus,
             deadline=twin.deadline,
             on_answer=answers.add,
+            on_alternative=lambda other: alternatives.append(tuple(other)),
             on_cut=answers.cut,
         )
         if required is RequiredEstimator.TWIN:
@@ -113,7 +117,7 @@ def solve(
     solve_s = time.perf_counter() - started
     require_valid(problem, assignments, solver.name)
     used = "none" if none else estimator_name(selected)
-    return SolverRun(problem, assignments, used, solve_s, answers.is_cut)
+    return SolverRun(problem, assignments, used, solve_s, answers.is_cut, tuple(alternatives))
 
 
 @dataclass

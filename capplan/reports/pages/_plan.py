@@ -206,7 +206,7 @@ def _places(plan: Plan) -> dict[str, list[tuple[Group, float]]]:
 
 
 def _adapters(plan: Plan) -> page.Section:
-    facts = {adapter.name: adapter for group in plan.groups for adapter in group.adapters}
+    facts = plan.adapters
     rows = [
         (
             name,

@@ -42,7 +42,17 @@ from ._notes import (
     require_no_extrapolation,
     trace_lines,
 )
-from ._plan import answer, binding, bottleneck_lines, groups_table, throughput, verdict
+from ._plan import (
+    answer,
+    binding,
+    bottleneck_lines,
+    choice_lines,
+    groups_table,
+    move_words,
+    price_words,
+    throughput,
+    verdict,
+)
 from ._scheduling import queues_table, scheduling_words, sizes_table
 from ._simulation import Details, Outcomes, bound_text, metrics_table
 from ._validation import group_table, group_verdict, heading, speed_note
@@ -60,6 +70,7 @@ __all__ = [
     "bottleneck_lines",
     "bound_text",
     "changed_models",
+    "choice_lines",
     "cluster_table",
     "coefficients_table",
     "curve_table",
@@ -83,8 +94,10 @@ __all__ = [
     "load_source",
     "loading_table",
     "metrics_table",
+    "move_words",
     "moves_lines",
     "plan_notes",
+    "price_words",
     "provenance",
     "queues_table",
     "ranks_table",

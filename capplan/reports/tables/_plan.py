@@ -5,15 +5,18 @@ Latencies of a plan: the bounded statistics, or else the 99th percentiles.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from capplan.reports._console import DASH, Table, counted, number, percent
 from capplan.spec import PLAN_ROUTER, describe_latency
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from capplan.spec import Group, Plan, Predicted
 
 
+_GIB: Final = 2**30
 _DEFAULTS: Final = ("ttft_p99_s", "tpot_p99_ms")
 _ORDER: Final = ("ttft", "tpot", "e2e", "tpt", "itl", "interruption")
 _DECIMALS: Final = {"s": 2, "ms": 1, "count": 1, "share": 3}
@@ -153,8 +156,8 @@ def answer(plan: Plan) -> str:
     """Return the answer to how many GPUs, in one sentence."""
     totals, check = plan.totals, plan.verification
     kinds = ", ".join(dict.fromkeys(group.gpu for group in plan.groups))
-    adapters = len({adapter.name for group in plan.groups for adapter in group.adapters})
-    load = f"{counted(adapters, 'adapter')} at {number(sum(map(group_rate_rps, plan.groups)), 2)} req/s"
+    rate = number(sum(map(group_rate_rps, plan.groups)), 2)
+    load = f"{counted(len(plan.adapters), 'adapter')} at {rate} req/s"
     gpus = f"{counted(totals.gpus, 'GPU')} ({kinds})"
     if not check.seeds or check.verdict == "undecided" or plan.changed_after_verification():
         return f"{gpus} for {load}: whether every bound holds is not decided."
@@ -164,6 +167,33 @@ def answer(plan: Plan) -> str:
     bound = "no plan can use fewer" if least >= totals.gpus else f"the lower bound is {least}"
     serve = "serves" if totals.gpus == 1 else "serve"
     return f"{gpus} {serve} {load} within every bound; {bound}."
+
+
+def move_words(plan: Plan) -> str:
+    """Return the size of the moves from the plan in force; nothing without one."""
+    return _move_words(plan.provenance, plan)
+
+
+def choice_lines(plan: Plan) -> tuple[str, ...]:
+    """Return one line per verified alternative that moves fewer adapters and costs more."""
+    found: Any = plan.provenance.get("choices", [])
+    return tuple(
+        f"or {counted(each['gpus'], 'GPU')}{price_words(each.get('usd_per_hour'))}, verified: "
+        f"{_move_words(each, plan)} (--move-cost {each['move_cost']:g})"
+        for each in found
+    )
+
+
+def _move_words(sizes: Mapping[str, Any], plan: Plan) -> str:
+    if "moved_adapters" not in sizes:
+        return ""
+    moved, copied_gib = sizes["moved_adapters"], sizes["moved_bytes"] / _GIB
+    return f"{moved:,} of {counted(len(plan.adapters), 'adapter')} to move, {copied_gib:.2f} GiB to copy"
+
+
+def price_words(usd_per_hour: float | None) -> str:
+    """Return a price after a comma; nothing if it is not known."""
+    return "" if usd_per_hour is None else f", {usd_per_hour:,.2f} USD per hour"
 
 
 def verdict(plan: Plan) -> str:
