@@ -1,8 +1,9 @@
 """Time to plan from a plan in force: ``python -m benchmarks.replanning`` prints the ratio.
 
 Random workloads (20 to 60 adapters by default, ranks 8 to 64, Zipf exponents 0 to 1.2, 10 to 30 requests per
-second for up to 60 adapters and in proportion for more, half of them with a TTFT bound) are planned, 10 % more adapters are added, and both plans of the larger workload are timed with their
-verification: from scratch, and from the plan in force. The two take turns in going first.
+second for up to 60 adapters and in proportion for more, half of them with a TTFT bound) are planned, 10 %
+more adapters are added, and both plans of the larger workload are timed with their verification: from
+scratch, and from the plan in force. The two take turns in going first.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import Any, Final
 from capplan.deploy._kubernetes import (
     CLAIM,
     FETCH_IMAGE,
+    GPU_LABEL,
     GROUP_LABEL,
     IMAGE,
     NAMESPACE,
@@ -32,7 +33,7 @@ from capplan.deploy._servers import require_servable, source_kind, unused_name
 from capplan.deploy._target import Loss
 from capplan.spec import Group, Plan, PlanAdapter
 
-AIBRIX_SETTINGS: Final = (NAMESPACE, IMAGE, CLAIM, FETCH_IMAGE)
+AIBRIX_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM, FETCH_IMAGE)
 AIBRIX_NAMES: Final = frozenset({"aibrix.yaml", "plan.json"})
 
 _MODEL_LABEL: Final = "model.aibrix.ai/name"

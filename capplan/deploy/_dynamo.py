@@ -13,6 +13,7 @@ from capplan.deploy._kubernetes import (
     CLAIM,
     CLAIM_MOUNT,
     FOLDERS,
+    GPU_LABEL,
     HF_TOKEN,
     NAMESPACE,
     S3_CREDENTIALS,
@@ -22,6 +23,7 @@ from capplan.deploy._kubernetes import (
     dns_label,
     header_of,
     metadata,
+    node_selector,
     object_names,
     refused_path,
     routing_losses,
@@ -31,13 +33,20 @@ from capplan.deploy._kubernetes import (
 )
 from capplan.deploy._servers import engine_flags, require_servable, source_kind
 from capplan.deploy._target import Loss, Setting
+from capplan.errors import InputError
 from capplan.spec import Group, Plan, PlanAdapter
 
 IMAGE: Final = Setting(
     "image", "nvcr.io/nvidia/ai-dynamo/vllm-runtime:1.6.1", "image of Dynamo with vLLM in it"
 )
-DYNAMO_SETTINGS: Final = (NAMESPACE, IMAGE, CLAIM)
+DYNAMO_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM)
 DYNAMO_NAMES: Final = frozenset({"dynamo.yaml", "plan.json"})
+
+_FRONTEND: Final = "Frontend"
+_MOST_COMPONENTS: Final = 25
+_LONGEST_COMPONENT: Final = 24
+_LONGEST_GRAPH: Final = 21
+"""The names of a graph and of a component have at most 45 characters together."""
 
 _ENV: Final = {
     "DYN_LORA_ENABLED": "true",
@@ -69,9 +78,14 @@ def dynamo_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
     Raises
     ------
     InputError
-        If vLLM cannot serve the plan, or Dynamo does not fetch an adapter.
+        If vLLM cannot serve the plan, it has more groups than a graph has components, or Dynamo does not
+        fetch an adapter.
     """
     require_servable(plan)
+    if len(plan.groups) >= _MOST_COMPONENTS:
+        most = _MOST_COMPONENTS - 1
+        rule = f"must be at most {most}: a DynamoGraphDeployment has no more components beside its front end"
+        raise InputError(rule, len(plan.groups), "plan: groups")
     groups = [_with_all_adapters(plan, group) for group in plan.groups]
     comment = [
         *top_comment(plan, dynamo_losses(plan)),
@@ -95,11 +109,11 @@ def _with_all_adapters(plan: Plan, group: Group) -> Group:
 
 
 def _graph(plan: Plan, groups: list[Group], settings: Mapping[str, str]) -> dict[str, Any]:
-    names = object_names(plan)
+    names = object_names(plan, _LONGEST_COMPONENT, taken=[_FRONTEND.lower()])
     frontend = {"name": "main", "image": settings[IMAGE.name]}
     components = [
         {
-            "name": "Frontend",
+            "name": _FRONTEND,
             "type": "frontend",
             "replicas": 1,
             "podTemplate": {"spec": {"containers": [frontend]}},
@@ -109,7 +123,7 @@ def _graph(plan: Plan, groups: list[Group], settings: Mapping[str, str]) -> dict
     return {
         "apiVersion": "nvidia.com/v1beta1",
         "kind": "DynamoGraphDeployment",
-        "metadata": metadata(dns_label(plan.base_model.rpartition("/")[2]), settings),
+        "metadata": metadata(dns_label(plan.base_model.rpartition("/")[2], _LONGEST_GRAPH), settings),
         "spec": {"components": components},
     }
 
@@ -127,7 +141,7 @@ def _component(plan: Plan, group: Group, name: str, settings: Mapping[str, str])
         "env": [HF_TOKEN, *(variables(_ENV) if group.adapters else [])],
         "resources": {"limits": {"nvidia.com/gpu": str(group.tp)}},
     }
-    spec: dict[str, Any] = {"containers": [container]}
+    spec: dict[str, Any] = {**node_selector(plan, group, settings), "containers": [container]}
     kinds = {source_kind(adapter) for adapter in group.adapters}
     if "s3" in kinds:
         container["envFrom"] = S3_CREDENTIALS

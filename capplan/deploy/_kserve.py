@@ -12,11 +12,13 @@ from typing import Any, Final
 
 from capplan.deploy._kubernetes import (
     CLAIM,
+    GPU_LABEL,
     IMAGE,
     NAMESPACE,
     header_of,
     image_of,
     metadata,
+    node_selector,
     object_names,
     refused_name,
     refused_path,
@@ -29,7 +31,7 @@ from capplan.deploy._servers import engine_flags, require_servable, source_kind
 from capplan.deploy._target import Loss
 from capplan.spec import Group, Plan, PlanAdapter
 
-KSERVE_SETTINGS: Final = (NAMESPACE, IMAGE, CLAIM)
+KSERVE_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM)
 KSERVE_NAMES: Final = frozenset({"kserve.yaml", "plan.json"})
 
 _MAXIMA: Final = {
@@ -71,6 +73,9 @@ def kserve_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
     top = [
         *top_comment(plan, kserve_losses(plan)),
         "Probes are those of KServe's template. A gated base model needs a token of the storage initializer.",
+        "runAsNonRoot: the template's true would refuse the image of vLLM, which runs as root.",
+        "KServe registers each adapter under a second name, too. Both take a place of maxCpuAdapters at the "
+        "start, so the first request of some adapters loads them again.",
     ]
     return {"kserve.yaml": yaml_documents(documents, top), "plan.json": plan.to_json()}
 
@@ -87,6 +92,8 @@ def _service(plan: Plan, group: Group, name: str, settings: Mapping[str, str]) -
         "image": image_of(plan, group, settings),
         "env": variables({"VLLM_ADDITIONAL_ARGS": arguments}),
         "resources": {"limits": {"nvidia.com/gpu": str(group.tp)}},
+        # The image of vLLM runs as root, which KServe's template forbids.
+        "securityContext": {"runAsNonRoot": False},
     }
     return {
         "apiVersion": "serving.kserve.io/v1alpha2",
@@ -96,7 +103,7 @@ def _service(plan: Plan, group: Group, name: str, settings: Mapping[str, str]) -
             "model": model,
             "replicas": group.replicas,
             "parallelism": {"tensor": group.tp},
-            "template": {"containers": [container]},
+            "template": {**node_selector(plan, group, settings), "containers": [container]},
             "router": {"route": {}, "gateway": {}, "scheduler": {}},
         },
     }

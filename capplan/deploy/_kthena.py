@@ -11,6 +11,7 @@ from typing import Any, Final
 from capplan.deploy._kubernetes import (
     CLAIM,
     FETCH_IMAGE,
+    GPU_LABEL,
     GROUP_LABEL,
     IMAGE,
     NAMESPACE,
@@ -31,7 +32,7 @@ from capplan.deploy._target import Loss
 from capplan.errors import InputError
 from capplan.spec import Plan
 
-KTHENA_SETTINGS: Final = (NAMESPACE, IMAGE, CLAIM, FETCH_IMAGE)
+KTHENA_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM, FETCH_IMAGE)
 KTHENA_NAMES: Final = frozenset({"kthena.yaml", "plan.json"})
 
 _API: Final = "networking.serving.volcano.sh/v1alpha1"

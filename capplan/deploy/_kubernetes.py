@@ -39,6 +39,13 @@ FETCH_IMAGE: Final = Setting(
     "image with `aws`, which copies adapters from s3:// before vLLM starts",
 )
 
+GPU_LABEL: Final = Setting(
+    "gpu-label",
+    "",
+    "label of nodes with the name of their GPUs, by which pods choose nodes; by default "
+    "nvidia.com/gpu.product where a plan has several kinds of GPUs, and none else",
+)
+
 HF_SECRET: Final = {"name": "hf-token", "key": "token"}
 """Secret with the token of the Hugging Face Hub, and its key."""
 HF_TOKEN: Final = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {**HF_SECRET, "optional": True}}}
@@ -55,11 +62,19 @@ FOLDERS: Final = frozenset({"root", "folder"})
 CLAIM_MOUNT: Final = {"name": "adapters", "mountPath": FOLDER, "readOnly": True}
 _LONGEST_NAME: Final = 50
 """Labels have at most 63 characters, and controllers add to names."""
+_NUMBER_LENGTH: Final = 5
+"""Length of a number that tells equal names apart."""
+_YAML_WORDS: Final = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
+"""Words that YAML 1.1 does not read as text where a template of a controller leaves out the quotes."""
+STRATEGY: Final = {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}}
+"""Strategy of updates, which must not wait for GPUs that they have yet to free."""
+_GPU_PRODUCT: Final = "nvidia.com/gpu.product"
+"""Label of nodes by NVIDIA's GPU feature discovery: the name of the driver, with ``-`` for spaces."""
 
 
-def object_names(plan: Plan, longest: int = _LONGEST_NAME) -> dict[str, str]:
+def object_names(plan: Plan, longest: int = _LONGEST_NAME, taken: Iterable[str] = ()) -> dict[str, str]:
     """Return the name of each group's objects: a DNS label, different ones for different groups."""
-    return _labels((group.id for group in plan.groups), longest)
+    return _labels((group.id for group in plan.groups), longest, taken)
 
 
 def adapter_names(plan: Plan) -> dict[str, str]:
@@ -67,15 +82,22 @@ def adapter_names(plan: Plan) -> dict[str, str]:
     return _labels(plan.adapters, _LONGEST_NAME)
 
 
-def _labels(texts: Iterable[str], longest: int) -> dict[str, str]:
-    taken: set[str] = set()
-    return {text: unused_name(dns_label(text, longest), taken, "-") for text in texts}
+def _labels(texts: Iterable[str], longest: int, taken: Iterable[str] = ()) -> dict[str, str]:
+    used = set(taken)
+    return {text: unused_name(dns_label(text, longest - _NUMBER_LENGTH), used, "-") for text in texts}
 
 
 def dns_label(text: str, longest: int = _LONGEST_NAME) -> str:
     """Return a DNS label (RFC 1123) for any text, beginning with a letter."""
     label = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:longest].strip("-")
-    return label if label[:1].isalpha() else f"g-{label}".rstrip("-")
+    return label if label[:1].isalpha() and label not in _YAML_WORDS else f"g-{label}".rstrip("-")
+
+
+def node_labels(plan: Plan, group: Group, settings: Mapping[str, str]) -> dict[str, str]:
+    """Return the labels of the nodes on which a group must run; empty where any node with a GPU will do."""
+    kinds = {each.gpu for each in plan.groups}
+    label = settings[GPU_LABEL.name] or (_GPU_PRODUCT if len(kinds) > 1 else "")
+    return {label: re.sub(r"[^A-Za-z0-9._-]+", "-", group.gpu)} if label else {}
 
 
 def image_of(plan: Plan, group: Group, settings: Mapping[str, str]) -> str:
@@ -130,7 +152,7 @@ def pod_spec(
     Parameters
     ----------
     settings
-        Values of `IMAGE`, `CLAIM` and `FETCH_IMAGE`.
+        Values of `IMAGE`, `CLAIM`, `FETCH_IMAGE` and `GPU_LABEL`.
     with_adapters
         Whether the server starts with its adapters, or the target loads them later from the same paths.
     env
@@ -154,11 +176,18 @@ def pod_spec(
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],  # noqa: S108 - NCCL's shared memory
     }
     spec: dict[str, Any] = {
+        **node_selector(plan, group, settings),
         "containers": [container],
         "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}}],
     }
     _add_adapters(spec, container, group.adapters, settings)
     return spec
+
+
+def node_selector(plan: Plan, group: Group, settings: Mapping[str, str]) -> dict[str, Any]:
+    """Return the ``nodeSelector`` of the pods of a group, as a field; empty without one."""
+    labels = node_labels(plan, group, settings)
+    return {"nodeSelector": labels} if labels else {}
 
 
 def variables(env: Mapping[str, str]) -> list[dict[str, str]]:
@@ -233,6 +262,7 @@ def deployment(
         "metadata": {**metadata(name, settings), "labels": {GROUP_LABEL: name, **(labels or {})}},
         "spec": {
             "replicas": group.replicas,
+            "strategy": STRATEGY,
             "selector": {"matchLabels": {GROUP_LABEL: name}},
             "template": {"metadata": {"labels": {GROUP_LABEL: name, **(labels or {})}}, "spec": pod},
         },

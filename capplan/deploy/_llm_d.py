@@ -11,6 +11,7 @@ from typing import Any, Final
 from capplan.deploy._kubernetes import (
     CLAIM,
     FETCH_IMAGE,
+    GPU_LABEL,
     GROUP_LABEL,
     IMAGE,
     NAMESPACE,
@@ -31,10 +32,12 @@ from capplan.deploy._target import Loss, Setting
 from capplan.spec import Group, Plan, Queues
 
 GATEWAY: Final = Setting("gateway", "inference-gateway", "Gateway that the routes belong to")
-LLM_D_SETTINGS: Final = (NAMESPACE, IMAGE, CLAIM, FETCH_IMAGE, GATEWAY)
+LLM_D_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM, FETCH_IMAGE, GATEWAY)
 LLM_D_NAMES: Final = frozenset({"llm-d.yaml", "endpoint-picker", "plan.json"})
 
 _POOL_GROUP: Final = "inference.networking.k8s.io"
+_LONGEST_NAME: Final = 40
+"""The chart of the endpoint picker cuts the name of its release to so many characters."""
 _PICKER_PORT: Final = 9002
 _WHOLE: Final = 1_000_000
 """Largest weight of a back end."""
@@ -70,7 +73,7 @@ def llm_d_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
         If vLLM cannot serve the plan, or no pod fetches an adapter.
     """
     require_servable(plan)
-    names = object_names(plan)
+    names = object_names(plan, _LONGEST_NAME)
     files = {}
     documents: list[tuple[list[str], dict[str, Any]]] = []
     for group in plan.groups:
@@ -101,7 +104,12 @@ def _pool(name: str, settings: Mapping[str, str]) -> dict[str, Any]:
         "spec": {
             "selector": {"matchLabels": {GROUP_LABEL: name}},
             "targetPorts": [{"number": PORT}],
-            "endpointPickerRef": {"name": _picker_of(name), "port": {"number": _PICKER_PORT}},
+            "endpointPickerRef": {
+                "name": _picker_of(name),
+                "port": {"number": _PICKER_PORT},
+                # As the chart's: without its picker, a group is served, by any of its pods.
+                "failureMode": "FailOpen",
+            },
         },
     }
 

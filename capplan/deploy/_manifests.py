@@ -18,6 +18,7 @@ from capplan.deploy._gateway import (
 from capplan.deploy._kubernetes import (
     CLAIM,
     FETCH_IMAGE,
+    GPU_LABEL,
     IMAGE,
     NAMESPACE,
     PORT,
@@ -33,7 +34,7 @@ from capplan.deploy._servers import require_servable, unused_name
 from capplan.errors import InputError
 from capplan.spec import Group, Plan
 
-MANIFEST_SETTINGS: Final = (NAMESPACE, IMAGE, CLAIM, FETCH_IMAGE, GATEWAY_IMAGE)
+MANIFEST_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM, FETCH_IMAGE, GATEWAY_IMAGE)
 
 MANIFESTS: Final = "manifests.yaml"
 PLAN: Final = "plan.json"
@@ -83,11 +84,7 @@ def manifest_files(plan: Plan, *, port: int, settings: Mapping[str, str]) -> dic
 
 def _group(plan: Plan, group: Group, name: str, settings: Mapping[str, str]) -> Iterator[Document]:
     made = deployment(plan, group, name, settings)
-    made["spec"] |= {
-        # An update must not wait for a GPU that it has yet to free.
-        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
-        "progressDeadlineSeconds": _STARTUP_S + 600,
-    }
+    made["spec"]["progressDeadlineSeconds"] = _STARTUP_S + 600
     yield header_of(plan, group), made
     headless = service(name, settings)
     headless["spec"]["clusterIP"] = "None"

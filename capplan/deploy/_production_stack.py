@@ -12,11 +12,13 @@ from capplan.deploy._kubernetes import (
     CLAIM,
     CLAIM_MOUNT,
     FOLDERS,
+    GPU_LABEL,
     HF_SECRET,
     HF_TOKEN,
     IMAGE,
     NAMESPACE,
     PORT,
+    STRATEGY,
     adapter_names,
     adapter_path,
     claim_volume,
@@ -24,6 +26,7 @@ from capplan.deploy._kubernetes import (
     image_of,
     literal,
     metadata,
+    node_labels,
     object_names,
     refused_path,
     routing_losses,
@@ -40,7 +43,7 @@ CPU: Final = Setting("cpu", "4", "CPU cores of a pod, which the chart requires")
 MEMORY: Final = Setting("memory", "32Gi", "memory of a pod, which the chart requires")
 STORAGE: Final = Setting("storage", "50Gi", "size of the claim of a group that downloads adapters")
 STORAGE_CLASS: Final = Setting("storage-class", "", "class of that claim; by default the cluster's")
-PRODUCTION_STACK_SETTINGS: Final = (NAMESPACE, IMAGE, CLAIM, CPU, MEMORY, STORAGE, STORAGE_CLASS)
+PRODUCTION_STACK_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM, CPU, MEMORY, STORAGE, STORAGE_CLASS)
 PRODUCTION_STACK_NAMES: Final = frozenset({"values.yaml", "lora-adapters.yaml", "plan.json"})
 
 _LONGEST_NAME: Final = 30
@@ -104,6 +107,7 @@ def _values(models: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "servingEngineSpec": {
             "containerPort": PORT,
+            "strategy": STRATEGY,  # the chart's doubles the GPUs during an update
             # Loading weights and capturing graphs takes minutes.
             "startupProbe": {"httpGet": probe, "periodSeconds": 10, "failureThreshold": 180},
             "readinessProbe": {"httpGet": probe, "periodSeconds": 5, "failureThreshold": 2},
@@ -132,8 +136,18 @@ def _model_spec(plan: Plan, group: Group, name: str, settings: Mapping[str, str]
         "enableLoRA": bool(group.engine_args.max_loras),
         "vllmConfig": _vllm_config(plan, group),
         "env": env,
+        **_nodes(plan, group, settings),
         **_storage(plan, group, settings),
     }
+
+
+def _nodes(plan: Plan, group: Group, settings: Mapping[str, str]) -> dict[str, Any]:
+    """Return the nodes of a group as a field of its model; empty where any node with a GPU will do."""
+    terms = [
+        {"matchExpressions": [{"key": label, "operator": "In", "values": [value]}]}
+        for label, value in node_labels(plan, group, settings).items()
+    ]
+    return {"nodeSelectorTerms": terms} if terms else {}
 
 
 def _repository_and_tag(image: str) -> tuple[str, str]:

@@ -31,6 +31,7 @@ CRDS = {
 }
 VALUES = "production-stack.values.schema.json"
 
+OTHER_GPU = "NVIDIA A100-SXM4-80GB"
 HOSTILE = (
     "1e3",
     "0o17",
@@ -146,9 +147,16 @@ def own_schemas(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
     return {
         ("apps/v1", "Deployment"): fields(
             "replicas",
+            "strategy",
             "selector",
             "template",
             replicas=WHOLE,
+            strategy=fields(
+                "type",
+                "rollingUpdate",
+                type={"const": "RollingUpdate"},
+                rollingUpdate=fields(maxSurge=WHOLE, maxUnavailable=WHOLE),
+            ),
             selector=fields("matchLabels", matchLabels=TEXTS),
             template=template,
         ),
@@ -164,7 +172,9 @@ def own_schemas(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
         ("gateway.networking.k8s.io/v1", "HTTPRoute"): part_of_kserve(
             folder, "router", "route", "http", "spec"
         ),
-        ("nvidia.com/v1beta1", "DynamoGraphDeployment"): fields("components", components=many(component)),
+        ("nvidia.com/v1beta1", "DynamoGraphDeployment"): fields(
+            "components", components={**many(component), "maxItems": 25}
+        ),
         ("nvidia.com/v1alpha1", "DynamoModel"): fields(
             "modelName",
             "baseModelName",
@@ -294,6 +304,13 @@ PLANS = {
     "groups": plan_of(
         *(group(f"Pool-{index}/GPU", ((f"a{index}", 8, 1.0, None),), replicas=2) for index in range(3))
     ),
+    "words-of-yaml": plan_of(
+        *(group(each, ((f"a-{each.lower()}", 8, 1.0, None),)) for each in ("on", "Frontend"))
+    ),
+    "two-kinds-of-gpu": plan_of(
+        group("g0", (("x", 8, 1.0, None),)), group("g1", (("y", 8, 1.0, None),)).replace(gpu=OTHER_GPU)
+    ),
+    "long-names": plan_of(*(group(f"{'n' * 60}-{i}", ((f"a{i}", 8, 1.0, None),)) for i in range(2))),
     "same-labels": plan_of(group("a/b", (("x", 8, 1.0, None),)), group("a.b", (("y", 8, 1.0, None),))),
 }
 
@@ -658,6 +675,91 @@ def test_numbers_of_yaml_1_2_are_quoted() -> None:
     """Kubernetes reads 1e3 as a number, PyYAML as text."""
     text = export(named("1e3", "0o17"), "kthena")["kthena.yaml"]
     assert {"  - '1e3'", "  - '0o17'"} <= set(text.splitlines())
+
+
+def node_labels_of(document: Any) -> Iterator[dict[str, str]]:
+    """Yield the node labels that pods require, wherever a document has them."""
+    if isinstance(document, Mapping):
+        if "nodeSelector" in document:
+            yield document["nodeSelector"]
+        for term in document.get("nodeSelectorTerms", ()):
+            yield {each["key"]: each["values"][0] for each in term["matchExpressions"]}
+        document = list(document.values())
+    if isinstance(document, list):
+        for each in document:
+            yield from node_labels_of(each)
+
+
+def node_labels(target: str, plan: Plan, **settings: str) -> list[dict[str, str]]:
+    texts = export(plan, target, settings=settings).items()
+    loaded = (
+        yaml.safe_load_all(text) for path, text in texts if path.endswith(".yaml") and "picker" not in path
+    )
+    return [each for documents in loaded for document in documents for each in node_labels_of(document)]
+
+
+@pytest.mark.parametrize("target", [*TARGETS, "kubernetes"])
+def test_pods_choose_nodes_by_their_gpu_where_there_are_several_kinds(target: str) -> None:
+    """The label is that of NVIDIA's GPU feature discovery."""
+    plan = PLANS["two-kinds-of-gpu"]
+    gpus = [each.gpu.replace(" ", "-") for each in plan.groups]
+    assert node_labels(target, plan) == [{"nvidia.com/gpu.product": gpu} for gpu in gpus]
+    assert node_labels(target, PLANS["hub"]) == []
+    assert node_labels(target, PLANS["hub"], **{"gpu-label": "example.com/gpu"}) == [
+        {"example.com/gpu": gpus[0]}
+    ]
+
+
+@pytest.mark.parametrize("target", ["kthena", "llm-d", "aibrix", "kubernetes"])
+def test_updates_need_no_further_gpu(target: str) -> None:
+    plan = PLANS["hub"]
+    name = {"kubernetes": "manifests"}.get(target, target)
+    documents = yaml.safe_load_all(export(plan, target)[f"{name}.yaml"])
+    updates = [
+        each["spec"]["strategy"]["rollingUpdate"]["maxSurge"]
+        for each in documents
+        if each["kind"] == "Deployment" and "strategy" in each["spec"]
+    ]
+    assert updates == [0] * len(plan.groups)
+    assert values_of(plan)["servingEngineSpec"]["strategy"]["rollingUpdate"]["maxSurge"] == 0
+
+
+def test_kserve_runs_an_image_whose_user_is_root() -> None:
+    (spec,) = of_kind("LLMInferenceService", export(named("a"), "kserve"))
+    assert spec["template"]["containers"][0]["securityContext"] == {"runAsNonRoot": False}
+
+
+def test_no_name_is_a_word_that_yaml_does_not_read_as_text() -> None:
+    """The template of the chart writes the name of a model without quotes."""
+    names = [each["name"] for each in values_of(PLANS["words-of-yaml"])["servingEngineSpec"]["modelSpec"]]
+    assert names == ["g-on", "frontend"]
+
+
+def test_names_of_dynamo_are_short_and_differ_without_case() -> None:
+    (graph,) = (
+        each
+        for each in documents_of(export(PLANS["words-of-yaml"], "dynamo"))
+        if each["kind"] == "DynamoGraphDeployment"
+    )
+    names = [each["name"] for each in graph["spec"]["components"]]
+    assert names == ["Frontend", "g-on", "frontend-2"]
+    long = export(PLANS["long-names"].replace(base_model="org/" + "m" * 70), "dynamo", settings={})
+    (graph,) = (each for each in documents_of(long) if each["kind"] == "DynamoGraphDeployment")
+    longest = max(len(each["name"]) for each in graph["spec"]["components"])
+    assert len(graph["metadata"]["name"]) + longest <= 45
+
+
+def test_dynamo_refuses_more_groups_than_a_graph_has_components() -> None:
+    many = plan_of(*(group(f"g{i}", ((f"a{i}", 8, 1.0, None),)) for i in range(25)))
+    with pytest.raises(InputError, match="must be at most 24"):
+        export(many, "dynamo")
+
+
+def test_the_picker_of_a_long_group_is_the_one_that_the_chart_names() -> None:
+    pools = of_kind("InferencePool", export(PLANS["long-names"], "llm-d"))
+    names = [each["endpointPickerRef"]["name"].removesuffix("-epp") for each in pools]
+    assert len(set(names)) == 2
+    assert all(len(each) <= 40 and each[-1].isalnum() for each in names)
 
 
 def test_a_target_writes_only_below_its_names() -> None:
