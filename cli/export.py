@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import typer
 
-from capplan.cli.options import PlanFile, Unverified, command, read_plan
+from capplan.cli.options import FAILED, PlanFile, Unverified, command, read_plan
 from capplan.cli.output import require_writable_folder, write_folder
 from capplan.cli.progress import announce_compilation, progress_bars
-from capplan.deploy import DEFAULT_PORT, EXPORTERS, Exporter, Loss, find_exporter
+from capplan.deploy import DEFAULT_PORT, EXPORTERS, Exporter, Loss, diff_files, diff_server, find_exporter
 from capplan.deploy import export as export_files
 from capplan.errors import InputError
 from capplan.reports import counted
@@ -27,8 +28,20 @@ class ExportArgs:
 
     plan: PlanFile
     target: str = typer.Option(..., metavar="NAME", help=f"Deployment target: {', '.join(EXPORTERS)}.")
-    output: str = typer.Option(
-        ..., "--output", "-o", metavar="DIR", help="Directory to make: all of it or nothing."
+    output: str | None = typer.Option(
+        None, "--output", "-o", metavar="DIR", help="Directory to make: all of it or nothing."
+    )
+    check: list[str] | None = typer.Option(
+        None,
+        metavar="PATH",
+        help="Check the files as `capplan lint --schemas PATH` does, and write none that have an error; "
+        "repeatable.",
+    )
+    diff: list[str] | None = typer.Option(
+        None,
+        metavar="DIR|URL",
+        help="Show what changes from an earlier export or a running server, and write nothing; repeatable. "
+        "Exit status: 0 if nothing changes, 1 otherwise.",
     )
     port: int = typer.Option(
         DEFAULT_PORT, metavar="N", help="Port of the gateway, or of the first server; each next one adds 1."
@@ -56,16 +69,26 @@ class ExportArgs:
 def export(args: ExportArgs) -> None:
     """Write what a target deploys: for vllm a script per server, routing.json and plan.json."""
     exporter = find_exporter(args.target)
-    require_writable_folder(args.output, exporter.top_names, force=args.force)
+    if args.output is not None:
+        require_writable_folder(args.output, exporter.top_names, force=args.force)
+    elif not (args.check or args.diff):
+        raise InputError("is required, or --check or --diff", location="--output")
     settings = _settings(args.settings)
     planned = Plan.from_json(args.plan)
     _files(planned, args, settings)  # what is wrong shows before minutes of verification
     plan, verdict = _exported_plan(args, planned, exporter)
     files = _files(plan, args, settings)
-    scripts = frozenset(name for name in files if name.endswith(".sh"))
-    write_folder(args.output, files, scripts)
+    if args.check:
+        _check(files, args.check)
+    if args.diff:
+        _show_differences(plan, files, args.diff)
+        return
     if verdict:
         typer.echo(verdict)
+    if args.output is None:
+        return
+    scripts = frozenset(name for name in files if name.endswith(".sh"))
+    write_folder(args.output, files, scripts)
     for line in exporter.notes(plan):
         typer.echo(line, err=True)
     for loss in exporter.losses(planned):
@@ -75,6 +98,34 @@ def export(args: ExportArgs) -> None:
     *most, last = written
     names = f"{', '.join(most)} and {last}" if most else last
     typer.echo(f"{names} written to {args.output}")
+
+
+def _check(files: Mapping[str, str], schemas: Sequence[str]) -> None:
+    """Print what the rules of `capplan lint` find in files, and exit if one of them is an error."""
+    from capplan.deploy.lint import FORMATS, lint
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_folder(f"{folder}/export", files, frozenset())
+        found = lint(f"{folder}/export", schemas=schemas)
+        found = tuple(replace(each, file=each.file.removeprefix(f"{folder}/export/")) for each in found)
+    if text := FORMATS["text"](found):
+        typer.echo(text)
+    errors = sum(each.level == "error" for each in found)
+    typer.echo(f"{counted(errors, 'error')} in {counted(len(files), 'file')}", err=True)
+    if errors:
+        raise typer.Exit(FAILED)
+
+
+def _show_differences(plan: Plan, files: Mapping[str, str], deployed: Sequence[str]) -> None:
+    """Print what changes from what is deployed, and exit with 1 if anything does."""
+    is_equal = True
+    for each in deployed:
+        is_url = each.startswith(("http://", "https://"))
+        text = "\n".join(diff_server(plan, each)) if is_url else diff_files(files, each).rstrip("\n")
+        is_equal &= not text
+        typer.echo(text or f"{each}: as planned")
+    if not is_equal:
+        raise typer.Exit(1)
 
 
 def _settings(given: Sequence[str] | None) -> dict[str, str]:

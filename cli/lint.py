@@ -25,6 +25,12 @@ class LintArgs:
         "PEFT folder, or URL of a running server.",
     )
     plan: str | None = typer.Option(None, metavar="PLAN", help="Plan to check the files against.")
+    schemas: list[str] | None = typer.Option(
+        None,
+        metavar="PATH",
+        help="CustomResourceDefinitions (kubectl get crd -o yaml), values.schema.json of a chart, or folder "
+        "of such files, by which objects must be valid; repeatable.",
+    )
     format: str = typer.Option("text", metavar="NAME", help=f"Output: {', '.join(FORMATS)}.")
     strict: bool = typer.Option(False, "--strict", help="Exit with 1 for warnings too.")
     select: str | None = typer.Option(None, metavar="ID,...", help="Check these rules alone.")
@@ -48,7 +54,7 @@ def lint(args: LintArgs) -> None:
         raise InputError(f"must be one of {', '.join(FORMATS)}", args.format, "--format")
     select = None if args.select is None else names(args.select, "--select")
     ignore = () if args.ignore is None else names(args.ignore, "--ignore")
-    found = findings_of(*args.files, plan=args.plan, select=select, ignore=ignore)
+    found = findings_of(*args.files, plan=args.plan, select=select, ignore=ignore, schemas=args.schemas or ())
     if text := FORMATS[args.format](found):
         typer.echo(text)
     if args.format == "text":

@@ -1,3 +1,4 @@
+from ._differences import diff_files, diff_server
 from ._export import DEFAULT_PORT, EXPORTERS, export, find_exporter
 from ._launch import TOP_NAMES
 from ._target import Exporter, Loss, Setting
@@ -10,6 +11,8 @@ __all__ = [
     "Exporter",
     "Loss",
     "Setting",
+    "diff_files",
+    "diff_server",
     "export",
     "find_exporter",
     "vllm_files",

@@ -343,7 +343,7 @@ def error_reason(error: Exception) -> str:
 
 Scalar: TypeAlias = str | int | float | bool | None
 _MAX_NODES: Final = 1_000_000
-_MAX_DEPTH: Final = 32
+_MAX_DEPTH: Final = 64
 
 _UNQUOTED: Final = re.compile(r"\{i\}")
 _QUOTE: Final = 'quote text with {i}, as in name: "a-{i}"'

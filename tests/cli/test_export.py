@@ -10,6 +10,7 @@ from capplan.deploy import EXPORTERS, Exporter, Loss, Setting, _export, vllm_fil
 from capplan.spec import Cache, PlanBase, RebalanceSettings, Scheduler, Totals
 from tests.cli.conftest import Run, error_line
 from tests.cli.examples import group, small_plan, verdict, write_inputs
+from tests.deploy.lint.inputs import one_group, running
 
 
 @pytest.fixture
@@ -312,3 +313,78 @@ def test_a_loss_that_changes_nothing_is_not_verified(
     result = run("export", tmp_path / "plan.json", "--target", "mine", "-o", tmp_path / "deploy")
     assert result.exit_code == 0, result.output
     assert "verified again" not in result.stdout
+
+
+# Check and diff ----------------------------------------------------------------------------------
+
+
+def export_to(run: Run, plan: Path, target: str, *words: object) -> Any:
+    return run("export", plan, "--target", target, *words)
+
+
+def test_a_file_with_an_error_is_not_written(run: Run, plan_json: Path) -> None:
+    schemas = plan_json.parent / "schemas.yaml"
+    schemas.write_text(
+        "kind: CustomResourceDefinition\n"
+        "spec: {group: model.aibrix.ai, names: {kind: ModelAdapter}, versions: [{name: v1alpha1, "
+        "served: true, schema: {openAPIV3Schema: {type: integer}}}]}\n"
+    )
+    out = plan_json.parent / "deploy"
+    words = ("--unverified", "-o", out, "--check", schemas)
+    result = export_to(run, plan_json, "aibrix", *words)
+    assert result.exit_code == 1
+    assert "aibrix.yaml:" in result.stdout
+    assert "CAP402 ModelAdapter" in result.stdout
+    assert not out.exists()
+    schemas.write_text(
+        schemas.read_text().replace("type: integer", "type: object").replace("properties: {spec", "x: {y")
+    )
+    assert export_to(run, plan_json, "aibrix", *words).exit_code == 0
+    assert out.is_dir()
+
+
+def test_an_export_has_no_difference_from_itself_and_writes_nothing(run: Run, plan_json: Path) -> None:
+    out = plan_json.parent / "deploy"
+    export_to(run, plan_json, "vllm", "-o", out)
+    before = contents(out)
+    result = export_to(run, plan_json, "vllm", "--diff", out)
+    assert (result.exit_code, result.stdout) == (0, f"{out}: as planned\n")
+    changed = export_to(run, plan_json, "vllm", "--port", "9100", "--diff", out)
+    assert changed.exit_code == 1
+    assert "--- deployed/launch/g1.sh" in changed.stdout
+    assert any(line.startswith("+") and "9100" in line for line in changed.stdout.splitlines())
+    (out / "launch" / "old.sh").write_text("vllm serve x\n")
+    removed = export_to(run, plan_json, "vllm", "--diff", out)
+    assert "--- deployed/launch/old.sh\n+++ /dev/null\n" in removed.stdout
+    (out / "launch" / "old.sh").unlink()
+    assert contents(out) == before
+
+
+def test_a_difference_needs_a_folder_and_an_export_somewhere_to_go(run: Run, plan_json: Path) -> None:
+    assert "must be a folder" in error_line(export_to(run, plan_json, "vllm", "--diff", "nowhere"))
+    assert "--output: is required, or --check or --diff" in error_line(export_to(run, plan_json, "vllm"))
+
+
+@pytest.mark.parametrize(
+    ("served", "slots", "lines"),
+    [
+        (("a", "b"), 2, ()),
+        (("a", "c"), 2, ("-adapter c", "+adapter b")),
+        (("a",), 4, ("-max_loras 4", "+max_loras 2", "+adapter b")),
+    ],
+)
+def test_a_running_server_is_compared_with_its_group(
+    run: Run, tmp_path: Path, served: tuple[str, ...], slots: int, lines: tuple[str, ...]
+) -> None:
+    one_group(("a", 16, None), ("b", 16, None)).to_json(tmp_path / "plan.json")
+    with running(*served, max_loras=slots) as url:
+        result = export_to(run, tmp_path / "plan.json", "vllm", "--unverified", "--diff", url)
+    expected = (f"--- {url}", "+++ group g", *lines) if lines else (f"{url}: as planned",)
+    assert result.stdout.splitlines() == list(expected)
+    assert result.exit_code == int(bool(lines))
+
+
+def test_a_gateway_is_compared_with_the_whole_plan(run: Run, plan_json: Path) -> None:
+    with running(*small_plan().adapters) as url:
+        result = export_to(run, plan_json, "vllm", "--diff", url)
+    assert (result.exit_code, result.stdout) == (0, f"{url}: as planned\n")

@@ -1,6 +1,5 @@
 """Manifests of Kubernetes controllers: every object is valid by the schema of its kind."""
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -13,6 +12,7 @@ from jsonschema import Draft202012Validator
 
 from capplan import InputError, Plan
 from capplan.deploy import EXPORTERS, export
+from capplan.deploy.lint._schemas import Schemas, read_schemas
 from capplan.serving.routers import ROUTERS
 from capplan.spec import Group, PlanAdapter, PlanBase, QueueClass, Queues, Totals, Verification, Wrs
 from tests.cli.examples import MODEL, group, small_plan
@@ -20,16 +20,6 @@ from tests.cli.examples import MODEL, group, small_plan
 TARGETS = ("kthena", "kserve", "aibrix", "production-stack", "llm-d", "dynamo")
 ANY_NAME = ("kthena", "production-stack", "llm-d", "dynamo")
 """Targets that take any name of an adapter."""
-
-CRDS = {
-    "ModelRoute": "kthena.modelroutes.crd.yaml",
-    "LLMInferenceService": "kserve.llminferenceservices.minimal.crd.yaml",
-    "ModelAdapter": "aibrix.modeladapters.crd.yaml",
-    "LoraAdapter": "production-stack.loraadapters.crd.yaml",
-    "InferencePool": "gie.inferencepools.crd.yaml",
-    "InferenceObjective": "llm-d.inferenceobjectives.crd.yaml",
-}
-VALUES = "production-stack.values.schema.json"
 
 OTHER_GPU = "NVIDIA A100-SXM4-80GB"
 HOSTILE = (
@@ -61,43 +51,15 @@ def schemas(reference_dir: Path) -> Path:
 # Schemas ------------------------------------------------------------------------------------------
 
 
-def closed(schema: Any) -> Any:
-    """Return a schema of Kubernetes or Helm as JSON Schema that refuses properties it does not list."""
-    if isinstance(schema, list):
-        return [closed(each) for each in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    result: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key == "properties":
-            result[key] = {name: closed(each) for name, each in value.items()}
-        elif not key.startswith("x-kubernetes-") and key not in ("nullable", "default", "description"):
-            result[key] = closed(value)
-    if "properties" in schema and not schema.get("x-kubernetes-preserve-unknown-fields"):
-        result.setdefault("additionalProperties", False)
-    if schema.get("nullable") and isinstance(schema.get("type"), str):
-        result["type"] = [schema["type"], "null"]
-    return result
-
-
 @cache
-def crd(folder: Path, kind: str) -> dict[str, Any]:
-    """Return the CRD of a kind."""
-    text = (folder / CRDS[kind]).read_text(encoding="utf-8")
-    loaded = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    assert loaded["spec"]["names"]["kind"] == kind
-    return loaded["spec"]  # type: ignore[no-any-return]
+def read(folder: Path) -> Schemas:
+    """Return the schemas of the folder."""
+    return read_schemas([folder])
 
 
-@cache
 def crd_schema(folder: Path, kind: str, api_version: str) -> dict[str, Any]:
-    """Return the schema of a kind in a version, which the CRD must serve."""
-    spec = crd(folder, kind)
-    name, _, version = api_version.partition("/")
-    assert name == spec["group"]
-    (found,) = (each for each in spec["versions"] if each["name"] == version)
-    assert found["served"]
-    return closed(found["schema"]["openAPIV3Schema"])  # type: ignore[no-any-return]
+    """Return the schema of a kind in a version, which its CRD must serve."""
+    return read(folder).kinds[api_version, kind]  # type: ignore[no-any-return]
 
 
 def part_of_kserve(folder: Path, *keys: str) -> dict[str, Any]:
@@ -237,14 +199,13 @@ def require_valid_files(files: Mapping[str, str], folder: Path) -> None:
         api, kind = document["apiVersion"], document["kind"]
         require_valid(document["metadata"], METADATA)
         names.add((kind, document["metadata"]["name"]))
-        if kind in CRDS:
-            require_valid(document, crd_schema(folder, kind, api))
-        else:
+        if (api, kind) in own:
             require_valid(document["spec"], own[api, kind])
+        else:
+            require_valid(document, crd_schema(folder, kind, api))
     assert len(names) == len(documents_of(files))
     if "values.yaml" in files:
-        schema = json.loads((folder / VALUES).read_text(encoding="utf-8"))
-        require_valid(yaml.safe_load(files["values.yaml"]), closed(schema))
+        require_valid(yaml.safe_load(files["values.yaml"]), read(folder).values)
     for path, text in files.items():
         if path.startswith("endpoint-picker/"):
             require_valid(yaml.safe_load(text), PICKER)

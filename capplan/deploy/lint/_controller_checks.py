@@ -11,7 +11,6 @@ from capplan.deploy.lint._parts import (
     RUNTIME_UPDATES,
     BrokenFile,
     ChartModel,
-    Context,
     Document,
     RayModel,
     Server,
@@ -20,8 +19,9 @@ from capplan.deploy.lint._parts import (
     mapping,
     mappings,
 )
-from capplan.deploy.lint._rule import Hit
+from capplan.deploy.lint._rule import Context, Hit
 from capplan.deploy.lint._server_checks import adapters_on_host
+from capplan.spec import format_key
 
 _OLD_GROUP: Final = "inference.networking.x-k8s.io"
 _MOVED: Final = ("InferenceObjective", "InferenceModelRewrite")
@@ -49,6 +49,30 @@ def secrets(part: TextFile, _: Context) -> Iterator[Hit]:
         for name, pattern in _SECRETS:
             if pattern.search(line):
                 yield Hit(f"the line holds {name}", number)
+
+
+def not_valid(document: Document, context: Context) -> Iterator[Hit]:
+    """Yield what of an object, or of the values of a chart, is not valid by its schema."""
+    for key, message in context.schemas.errors(document) if context.schemas else ():
+        where = format_key(key) or "the document"
+        yield Hit(f"{document.kind or 'values'}: {where}: {message}", document.line_at(*key))
+
+
+def without_schema(document: Document, context: Context) -> Iterator[Hit]:
+    """Yield that a kind of custom resources has no schema among those given, at its first object."""
+    if context.schemas is None or not _is_custom(document) or context.schemas.of(document) is not None:
+        return
+    kind, version = document.kind, document.data.get("apiVersion")
+    same = (each for each in context.of(Document) if each.kind == kind)
+    if next(same, document) is document:
+        yield Hit(f"{kind} of {version} is not checked")
+
+
+def _is_custom(document: Document) -> bool:
+    """Tell whether an object is a custom resource: API groups of Kubernetes have no dot, or are of k8s.io."""
+    group = document.api_group
+    own = "." not in group or (group.endswith(".k8s.io") and not group.endswith(".networking.k8s.io"))
+    return not own and bool(mapping(document.data.get("metadata")))
 
 
 def kserve_without_maxima(document: Document, _: Context) -> Iterator[Hit]:

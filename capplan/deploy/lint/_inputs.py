@@ -8,11 +8,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
+from capplan.deploy._running import served_by
 from capplan.deploy.lint._commands import ENGINE, script_servers
 from capplan.deploy.lint._objects import deployment_parts
-from capplan.deploy.lint._parts import AdapterFolder, BrokenFile, Part, PlanFile, TextFile, WorkloadFile
-from capplan.deploy.lint._running import running_server
-from capplan.errors import InputError
+from capplan.deploy.lint._parts import (
+    AdapterFolder,
+    BrokenFile,
+    Part,
+    PlanFile,
+    RunningServer,
+    TextFile,
+    WorkloadFile,
+)
+from capplan.errors import InputError, redacted
 from capplan.spec import ADAPTER_CONFIG, PeftFiles, Plan, local_folder, read_text
 
 _URL: Final = re.compile(r"https?://", re.IGNORECASE)
@@ -33,7 +41,7 @@ def read_input(name: str | os.PathLike[str]) -> tuple[Part, ...]:
     """
     name = os.fspath(name)
     if _URL.match(name):
-        return (running_server(name),)
+        return (RunningServer(file=redacted(name), served=served_by(name)),)
     path = Path(name)
     if path.is_dir():
         if (path / ADAPTER_CONFIG).is_file():

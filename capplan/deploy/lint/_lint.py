@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from capplan.deploy.lint._inputs import read_input
-from capplan.deploy.lint._parts import Context, Part, PlanFile
-from capplan.deploy.lint._rule import Finding, Rule
+from capplan.deploy.lint._parts import Part, PlanFile
+from capplan.deploy.lint._rule import Context, Finding, Rule
 from capplan.deploy.lint._rules import RULES
+from capplan.deploy.lint._schemas import Schemas, read_schemas
 from capplan.errors import InputError, printable
 from capplan.spec import Plan
 
@@ -19,6 +20,7 @@ def lint(
     plan: Plan | str | os.PathLike[str] | None = None,
     select: Iterable[str] | None = None,
     ignore: Iterable[str] = (),
+    schemas: Iterable[str | os.PathLike[str]] = (),
 ) -> tuple[Finding, ...]:
     """Check workloads, plans, exported files, adapter folders and running servers.
 
@@ -31,6 +33,9 @@ def lint(
         Plan that the other inputs are checked against; by default that of an exported directory.
     select, ignore : iterable of str
         Ids of the rules to check, all by default, and of those to leave out.
+    schemas : iterable of path
+        Files or folders with definitions of custom resources, as ``kubectl get crd -o yaml`` prints them, and
+        with the ``values.schema.json`` of a chart: objects and values are checked against them.
 
     Returns
     -------
@@ -40,7 +45,8 @@ def lint(
     Raises
     ------
     InputError
-        If the kind of an input is not known, an input or the plan cannot be read, or an id is unknown.
+        If the kind of an input is not known, an input, the plan or a schema cannot be read, or an id is
+        unknown.
 
     Examples
     --------
@@ -50,7 +56,9 @@ def lint(
     """
     rules = _chosen(select, ignore)
     planned = plan if plan is None or isinstance(plan, Plan) else Plan.from_json(plan)
-    return tuple(finding for each in inputs for finding in _findings(read_input(each), planned, rules))
+    paths = tuple(schemas)
+    known = read_schemas(paths) if paths else None
+    return tuple(found for each in inputs for found in _findings(read_input(each), planned, known, rules))
 
 
 def _chosen(select: Iterable[str] | None, ignore: Iterable[str]) -> tuple[Rule[Any], ...]:
@@ -63,9 +71,11 @@ def _chosen(select: Iterable[str] | None, ignore: Iterable[str]) -> tuple[Rule[A
     return tuple(rule for rule in RULES if rule.id in chosen - left_out)
 
 
-def _findings(parts: tuple[Part, ...], plan: Plan | None, rules: Iterable[Rule[Any]]) -> Iterator[Finding]:
+def _findings(
+    parts: tuple[Part, ...], plan: Plan | None, schemas: Schemas | None, rules: Iterable[Rule[Any]]
+) -> Iterator[Finding]:
     exported = (part.plan for part in parts if isinstance(part, PlanFile))
-    context = Context(parts, plan or next(exported, None))
+    context = Context(parts, plan or next(exported, None), schemas)
     applied = list(rules)
     for part in parts:
         for rule in applied:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
-from capplan.deploy._servers import vllm_version
+from capplan.deploy._running import Served
 from capplan.errors import InputError
 from capplan.spec import FolderAdapter, Key, Plan, Workload, parse_json
 
@@ -21,29 +21,6 @@ class Part:
 
     file: str
     line: int | None = None
-
-
-P = TypeVar("P", bound=Part)
-
-
-@dataclass(frozen=True)
-class Context:
-    """What a rule may look at beside a part: the other parts of the input, and the plan in force."""
-
-    parts: tuple[Part, ...] = ()
-    plan: Plan | None = None
-
-    def of(self, kind: type[P]) -> Iterator[P]:
-        """Yield the parts of a kind."""
-        return (part for part in self.parts if isinstance(part, kind))
-
-    @property
-    def version(self) -> str | None:
-        """Version of vLLM of the plan; None without a plan, or if its groups have several."""
-        if self.plan is None:
-            return None
-        versions = {vllm_version(self.plan.engine_of(group)) for group in self.plan.groups}
-        return versions.pop() if len(versions) == 1 else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,21 +61,9 @@ class AdapterFolder(Part):
 
 @dataclass(frozen=True, kw_only=True)
 class RunningServer(Part):
-    """A running OpenAI-compatible server.
+    """A running OpenAI-compatible server."""
 
-    Parameters
-    ----------
-    models
-        Names of all models that it serves.
-    base_models
-        Names and paths of those that are no adapters.
-    max_loras
-        Adapter slots by its metrics; None: not stated.
-    """
-
-    models: frozenset[str]
-    base_models: frozenset[str]
-    max_loras: int | None
+    served: Served
 
 
 @dataclass(frozen=True, kw_only=True)

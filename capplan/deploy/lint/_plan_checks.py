@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from capplan.deploy._servers import engine_flags
-from capplan.deploy.lint._parts import Context, PlanFile, WorkloadFile
-from capplan.deploy.lint._rule import Hit
+from capplan.deploy.lint._parts import PlanFile, WorkloadFile
+from capplan.deploy.lint._rule import Context, Hit
 from capplan.errors import InputError
 from capplan.spec import require_adapter
 

@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, Generic, Literal, TypeAlias, TypeVar
 
-from capplan.deploy.lint._parts import Context, Part
+from capplan.deploy._servers import vllm_version
+from capplan.deploy.lint._parts import Part
+from capplan.deploy.lint._schemas import Schemas
+from capplan.spec import Plan
 
 Level: TypeAlias = Literal["error", "warning"]
 
 P = TypeVar("P", bound=Part)
 
 REFERENCE: Final = "docs/reference/lint.md"
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a rule may look at beside a part: the other parts of the input, the plan in force, and schemas."""
+
+    parts: tuple[Part, ...] = ()
+    plan: Plan | None = None
+    schemas: Schemas | None = None
+
+    def of(self, kind: type[P]) -> Iterator[P]:
+        """Yield the parts of a kind."""
+        return (part for part in self.parts if isinstance(part, kind))
+
+    @property
+    def version(self) -> str | None:
+        """Version of vLLM of the plan; None without a plan, or if its groups have several."""
+        if self.plan is None:
+            return None
+        versions = {vllm_version(self.plan.engine_of(group)) for group in self.plan.groups}
+        return versions.pop() if len(versions) == 1 else None
 
 
 @dataclass(frozen=True)

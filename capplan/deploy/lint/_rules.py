@@ -205,6 +205,25 @@ RULES: Final[tuple[Rule[Any], ...]] = (
         "one adapter in host memory. Values that are too small break CAP201 to CAP204.",
     ),
     Rule(
+        "CAP402",
+        "error",
+        Document,
+        controllers.not_valid,
+        title="an object is not valid by its schema",
+        fix="correct the field, or use the release of the controller that the export is for",
+        reason="Schemas are those of `--schemas`. The API server refuses such an object, or drops a field "
+        "that it does not know without a word.",
+    ),
+    Rule(
+        "CAP403",
+        "warning",
+        Document,
+        controllers.without_schema,
+        title="no schema is given for a custom resource",
+        fix="add its CustomResourceDefinition to --schemas",
+        reason="The cluster may lack the controller of the target.",
+    ),
+    Rule(
         "CAP411",
         "error",
         Document,

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from capplan.deploy.lint._parts import AdapterFolder, Context, RunningServer, Server
+from capplan.deploy.lint._parts import AdapterFolder, RunningServer, Server
 from capplan.deploy.lint._plan_checks import listed
-from capplan.deploy.lint._rule import Hit
+from capplan.deploy.lint._rule import Context, Hit
 from capplan.errors import InputError
 from capplan.serving import RELEASES, flag_since, release_of
 from capplan.spec import (
@@ -157,37 +157,33 @@ def lacks_adapters(server: RunningServer, context: Context) -> Iterator[Hit]:
     """Yield the adapters of the plan's group that a running server lacks."""
     if context.plan is not None:
         group = _served_group(server, context.plan)
-        missing = [each.name for each in group.adapters if each.name not in server.models]
+        missing = [each.name for each in group.adapters if each.name not in server.served.models]
         if missing:
             yield Hit(f"{len(missing)} adapters of group {group.id} are not served: {listed(missing)}")
 
 
 def other_slots(server: RunningServer, context: Context) -> Iterator[Hit]:
     """Yield that a running server has another number of slots than planned."""
-    if context.plan is not None and server.max_loras is not None:
+    if context.plan is not None and server.served.max_loras is not None:
         group = _served_group(server, context.plan)
         planned = group.engine_args.max_loras
-        if planned != server.max_loras:
-            yield Hit(f"max_loras is {server.max_loras}, and {planned} in group {group.id} of the plan")
+        if planned != server.served.max_loras:
+            yield Hit(
+                f"max_loras is {server.served.max_loras}, and {planned} in group {group.id} of the plan"
+            )
 
 
 def other_base_model(server: RunningServer, context: Context) -> Iterator[Hit]:
     """Yield that a running server has another base model; folders of models have their name."""
-    if context.plan is not None:
-        wanted = _last_part(context.plan.base_model)
-        if wanted not in map(_last_part, server.base_models):
-            served = listed(sorted(server.base_models)) or "no base model"
-            yield Hit(f"it serves {served}, and the plan is for {context.plan.base_model}")
-
-
-def _last_part(name: str) -> str:
-    return name.rstrip("/").rpartition("/")[2].lower()
+    if context.plan is not None and not server.served.serves_base(context.plan.base_model):
+        served = listed(sorted(server.served.base_models)) or "no base model"
+        yield Hit(f"it serves {served}, and the plan is for {context.plan.base_model}")
 
 
 def _served_group(server: RunningServer, plan: Plan) -> Group:
     """Return the group with the most adapters of a server."""
     return max(
-        plan.groups, key=lambda group: sum(adapter.name in server.models for adapter in group.adapters)
+        plan.groups, key=lambda group: sum(adapter.name in server.served.models for adapter in group.adapters)
     )
 
 

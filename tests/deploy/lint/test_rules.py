@@ -1,5 +1,6 @@
 """Each rule has an input that breaks it, and no other rule."""
 
+import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -39,6 +40,54 @@ class Bad(NamedTuple):
     words: str
     line: int | None = None
     plan: Callable[[Path], Any] = lambda _: None
+    schemas: Any = None
+
+
+DEFINITION = {
+    "apiVersion": "apiextensions.k8s.io/v1",
+    "kind": "CustomResourceDefinition",
+    "metadata": {"name": "inferencepools.inference.networking.k8s.io"},
+    "spec": {
+        "group": "inference.networking.k8s.io",
+        "names": {"kind": "InferencePool"},
+        "versions": [
+            {
+                "name": "v1",
+                "served": True,
+                "schema": {
+                    "openAPIV3Schema": {
+                        "type": "object",
+                        "properties": {
+                            "apiVersion": {"type": "string"},
+                            "kind": {"type": "string"},
+                            "metadata": {"type": "object"},
+                            "spec": {
+                                "type": "object",
+                                "required": ["targetPorts"],
+                                "properties": {
+                                    "selector": {"type": "object", "nullable": True},
+                                    "targetPorts": {
+                                        "type": "array",
+                                        "items": {
+                                            "type": "object",
+                                            "properties": {"number": {"type": "integer", "maximum": 65535}},
+                                        },
+                                    },
+                                    "any": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
+                                },
+                            },
+                        },
+                    }
+                },
+            }
+        ],
+    },
+}
+VALUES = {"type": "object", "properties": {"servingEngineSpec": {"type": "object", "properties": {}}}}
+
+
+def pool(**spec: Any) -> dict[str, Any]:
+    return crd("inference.networking.k8s.io/v1", "InferencePool", **spec)
 
 
 def plan_file(folder: Path, **changes: Any) -> Path:
@@ -89,6 +138,7 @@ def trace(folder: Path) -> Path:
 
 OLD_IMAGE = "vllm/vllm-openai:v0.8.5"
 POOL = {"kind": "InferencePool", "name": "p"}
+AIBRIX_API = "model.aibrix.ai/v1alpha1"
 LLM_D = "llm-d.ai/v1alpha2"
 OLD = "inference.networking.x-k8s.io/v1alpha2"
 AIBRIX = {"adapter.model.aibrix.ai/enabled": "true"}
@@ -161,7 +211,23 @@ BAD = (
         "a has rank 16",
         plan=lambda _: one_group(("a", 16, None)),
     ),
-    Bad("CAP411", yaml_of(crd("model.aibrix.ai/v1alpha1", "ModelAdapter", replicas=2)), "replicas is 2", 6),
+    Bad(
+        "CAP402",
+        yaml_of(pool(targetPorts=[{"number": 65536}])),
+        "InferencePool: spec.targetPorts[0].number: 65536 is greater",
+        7,
+        schemas=DEFINITION,
+    ),
+    Bad("CAP402", yaml_of(pool(targetPorts=[], extra=1)), "'extra' was unexpected", schemas=DEFINITION),
+    Bad(
+        "CAP402",
+        yaml_of(pool()),
+        "'targetPorts' is a required",
+        schemas={"kind": "List", "items": [DEFINITION]},
+    ),
+    Bad("CAP402", yaml_of(chart()), "values: servingEngineSpec: ", schemas=VALUES),
+    Bad("CAP403", yaml_of(crd(AIBRIX_API, "ModelAdapter")), "is not checked", schemas=DEFINITION),
+    Bad("CAP411", yaml_of(crd(AIBRIX_API, "ModelAdapter", replicas=2)), "replicas is 2", 6),
     Bad("CAP412", yaml_of(pod("--enable-lora", **AIBRIX)), "is unset"),
     Bad("CAP421", yaml_of(lora_adapter("x"), lora_adapter("y")), "adapter a is also on x, beside y", 20),
     Bad("CAP422", yaml_of(chart(enableLoRA=False)), "--max-loras is set"),
@@ -202,11 +268,25 @@ BAD = (
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: f"{bad.rule}-{bad.words}")
 def test_a_bad_input_breaks_its_rule_and_no_other(bad: Bad, tmp_path: Path) -> None:
-    found = lint(bad.make(tmp_path), plan=bad.plan(tmp_path))
+    schemas = [write(tmp_path, json.dumps(bad.schemas), "schemas.json")] if bad.schemas else []
+    found = lint(bad.make(tmp_path), plan=bad.plan(tmp_path), schemas=schemas)
     assert {each.id for each in found} == {bad.rule}
     assert bad.words in found[0].reason
     if bad.line is not None:
         assert found[0].line == bad.line
+
+
+def test_a_valid_object_has_no_finding(tmp_path: Path) -> None:
+    definitions = write(tmp_path, json.dumps(DEFINITION), "schemas.yaml")
+    objects = yaml_of(pool(targetPorts=[{"number": 1}], selector=None, any={"x": 1}), pod())(tmp_path)
+    assert lint(objects, schemas=[definitions]) == ()
+    assert lint(objects, schemas=[tmp_path]) == ()
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", '{"kind": "List", "items": [1]}'])
+def test_a_file_without_schemas_is_one_line(text: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^[^\n]*schemas.json: must hold CustomResourceDefinitions"):
+        lint(write(tmp_path, serve()), schemas=[write(tmp_path, text, "schemas.json")])
 
 
 TWO = one_group(("a", 16, None), ("b", 16, None))
