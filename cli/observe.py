@@ -12,6 +12,7 @@ import typer
 from capplan.cli.options import AsJson, Quiet, command
 from capplan.cli.output import require_writable_files
 from capplan.errors import InputError
+from capplan.observe import DEFAULT_MEMORY_BYTES, MOST_ADAPTERS
 from capplan.reports import Table, counted, number, percent, print_json, print_table
 from capplan.spec import write_text_atomic
 
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     from capplan.observe import FitReport, FitRow, Observation
 
 _MIB = 2**20
+_OPTIONS = {
+    each: each.replace("_", "-")
+    for each in ("map", "time_unit", "timezone", "window", "scale", "ranks", "adapters", "max_adapters")
+}
+"""Options by the names of parameters in errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +61,21 @@ class ObserveArgs:
     )
     ranks: str | None = typer.Option(None, metavar="FILE", help="CSV with name, rank and optionally path.")
     rank: int | None = typer.Option(None, metavar="N", min=1, max=512, help="Rank of all other adapters.")
+    base_aliases: list[str] | None = typer.Option(
+        None, "--base-alias", metavar="NAME", help="Another name of the base model in the log. Repeatable."
+    )
+    strip_prefix: str = typer.Option(
+        "", metavar="TEXT", help="Beginning of names to leave out, such as hosted_vllm/ of a gateway."
+    )
     most_adapters: int = typer.Option(
-        1000, "--max-adapters", metavar="N", min=1, help="Adapters one by one; the others become a class."
+        MOST_ADAPTERS,
+        "--max-adapters",
+        metavar="N",
+        min=1,
+        help="Adapters one by one; the others become a class.",
     )
     memory_mib: int = typer.Option(
-        512, "--memory", metavar="MIB", min=128, help="Memory to read the log with."
+        DEFAULT_MEMORY_BYTES // _MIB, "--memory", metavar="MIB", min=128, help="Memory to read the log with."
     )
     for_s: float = typer.Option(
         60.0, "--for", metavar="SECONDS", help="Between two scrapes of a server's metrics."
@@ -78,10 +94,31 @@ def observe(args: ObserveArgs) -> None:
     drawn from the workload.
     """
     from capplan.observe import fit_report
-    from capplan.observe import observe as observed
 
     require_writable_files(args.output, args.html)
-    found = observed(
+    try:
+        found = _observed(args)
+    except InputError as error:
+        head, colon, rest = error.location.partition(":")
+        if head not in _OPTIONS:
+            raise
+        raise InputError(error.rule, error.value, f"--{_OPTIONS[head]}{colon}{rest}") from None
+    written = found.write(Path(args.output))
+    report = fit_report(found, written[0])
+    if args.html is not None:
+        from capplan.reports.pages import observation_page
+
+        write_text_atomic(args.html, observation_page(found, report))
+    if args.as_json:
+        print_json(_document(found, report, written))
+    elif not args.quiet:
+        _show(found, report, written)
+
+
+def _observed(args: ObserveArgs) -> Observation:
+    from capplan.observe import observe as observed
+
+    return observed(
         args.source,
         base_model=args.base_model,
         columns=_mapping(args.columns or ()),
@@ -93,20 +130,12 @@ def observe(args: ObserveArgs) -> None:
         adapters=args.adapters,
         ranks=args.ranks,
         rank=args.rank,
+        base_aliases=args.base_aliases or (),
+        strip_prefix=args.strip_prefix,
         most_adapters=args.most_adapters,
         memory_bytes=args.memory_mib * _MIB,
         for_s=args.for_s,
     )
-    written = found.write(Path(args.output))
-    report = fit_report(found, written[0])
-    if args.html is not None:
-        from capplan.reports.pages import observation_page
-
-        write_text_atomic(args.html, observation_page(found, report))
-    if args.as_json:
-        print_json(_document(found, report, written))
-    elif not args.quiet:
-        _show(found, report, written)
 
 
 def _mapping(given: Iterable[str]) -> dict[str, str]:
@@ -129,13 +158,13 @@ def _unit(given: str | None) -> str | None:
 def _show(found: Observation, report: FitReport, written: Sequence[Path]) -> None:
     start = "" if found.start is None else f" from {found.start:%Y-%m-%d %H:%M:%S} UTC"
     typer.echo(
-        f"{found.requests:,} requests of {counted(len(found.adapters), 'adapter')} in "
+        f"{found.requests:,} requests of {counted(_requested(found), 'adapter')} in "
         f"{found.duration_s / 3600:,.4g} h{start}: {number(found.rate_rps, 3)} req/s"
     )
     for line in (*found.columns, *found.notes):
         typer.echo(f"- {line}")
     for each in found.dropped:
-        typer.echo(f"- not used, {counted(each.rows, 'row')}: {each.reason}, such as {each.example}")
+        typer.echo(f"- not used, {counted(each.rows, 'row')}: {each.reason}{each.like}")
     for line in found.warnings:
         typer.echo(f"warning: {line}")
     print_table(fit_table(report))
@@ -144,6 +173,12 @@ def _show(found: Observation, report: FitReport, written: Sequence[Path]) -> Non
         f"popular adapters: at most {percent(report.worst('shares'))}"
     )
     typer.echo(f"{' and '.join(map(str, written))} written")
+
+
+def _requested(found: Observation) -> int:
+    """Return the number of adapters with a request."""
+    tail = 0 if found.tail is None else found.tail.adapters
+    return sum(each.requests > 0 for each in found.adapters) + tail
 
 
 def fit_table(report: FitReport) -> Table:

@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-import yaml
-
 from capplan.deploy._servers import (
     engine_flags,
     lora_module,
@@ -20,7 +18,7 @@ from capplan.deploy._servers import (
 from capplan.deploy._target import Loss, Setting
 from capplan.errors import InputError
 from capplan.serving import RELEASES
-from capplan.spec import PLAN_ROUTER, Group, Plan, PlanAdapter
+from capplan.spec import PLAN_ROUTER, Group, Plan, PlanAdapter, yaml_text
 
 PORT: Final = 8000
 """Port of vLLM in every pod."""
@@ -382,28 +380,13 @@ def claim_notes(plan: Plan) -> tuple[str, ...]:
     )
 
 
-class _Dumper(yaml.SafeDumper):
-    """YAML without references between its parts; texts that YAML 1.2 reads as numbers have quotes."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-_Dumper.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"([-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|0o[0-7]+)\Z"),
-    list("-+.0123456789"),
-)
-
-
 def yaml_documents(
     documents: Iterable[tuple[Iterable[str], Mapping[str, Any]]], top: Iterable[str] = ()
 ) -> str:
     """Return documents of YAML in one text, each below the lines of its comment, all below those of `top`."""
     parts = []
     for comment, document in documents:
-        text = yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**16)
-        parts.append(_comment(comment) + text)
+        parts.append(_comment(comment) + yaml_text(document))
     return _comment(top) + "---\n".join(parts)
 
 

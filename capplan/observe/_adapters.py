@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from capplan.errors import InputError
-from capplan.observe._observation import AdapterFacts, ObservedAdapter, ObserveOptions, Tail
+from capplan.observe._observation import DEFAULT_RANK, AdapterFacts, ObservedAdapter, ObserveOptions, Tail
 from capplan.spec import Adapter, PeftFiles, read_columns
 
 Histogram = Mapping[str, list[int]]
@@ -33,13 +33,14 @@ def adapters_of(
     """
     known, per_request, own = options.known, options.scale / duration_s, lengths or {}
     names = [name for name in counted if name is not None]
-    names += [name for name in known if name not in counted]  # deployed, and idle in this log
+    idle = [name for name in known if name not in counted]  # deployed
+    names += idle
     unknown = [name for name in names if name not in known]
     notes = []
+    if idle:
+        notes.append(f"{many(len(idle), 'adapter')} with a known rank had no request, such as {idle[0]}")
     if unknown and options.rank is None:
-        notes.append(
-            f"rank {options.default_rank} is assumed of {many(len(unknown), 'adapter')} without a known one"
-        )
+        notes.append(f"rank {DEFAULT_RANK} is assumed of {many(len(unknown), 'adapter')} without a known one")
     single = names[: options.most_adapters]
     adapters = tuple(
         ObservedAdapter(
@@ -58,11 +59,12 @@ def adapters_of(
     if not rest:
         return adapters, None, notes
     requests = [counted.get(name, 0) for name in rest]
+    rank = max(map(options.rank_of, rest))
     notes.append(
         f"the {len(rest):,} least popular adapters, with {sum(requests):,} requests, are one class, tail-0 "
-        f"to tail-{len(rest) - 1}; --max-adapters describes more of them one by one"
+        f"to tail-{len(rest) - 1}, of rank {rank}, the largest of theirs, and without paths: it is for "
+        "planning, and --max-adapters describes more of them one by one, to be deployed"
     )
-    rank = max(map(options.rank_of, rest))
     tail = Tail(len(rest), sum(requests), per_request * sum(requests), rank, _zipf(requests))
     return adapters, tail, notes
 
@@ -115,7 +117,7 @@ def facts_of_table(path: Path) -> dict[str, AdapterFacts]:
         For an unreadable file, a missing column, or an impossible name or rank.
     """
     table = read_columns(path, ("name", "rank"), ("path",))
-    found = {}
+    found: dict[str, AdapterFacts] = {}
     for row, name in enumerate(table["name"].astype(str)):
         rank, where = table["rank"].iloc[row], table["path"].iloc[row] if "path" in table else None
         try:
@@ -124,5 +126,8 @@ def facts_of_table(path: Path) -> dict[str, AdapterFacts]:
         except (TypeError, ValueError, InputError) as error:
             rule = error.rule if isinstance(error, InputError) else "must be a whole number"
             raise InputError(rule, f"{name},{rank}", f"{path}: row {row + 1}") from None
-        found[name] = AdapterFacts(whole, where if isinstance(where, str) and where else None)
+        facts = AdapterFacts(whole, where if isinstance(where, str) and where else None)
+        if found.setdefault(name, facts) != facts:
+            rule = "must state each adapter once, or always the same"
+            raise InputError(rule, f"{name},{rank}", f"{path}: row {row + 1}")
     return found

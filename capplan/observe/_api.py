@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from capplan.datasets import load_profile
 from capplan.observe._adapters import facts_of_folders, facts_of_table
-from capplan.observe._logs import DEFAULT_MEMORY_BYTES, observe_log
+from capplan.observe._logs import observe_log
 from capplan.observe._metrics import observe_metrics
-from capplan.observe._observation import MOST_ADAPTERS, Observation, ObserveOptions
+from capplan.observe._observation import DEFAULT_MEMORY_BYTES, MOST_ADAPTERS, Observation, ObserveOptions
 from capplan.spec import TimeUnit
 
 
@@ -26,6 +27,8 @@ def observe(  # noqa: PLR0913 - the front of many options
     adapters: str | os.PathLike[str] | None = None,
     ranks: str | os.PathLike[str] | None = None,
     rank: int | None = None,
+    base_aliases: Iterable[str] = (),
+    strip_prefix: str = "",
     most_adapters: int = MOST_ADAPTERS,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     for_s: float = 60.0,
@@ -59,6 +62,10 @@ def observe(  # noqa: PLR0913 - the front of many options
         CSV file with columns ``name``, ``rank`` and optionally ``path``.
     rank : int, optional
         Rank of adapters without a known one.
+    base_aliases : iterable of str
+        Further names of the base model in the log.
+    strip_prefix : str
+        Beginning of names in the log that is left out, such as that of a gateway's provider.
     most_adapters : int
         Adapters that are described one by one; the least popular ones beyond are one class.
     memory_bytes : int
@@ -74,8 +81,10 @@ def observe(  # noqa: PLR0913 - the front of many options
     Raises
     ------
     InputError
-        For a file that cannot be read, a missing column, times of no clear unit, or no usable request.
+        For a file that cannot be read, a missing column, times of no clear unit, no usable request, or a
+        profile of another base model.
     """
+    load_profile(profile).require_model(base_model)
     known = {} if adapters is None else facts_of_folders(Path(adapters))
     if ranks is not None:
         known |= facts_of_table(Path(ranks))
@@ -91,6 +100,8 @@ def observe(  # noqa: PLR0913 - the front of many options
         rank=rank,
         most_adapters=most_adapters,
         memory_bytes=memory_bytes,
+        base_aliases=tuple(base_aliases),
+        strip_prefix=strip_prefix,
     )
     address = os.fspath(source)
     if "://" in address:

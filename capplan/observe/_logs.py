@@ -16,11 +16,10 @@ from capplan.observe._columns import choose_columns
 from capplan.observe._lengths import ValueCounts, own_histogram, prefix_of_share, quantiles_of
 from capplan.observe._observation import Observation, ObservedAdapter, ObserveOptions, Tokens
 from capplan.observe._rates import dispersion, rate_steps
-from capplan.observe._requests import US_PER_S, Log, described, read_requests
+from capplan.observe._requests import US_PER_S, Log, described, may_be_times, read_requests
 from capplan.observe._source import open_source, quoted
 from capplan.spec import Adapter
 
-DEFAULT_MEMORY_BYTES: Final = 512 * 2**20
 _BIN_S: Final = 60.0
 _LEAST_BINS: Final = 60
 _BURST_GAPS: Final = 10.0
@@ -42,13 +41,14 @@ _DRIFTING: Final = 0.5
 def observe_log(path: Path, options: ObserveOptions) -> Observation:
     """Return what a log says of the traffic."""
     with open_source(path, options.memory_bytes, options.timezone) as source:
-        chosen = choose_columns(source, options.columns)
+        chosen = choose_columns(source, options.columns, lambda field: may_be_times(source, field))
         log = read_requests(
             source,
             chosen,
             time_unit=options.time_unit,
             window=options.window,
-            base_model=options.base_model,
+            base_names=(options.base_model, *options.base_aliases),
+            strip_prefix=options.strip_prefix,
         )
         return _fitted(log, str(path), described(chosen), options)
 
@@ -107,7 +107,7 @@ def _rows(log: Log, sql: str) -> list[tuple[Any, ...]]:
 def _binned(log: Log, bin_s: float, where: str = "true") -> NDArray[np.int64]:
     """Return the requests of each bin, of those that meet a condition."""
     last = max(1, math.ceil(log.duration_s / bin_s - 1e-9))
-    bins = f"least(us // {round(bin_s * US_PER_S)}, {last - 1})::BIGINT"
+    bins = f"least(us // {max(1, round(bin_s * US_PER_S))}, {last - 1})::BIGINT"
     counts = np.zeros(last, np.int64)
     for at, count in _rows(log, f"SELECT {bins}, count(*) FROM requests WHERE {where} GROUP BY 1"):
         counts[at] = count
@@ -234,11 +234,18 @@ def _warnings(
         found.append("no column of adapters: all requests are those of the base model")
     if log.duration_s < _SHORT_S:
         found.append(f"the log is short, {log.duration_s / 3600:.2g} h: it may not hold the busiest time")
-    guessed = sum(not each.rank_known for each in adapters)
+    guessed = [each.name for each in adapters if not each.rank_known and each.requests]
     if guessed:
         found.append(
-            f"ranks are missing for {many(guessed, 'adapter')}: give --adapters FOLDER or --ranks FILE"
+            f"ranks are missing for {many(len(guessed), 'adapter')}: give --adapters FOLDER or --ranks FILE"
         )
+    known = {each.name for each in adapters if each.rank_known and not each.requests}
+    ends = ((name, name.rpartition("/")[2]) for name in guessed)
+    prefixes = {name.removesuffix(end) for name, end in ends if name != end and end in known}
+    found += [
+        f"names begin with {prefix}, unlike those with known ranks: --strip-prefix {prefix} drops it"
+        for prefix in sorted(prefixes)
+    ]
     drifted = _drifted(log, counted)
     if drifted:
         found.append(

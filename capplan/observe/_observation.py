@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import numpy as np
@@ -16,13 +17,18 @@ from numpy.typing import NDArray
 
 from capplan.errors import InputError
 from capplan.observe._requests import Dropped
-from capplan.spec import TimeUnit, write_bytes_atomic
+from capplan.spec import TimeUnit, YamlDumper, write_bytes_atomic, yaml_text
+from capplan.workload import load_workload
 
 Tokens = NDArray[np.int32]
 
+DEFAULT_MEMORY_BYTES: Final = 512 * 2**20
+"""Memory of the reader of a log."""
 MOST_ADAPTERS: Final = 1000
 """Adapters that are described one by one unless stated otherwise."""
 
+DEFAULT_RANK: Final = 16
+"""Rank of an adapter that nothing states."""
 _FEW_ADAPTERS: Final = 40
 """Adapters that a workload file lists itself; more of them are a CSV file beside it."""
 
@@ -50,7 +56,8 @@ class ObserveOptions:
     rank: int | None
     most_adapters: int
     memory_bytes: int
-    default_rank: int = 16
+    base_aliases: tuple[str, ...] = ()
+    strip_prefix: str = ""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.scale) and self.scale > 0):
@@ -60,7 +67,7 @@ class ObserveOptions:
 
     def rank_of(self, name: str) -> int:
         """Return the rank of an adapter, that of all others if it is not known."""
-        return self.known[name].rank if name in self.known else self.rank or self.default_rank
+        return self.known[name].rank if name in self.known else self.rank or DEFAULT_RANK
 
 
 @dataclass(frozen=True)
@@ -163,14 +170,23 @@ class Observation:
         -------
         tuple of Path
             The files, the workload first.
+
+        Raises
+        ------
+        InputError
+            If the workload cannot be loaded; the files of an earlier one are left as they are.
         """
-        files = self.files(path.name.removesuffix(path.suffix) if path.suffix else path.name)
-        written = []
-        for suffix, content in files.items():
-            target = path if suffix == ".yaml" else path.with_name(path.stem + suffix)
-            write_bytes_atomic(target, content)
-            written.append(target)
-        return tuple(sorted(written, key=lambda each: each != path))
+        files = {
+            path.name if suffix == ".yaml" else path.stem + suffix: content
+            for suffix, content in self.files(path.stem).items()
+        }
+        with TemporaryDirectory(prefix="capplan-observe-") as folder:
+            for name, content in files.items():
+                Path(folder, name).write_bytes(content)
+            load_workload(Path(folder, path.name))
+        for name, content in files.items():  # the workload last, because it names the others
+            write_bytes_atomic(path.with_name(name), content)
+        return tuple(path.with_name(name) for name in reversed(files))
 
     def files(self, stem: str) -> dict[str, bytes]:
         """Return the files of the workload by their suffix; `stem` is what comes before it."""
@@ -179,8 +195,8 @@ class Observation:
         if len(self.adapters) > _FEW_ADAPTERS and self.tail is None and not self._have_own_lengths:
             found[".adapters.csv"] = self._adapters_file()
             document["adapters"] = f"{stem}.adapters.csv"
-        text = yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**16)
-        found[".yaml"] = ("".join(f"# {line}\n" for line in self._comments()) + text).encode()
+        comments = "".join(f"# {line}\n" for line in self._comments())
+        found[".yaml"] = (comments + yaml_text(document, _Dumper)).encode()
         return found
 
     @property
@@ -260,7 +276,7 @@ class Observation:
         return text.getvalue().encode()
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(YamlDumper):
     """Writes what is within a list on one line: a step, an adapter, the edges of a histogram."""
 
     def represent_sequence(

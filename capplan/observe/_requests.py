@@ -9,24 +9,22 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from capplan.errors import InputError
 from capplan.observe._columns import ADAPTER, ERROR, HASHES, OUTPUT, PROMPT, STATUS, TIMESTAMP, Column
 from capplan.observe._source import Field, Source, quoted
 from capplan.spec import MAX_TOKENS, TimeUnit
-from capplan.workload import TimeColumn, defined_unit, time_unit_of
+from capplan.workload import EPOCH_S, PER_S, UNIT_WORDS, WHOLE, TimeColumn, defined_unit, time_unit_of
 
 if TYPE_CHECKING:
     import duckdb
 
 US_PER_S: Final = 1_000_000
-_US: Final[Mapping[TimeUnit, float]] = {
-    TimeUnit.S: 1e6,
-    TimeUnit.MS: 1e3,
-    TimeUnit.US: 1.0,
-    TimeUnit.NS: 1e-3,
-}
+_US: Final = MappingProxyType({unit: US_PER_S / per_s for unit, per_s in PER_S.items()})
+"""Microseconds of a unit."""
 _DATES: Final = (
     *("%d/%b/%Y:%H:%M:%S %z", "%d/%b/%Y:%H:%M:%S", "%a, %d %b %Y %H:%M:%S %Z"),
     *(
@@ -42,13 +40,33 @@ _DATES: Final = (
 _NAME_PATTERN: Final = r"[\pL\pN][^\s=,\x00-\x1f\x7f-\x9f]{0,255}"
 """Names of adapters, in the syntax of RE2; invisible characters are refused later."""
 
-_EPOCH: Final = 1e9
-"""Least size of a date in seconds, 2001; in milliseconds 1e12, and so on up to ten times as much."""
-
 _PROBED_ROWS: Final = 100_000
+_PROBED_TIMES: Final = 1000
+_FEW_TIMES: Final = 3
+_FEW_ROWS: Final = 100
+_FEW_OTHERS: Final = 0.01
+"""Share of times of another kind that are taken for wrong ones."""
 _SLOWEST_RPS: Final = 1e-4
 _FASTEST_RPS: Final = 1e4
 """Rates beyond which the unit in the name of a column is doubted."""
+
+_FAILED_WORDS: Final = (
+    "fail error timeout timed.?out cancel abort reject refus denied unavailable deadline exceeded exhausted "
+    "limited throttl overload unauthori forbidden invalid not.?found too.many disconnect exception false"
+).replace(" ", "|")
+_FAILED_CODE: Final = "(^|[^0-9.])([45][0-9]{2}|[45]xx)([^0-9]|$)"
+_SERVED: Final = (
+    "(^|[^0-9.])(2[0-9]{2}|2xx)([^0-9]|$)|ok|success|succeeded|true|complete|done|finish|stop|length"
+)
+"""What a status says of a request, in the syntax of RE2. One of neither counts as served, and is named."""
+_NULLS: Final = ("", "-", "null", "none", "(null)", "\\n")
+"""Texts of a cell that holds nothing, as web servers, databases and Python write them."""
+_FAR: Final = 5.0
+"""Spans of the middle 98 % of all times, beyond which the clock of a row is taken for wrong."""
+_COARSE: Final = 0.1
+"""Moments over requests, below which the steps of a clock are worth a note."""
+_RISING: Final = 0.7
+"""Share of steps upwards from which numbers may be times of arrival; that of unordered ones is a half."""
 
 REASONS: Final = (
     "usable",
@@ -58,8 +76,9 @@ REASONS: Final = (
     f"output tokens are no whole number from 0 to {MAX_TOKENS}",
     "no output tokens, so that it failed",
     "a name that no adapter can have",
+    "a time far from those of all others",
 )
-_USABLE, _NO_TIME, _PROMPT, _FAILED, _OUTPUT, _EMPTY, _NAME = range(len(REASONS))
+_USABLE, _NO_TIME, _PROMPT, _FAILED, _OUTPUT, _EMPTY, _NAME, _FAR_TIME = range(len(REASONS))
 
 
 @dataclass(frozen=True)
@@ -69,6 +88,11 @@ class Dropped:
     reason: str
     rows: int
     example: str
+
+    @property
+    def like(self) -> str:
+        """The example in words, after a comma; nothing if the row is empty."""
+        return f", such as {self.example}" if self.example else ""
 
 
 @dataclass(frozen=True)
@@ -98,9 +122,21 @@ def read_requests(
     *,
     time_unit: TimeUnit | None = None,
     window: str | None = None,
-    base_model: str | None = None,
+    base_names: Sequence[str] = (),
+    strip_prefix: str = "",
 ) -> Log:
     """Return the usable requests of a source.
+
+    Parameters
+    ----------
+    time_unit
+        Of times that are numbers; None: by their size and rate.
+    window
+        The last hours, or ``START..END``; None: everything.
+    base_names
+        Names of adapters that stand for the base model.
+    strip_prefix
+        Beginning of names that is left out.
 
     Raises
     ------
@@ -108,19 +144,21 @@ def read_requests(
         If none is usable, the unit of the times is not clear, or the window holds no request.
     """
     connection = source.connection
-    _fill(source, columns, base_model)
-    dropped = _dropped(source)
-    rows = sum(each.rows for each in dropped)
+    _fill(source, columns, base_names, strip_prefix)
     usable = _count(connection, "reason = 0")
-    rows += usable
     if not usable:
-        found = "; ".join(f"{each.rows:,} rows: {each.reason}, such as {each.example}" for each in dropped)
+        found = "; ".join(f"{each.rows:,} rows: {each.reason}{each.like}" for each in _dropped(source))
         raise InputError(
             f"must hold requests that can be used ({found or 'no rows'})", location=str(source.path)
         )
-    notes = [*source.notes]
+    notes = [*source.notes, *_other_statuses(connection)]
     sql, is_dated, said = _microseconds(source, columns, time_unit)
     notes += said
+    if window is None:
+        _drop_far(connection, sql)
+    dropped = _dropped(source)
+    usable = _count(connection, "reason = 0")
+    rows = usable + sum(each.rows for each in dropped)
     low, high = _limits(connection, sql)
     first, last = _window(connection, window, low, high, is_dated)
     connection.execute(
@@ -128,7 +166,9 @@ def read_requests(
         f"{', hashes' if HASHES in columns else ''} FROM log WHERE reason = 0 "
         f"AND ({sql}) BETWEEN {first} AND {last}"
     )
-    requests = int(connection.execute("SELECT count(*) FROM requests").fetchall()[0][0])
+    requests, moments = map(
+        int, connection.execute("SELECT count(*), approx_count_distinct(us) FROM requests").fetchall()[0]
+    )
     if not requests:
         raise InputError("must hold a request", window, "window")
     if last == first:
@@ -136,6 +176,9 @@ def read_requests(
         raise InputError(rule, requests, f"{source.path}: {columns[TIMESTAMP].field.name}")
     if requests < usable:
         notes.append(f"{usable - requests:,} requests are outside the window")
+    step_s = (last - first) / US_PER_S / max(1, moments)
+    if step_s > 1.0 and moments < _COARSE * requests:
+        notes.append(f"times have steps of about {step_s:,.0f} s: bursts within them are not seen")
     start = datetime.fromtimestamp(0, UTC) + timedelta(microseconds=first) if is_dated else None
     duration_s = (last - first) / US_PER_S
     return Log(
@@ -151,31 +194,78 @@ def read_requests(
     )
 
 
-def _fill(source: Source, columns: Mapping[str, Column], base_model: str | None) -> None:
+def may_be_times(source: Source, field: Field) -> bool:
+    """Tell whether the first values of a field are dates, or numbers that rise: durations do not."""
+    if field.kind == "time":
+        return True
+    try:
+        dates = [*_DATES, *_slashed_dates(source, field)]
+    except InputError:  # dates of an unclear order
+        return True
+    connection = source.connection
+    connection.execute("SET preserve_insertion_order = true")
+    rows = connection.execute(
+        f"SELECT {_date(field, dates)}, {_stamp(field, source)} FROM "
+        f"(SELECT * FROM {source.relation} LIMIT {_PROBED_TIMES})"
+    ).fetchall()
+    connection.execute("SET preserve_insertion_order = false")
+    stamps = [stamp for date, stamp in rows if date is None and stamp is not None]
+    if 2 * len(stamps) < len(rows) or len(stamps) < _FEW_TIMES:
+        return True
+    if min(stamps) >= EPOCH_S:
+        return True
+    rising = sum(later >= earlier for earlier, later in pairwise(stamps))
+    return bool(rising >= _RISING * (len(stamps) - 1))
+
+
+def _present(what: str) -> str:
+    """Return SQL for the trimmed text of a cell; null for one that holds nothing."""
+    text = f"trim({what}::VARCHAR)"
+    return f"CASE WHEN lower({text}) NOT IN ({', '.join(map(quoted, _NULLS))}) THEN {text} END"
+
+
+def _adapter_name(base_names: Sequence[str], strip_prefix: str) -> str:
+    """Return SQL for the name of an adapter; null for the base model."""
+    name = _present(ADAPTER)
+    if strip_prefix:
+        rest = f"substr({name}, {len(strip_prefix) + 1})"
+        name = (
+            f"CASE WHEN starts_with({name}, {quoted(strip_prefix)}) THEN nullif({rest}, '') ELSE {name} END"
+        )
+    if base_names:
+        name = f"CASE WHEN {name} NOT IN ({', '.join(map(quoted, base_names))}) THEN {name} END"
+    return name
+
+
+def _fill(
+    source: Source, columns: Mapping[str, Column], base_names: Sequence[str], strip_prefix: str
+) -> None:
     """Create the table ``log`` of all rows; those of a reason above 0 have the text of their cells."""
     fields = {what: column.field for what, column in columns.items()}
     dates = [*_DATES, *_slashed_dates(source, fields[TIMESTAMP])]
     cells = ", ".join(f"{field.sql} AS {what}" for what, field in fields.items())
     typed = {what: replace(field, sql=what) for what, field in fields.items()}
-    adapter = f"nullif(trim({ADAPTER}::VARCHAR), '')" if ADAPTER in fields else "NULL::VARCHAR"
-    if base_model is not None:
-        adapter = f"nullif({adapter}, {quoted(base_model)})"
+    adapter = _adapter_name(base_names, strip_prefix) if ADAPTER in fields else "NULL::VARCHAR"
     failed = " OR ".join(_failures(typed)) or "false"
+    status = f"lower({_present(STATUS)})" if STATUS in fields else "NULL::VARCHAR"
     shown = "concat_ws(' | ', " + ", ".join(f"{what}::VARCHAR" for what in fields if what != HASHES) + ")"
     hashes = f", list_transform({HASHES}, lambda h: hash(h)) AS hashes" if HASHES in fields else ""
     source.connection.execute(
         f"""
         CREATE TABLE log AS
-        SELECT * EXCLUDE shown, CASE WHEN reason > 0 THEN left(shown, 200) END AS example
+        SELECT * EXCLUDE (shown, status), CASE WHEN reason > 0 THEN left(shown, 200) END AS example,
+            CASE WHEN reason = 0 AND NOT regexp_matches(status, {quoted(_SERVED)}) THEN left(status, 40) END
+                AS other_status
         FROM (
-            SELECT stamp, date_us, adapter{", hashes" if hashes else ""}, shown,
+            SELECT stamp, date_us, adapter{", hashes" if hashes else ""}, shown, status,
                 CASE
                     WHEN stamp IS NULL AND date_us IS NULL THEN {_NO_TIME}
                     WHEN failed THEN {_FAILED}
                     WHEN p IS NULL OR p < 1 OR p > {MAX_TOKENS} OR p <> floor(p) THEN {_PROMPT}
                     WHEN o IS NULL OR o < 0 OR o > {MAX_TOKENS} OR o <> floor(o) THEN {_OUTPUT}
                     WHEN o = 0 THEN {_EMPTY}
-                    WHEN NOT regexp_full_match(adapter, {quoted(_NAME_PATTERN)}) THEN {_NAME}
+                    WHEN NOT regexp_full_match(adapter, {quoted(_NAME_PATTERN)})
+                        OR contains(adapter, '{{i}}') THEN {_NAME}
                     ELSE {_USABLE}
                 END::UTINYINT AS reason,
                 CASE WHEN p BETWEEN 1 AND {MAX_TOKENS} THEN p::INTEGER END AS prompt,
@@ -184,7 +274,8 @@ def _fill(source: Source, columns: Mapping[str, Column], base_model: str | None)
                 SELECT {_stamp(typed[TIMESTAMP], source)} AS stamp,
                     {_date(typed[TIMESTAMP], dates)} AS date_us,
                     {_number(typed[PROMPT], source)} AS p, {_number(typed[OUTPUT], source)} AS o,
-                    {adapter} AS adapter, coalesce({failed}, false) AS failed, {shown} AS shown{hashes}
+                    {adapter} AS adapter, coalesce({failed}, false) AS failed, {shown} AS shown,
+                    {status} AS status{hashes}
                 FROM (SELECT {cells} FROM {source.relation})
             )
         )
@@ -254,13 +345,41 @@ def _failures(typed: Mapping[str, Field]) -> list[str]:
     """Return conditions of failed requests."""
     found = []
     if STATUS in typed:
-        text = f"lower(trim({STATUS}::VARCHAR))"
+        text = f"lower({_present(STATUS)})"
         found.append(f"TRY_CAST({text} AS DOUBLE) >= 400")
-        found.append(f"{text} IN ('error', 'failed', 'failure', 'timeout', 'cancelled', 'aborted', 'false')")
+        found.append(f"regexp_matches({text}, {quoted(f'{_FAILED_CODE}|{_FAILED_WORDS}')})")
     if ERROR in typed:
-        text = f"lower(trim({ERROR}::VARCHAR))"
-        found.append(f"({text} NOT IN ('', 'null', 'none', 'false', '0', 'nan', '[]', '{{}}', '\"\"'))")
+        text = f"lower({_present(ERROR)})"
+        found.append(f"({text} NOT IN ('false', '0', 'nan', '[]', '{{}}', '\"\"'))")
     return found
+
+
+def _other_statuses(connection: duckdb.DuckDBPyConnection) -> list[str]:
+    """Return a note on statuses that say neither of success nor of failure."""
+    rows = connection.execute(
+        "SELECT other_status, count(*) FROM log WHERE other_status IS NOT NULL "
+        "GROUP BY 1 ORDER BY 2 DESC, 1 LIMIT 3"
+    ).fetchall()
+    if not rows:
+        return []
+    said = ", ".join(f"{text!r} ({count:,} rows)" for text, count in rows)
+    return [f"a status that is not known counts as served: {said}"]
+
+
+def _drop_far(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
+    """Take rows out whose times are no dates beside dates, or far from those of nearly all others."""
+    count, low, high = connection.execute(
+        "SELECT count(us), quantile_disc(us, 0.01), quantile_disc(us, 0.99) "
+        f"FROM (SELECT ({sql}) AS us FROM log WHERE reason = 0)"
+    ).fetchall()[0]
+    if count < _FEW_ROWS:
+        return
+    span = _FAR * max(high - low, 60 * US_PER_S)
+    connection.execute(
+        f"UPDATE log SET reason = {_FAR_TIME}, "
+        f"example = coalesce(strftime(make_timestamp(date_us), '%Y-%m-%d %H:%M:%S'), stamp::VARCHAR) "
+        f"WHERE reason = 0 AND coalesce(({sql}) NOT BETWEEN {low - span} AND {high + span}, true)"
+    )
 
 
 def _dropped(source: Source) -> tuple[Dropped, ...]:
@@ -294,6 +413,10 @@ def _microseconds(
     others = numbers - sum(epochs.values())
     label = columns[TIMESTAMP].field.name
     if stated is not None and numbers:
+        sizes = [unit for unit in units if epochs[unit]]
+        if sizes and not others and stated not in sizes:
+            rule = f"must be {sizes[0].value}: the times are dates in {UNIT_WORDS[sizes[0]]}, by their size"
+            raise InputError(rule, stated.value, "time_unit")
         scale = _US[stated]
         sql = f"coalesce(date_us, round(stamp * {scale!r})::BIGINT)"
         return (
@@ -301,7 +424,8 @@ def _microseconds(
             dated > 0 or (bool(sum(epochs.values())) and not others),
             [f"times are in {stated.value}, as stated"],
         )
-    if others and (dated or sum(epochs.values())):
+    known = dated + sum(epochs.values())
+    if others and known and others > _FEW_OTHERS * known:
         rule = "must be dates in all rows or in none"
         example = connection.execute(
             "SELECT stamp FROM log WHERE reason = 0 AND date_us IS NULL AND NOT ("
@@ -309,7 +433,7 @@ def _microseconds(
             + ") LIMIT 1"
         ).fetchall()[0][0]
         raise InputError(rule, example, f"{source.path}: {label}")
-    if others:
+    if others and not known:
         return _offsets(source, label)
     cases = " ".join(f"WHEN {_is_epoch(unit)} THEN round(stamp * {_US[unit]!r})::BIGINT" for unit in TimeUnit)
     present = [unit.value for unit in TimeUnit if epochs[unit]]
@@ -321,14 +445,14 @@ def _microseconds(
 
 
 def _is_epoch(unit: TimeUnit) -> str:
-    least = _EPOCH * 1e6 / _US[unit]
+    least = EPOCH_S * PER_S[unit]
     return f"(date_us IS NULL AND stamp >= {least!r} AND stamp < {10 * least!r})"
 
 
 def _offsets(source: Source, label: str) -> tuple[str, bool, list[str]]:
     """Return SQL for times that count from the start, by format, name, size and rate."""
     low, high, count, fractions = source.connection.execute(
-        "SELECT min(stamp), max(stamp), count(*), count(*) FILTER (abs(stamp - round(stamp)) > 1e-6) "
+        f"SELECT min(stamp), max(stamp), count(*), count(*) FILTER (abs(stamp - round(stamp)) > {WHOLE!r}) "
         "FROM log WHERE reason = 0"
     ).fetchall()[0]
     names = [*(each.name for each in source.fields), *source.parts]
@@ -357,6 +481,8 @@ def _window(
         return low, high
     span = span_s(window)
     if span is not None:
+        if span <= 0.0:
+            raise InputError("must be longer than 0", window, "window")
         return max(low, high - round(span * US_PER_S)), high
     ends = window.split("..")
     if len(ends) != 2:

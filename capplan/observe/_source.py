@@ -31,6 +31,8 @@ _MAGIC: Final[Mapping[bytes, str]] = MappingProxyType(
 _READ_PACKED: Final = ("none", "gzip", "zstd")
 """Compressions that DuckDB reads."""
 
+_DATE: Final = re.compile(r"\d{4}-\d\d-\d\d")
+_LONGEST_LINE: Final = 2**22  # DuckDB has buffers of sixteen times as much
 _SAMPLE_ROWS: Final = 1000
 _SNIFF_BYTES: Final = 2**20
 _MAX_OBJECT_BYTES: Final = 2**26  # a record with the hashes of its blocks has some hundred KiB
@@ -129,7 +131,10 @@ def open_source(path: Path, memory_bytes: int, timezone: str) -> Iterator[Source
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:300]
+    text = str(error).strip()
+    if "Maximum line size" in text:
+        return f"a line is longer than {_LONGEST_LINE >> 20} MiB"
+    return text.partition("\n")[0][:300]
 
 
 def _opened(connection: duckdb.DuckDBPyConnection, path: Path, folder: Path) -> Source:
@@ -139,6 +144,8 @@ def _opened(connection: duckdb.DuckDBPyConnection, path: Path, folder: Path) -> 
         raise InputError("must not be empty", location=str(path))
     if start[:4] == b"PAR1":
         return _parquet(connection, path)
+    if start[:4] == b"PK\x03\x04":
+        raise InputError("must be unpacked: it is a ZIP archive, or a spreadsheet", location=str(path))
     packing = next((name for magic, name in _MAGIC.items() if start.startswith(magic)), "none")
     with open_unpacked(path) as file:
         head = file.read(_SNIFF_BYTES)
@@ -148,17 +155,22 @@ def _opened(connection: duckdb.DuckDBPyConnection, path: Path, folder: Path) -> 
             with readable.open("wb") as plain:
                 plain.write(head)
                 shutil.copyfileobj(file, plain, 2**20)
-    encoding = _encoding(head)
+    encoding = _encoding(head, path)
     first = head.decode(encoding, errors="replace").lstrip("\ufeff").lstrip()[:1]
     if first in ("{", "["):
         return _json(connection, path, readable, packing, folder)
     return _csv(connection, path, readable, _CsvText(packing, encoding, _stated_separator(head, encoding)))
 
 
-def _encoding(head: bytes) -> str:
+def _encoding(head: bytes, path: Path) -> str:
     """Return the encoding of a text by its beginning."""
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "utf-16"
+    if b"\0" in head:
+        rule = (
+            "must be text in UTF-8, in UTF-16 with its mark at the start, or in Latin-1, and holds zero bytes"
+        )
+        raise InputError(rule, location=str(path))
     try:
         head[: len(head) - 3].decode("utf-8")  # the last character may be cut
     except UnicodeDecodeError as error:
@@ -220,7 +232,7 @@ class _CsvText:
         stated = f", skip = 1, delim = {quoted(self.separator)}" if self.separator else ""
         return (
             f"all_varchar = true, header = true, compression = '{self.packing}', "
-            f"encoding = '{self.encoding}', ignore_errors = true{stated}"
+            f"encoding = '{self.encoding}', ignore_errors = true, max_line_size = {_LONGEST_LINE}{stated}"
         )
 
 
@@ -240,8 +252,8 @@ def _csv(connection: duckdb.DuckDBPyConnection, path: Path, readable: Path, text
             "must have several columns, separated by commas, semicolons, tabs or bars, and their names first"
         )
         raise InputError(rule, columns[0][:80] if columns else "", str(path))
-    if all(_is_number(name) for name in columns if name):
-        rule = "must name its columns in the first line"
+    if any(_is_number(name) or _DATE.match(name) for name in columns):
+        rule = "must name its columns in the first line, which holds values"
         raise InputError(rule, listed(columns, 5), str(path))
     sniffed = connection.execute(
         f"SELECT Delimiter FROM sniff_csv({quoted(str(readable))}, {text.options})"

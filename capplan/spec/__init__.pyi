@@ -9,6 +9,7 @@ from ._engine_args import (
     version_numbers,
 )
 from ._files import (
+    YamlDumper,
     create_beside,
     error_reason,
     open_regular,
@@ -27,6 +28,7 @@ from ._files import (
     write_bytes_atomic,
     write_folder_atomic,
     write_text_atomic,
+    yaml_text,
 )
 from ._lengths import LengthPairs, Lengths
 from ._limits import (
@@ -351,6 +353,7 @@ __all__ = [
     "Workload",
     "WorkloadFile",
     "Wrs",
+    "YamlDumper",
     "allowed_lora_rank",
     "beyond",
     "cache_of",
@@ -405,5 +408,6 @@ __all__ = [
     "write_bytes_atomic",
     "write_folder_atomic",
     "write_text_atomic",
+    "yaml_text",
     "zipf",
 ]

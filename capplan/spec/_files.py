@@ -425,6 +425,27 @@ def parse_yaml(text: str, path: str) -> YamlSource:
     return YamlSource(path, None if root is None else _Expansion(path).data(root), root)
 
 
+class YamlDumper(yaml.SafeDumper):
+    """Writes YAML that `parse_yaml` reads as it was: texts that YAML 1.2 takes for numbers have quotes."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write equal parts in full, without references."""
+        return True
+
+
+YamlDumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"([-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|0o[0-7]+)\Z"),
+    list("-+.0123456789"),
+)
+
+
+def yaml_text(document: Any, dumper: type[YamlDumper] = YamlDumper) -> str:
+    """Return a document of YAML, its keys in their order."""
+    text: str = yaml.dump(document, Dumper=dumper, sort_keys=False, allow_unicode=True, width=2**16)
+    return text
+
+
 def parse_scalar(text: str) -> Scalar:
     """Return the value of a plain scalar under the core schema of YAML 1.2."""
     if _CORE_SCHEMA["null"].match(text):

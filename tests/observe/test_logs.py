@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +110,7 @@ def test_windows_scales_and_time_zones(day: Path, tmp_path: Path) -> None:
         "time,prompt_tokens,output_tokens\n" + "2026-07-01 12:00:00,5,5\n2026-07-01 12:10:00,5,5\n"
     )
     assert observed(local, timezone="Europe/Berlin").start.hour == 10  # type: ignore[union-attr]
-    for bad in ("noon", "2026-05-10T20:00..2026-05-10T18:00", "2030-01-01..2030-01-02"):
+    for bad in ("noon", "0h", "2026-05-10T20:00..2026-05-10T18:00", "2030-01-01..2030-01-02"):
         with pytest.raises(InputError, match="window"):
             observed(day, window=bad)
 
@@ -326,3 +328,167 @@ def test_the_command_writes_a_workload_that_plans(day: Path, tmp_path: Path, run
     )
     missing = run("observe", tmp_path / "nothing.csv", "-o", target, *options)
     assert "nothing.csv: cannot be read" in error_line(missing)
+
+
+# Real logs are odd -------------------------------------------------------------------------------
+
+
+def log_of(tmp_path: Path, heads: str, rows: int, row: Callable[[int], str]) -> Path:
+    """Write a CSV log; of `row`, commas are separators."""
+    return write(tmp_path, "\n".join([heads, *map(row, range(rows))]) + "\n")
+
+
+def test_a_duration_is_no_time_of_arrival(tmp_path: Path) -> None:
+    """The `request_time` of nginx is how long a request took."""
+    heads = "time_local,request_time,prompt_tokens,output_tokens"
+    took = np.random.default_rng(0).exponential(2.0, 400).round(3)
+    path = log_of(
+        tmp_path, heads, 400, lambda i: f"10/May/2026:00:{i // 60:02}:{i % 60:02} +0000,{took[i]},100,10"
+    )
+    assert observed(path).rate_rps == pytest.approx(1.0, rel=0.01)
+    alone = log_of(tmp_path, heads.partition(",")[2], 400, lambda i: f"{took[i]},100,10")
+    with pytest.raises(InputError, match="request_time holds neither dates nor numbers that rise"):
+        observed(alone)
+    arrivals = log_of(tmp_path, heads.partition(",")[2], 400, lambda i: f"{0.5 * i},100,10")
+    assert observed(arrivals).rate_rps == pytest.approx(2.0, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        *("429 Too Many Requests", "HTTP/1.1 500", "5xx", "UNAVAILABLE", "DEADLINE_EXCEEDED", "rejected"),
+        *("rate_limited", "server_error", "client disconnected", "False", "503.0"),
+    ],
+)
+def test_a_status_in_words_tells_failures(tmp_path: Path, status: str) -> None:
+    path = log_of(
+        tmp_path,
+        "time,prompt_tokens,output_tokens,status",
+        200,
+        lambda i: f"{i},5,5,{'OK' if i % 4 else status}",
+    )
+    found = observed(path)
+    assert [(each.rows, each.reason) for each in found.dropped] == [(50, "failed, by its status")]
+
+
+@pytest.mark.parametrize(
+    "status", ["200", "200 OK", "HTTP/2 200", "success", "stop", "length", "COMPLETED", "-", ""]
+)
+def test_a_status_of_success_needs_no_note(tmp_path: Path, status: str) -> None:
+    path = log_of(tmp_path, "time,prompt_tokens,output_tokens,status", 100, lambda i: f"{i},5,5,{status}")
+    found = observed(path)
+    assert found.requests == 100
+    assert not any("counts as served" in note for note in found.notes)
+
+
+def test_a_status_that_is_not_known_counts_as_served_and_is_named(tmp_path: Path) -> None:
+    path = log_of(tmp_path, "time,prompt_tokens,output_tokens,status", 100, lambda i: f"{i},5,5,{i % 2}")
+    found = observed(path)
+    assert found.requests == 100
+    assert any("'0' (50 rows)" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("nothing", ["-", "null", "None", "(null)", "\\N", " "])
+def test_a_cell_that_holds_nothing_is_no_adapter_and_no_error(tmp_path: Path, nothing: str) -> None:
+    heads = "time,prompt_tokens,output_tokens,adapter,error"
+    path = log_of(tmp_path, heads, 100, lambda i: f"{i},5,5,{'a' if i % 2 else nothing},{nothing}")
+    found = observed(path)
+    assert found.requests == 100
+    assert [(each.name, each.requests) for each in found.adapters] == [("a", 50)]
+    assert found.base_rate_rps == pytest.approx(found.rate_rps / 2)
+
+
+def test_names_of_a_gateway_are_those_of_adapters_and_of_the_base_model(tmp_path: Path) -> None:
+    names = (f"hosted_vllm/{MODEL}", "hosted_vllm/tenant", "llama")
+    heads = "time,prompt_tokens,output_tokens,model"
+    path = log_of(tmp_path, heads, 300, lambda i: f"{i},5,5,{names[i % 3]}")
+    ranks = write(tmp_path, "name,rank\ntenant,8\n", "ranks.csv")
+    unlike = observed(path, ranks=ranks)
+    assert any("--strip-prefix hosted_vllm/" in warning for warning in unlike.warnings)
+    found = observed(path, ranks=ranks, strip_prefix="hosted_vllm/", base_aliases=["llama"])
+    assert [(each.name, each.rank, each.requests) for each in found.adapters] == [("tenant", 8, 100)]
+    assert found.base_rate_rps == pytest.approx(found.rate_rps * 2 / 3)
+
+
+@pytest.mark.parametrize("wrong", ["4102444800", "1000000000", "0", "1780272000000000000"])
+def test_a_wrong_clock_costs_one_row(tmp_path: Path, wrong: str) -> None:
+    heads = "time,prompt_tokens,output_tokens"
+    path = log_of(tmp_path, heads, 500, lambda i: f"{wrong if i == 77 else 1780272000 + 7 * i},5,5")
+    found = observed(path)
+    if len(wrong) == 19:  # the first moment in ns, by its size
+        assert found.requests == 500
+        return
+    assert [(each.rows, each.reason) for each in found.dropped] == [
+        (1, "a time far from those of all others")
+    ]
+    assert found.duration_s == pytest.approx(7 * 499)
+
+
+def test_the_stated_unit_must_be_that_of_dates(tmp_path: Path) -> None:
+    path = log_of(tmp_path, "time,prompt_tokens,output_tokens", 100, lambda i: f"{1780272000 + i},5,5")
+    assert observed(path, time_unit="s").requests == 100
+    for unit in ("ms", "us", "ns"):
+        with pytest.raises(InputError, match="must be s: the times are dates in seconds, by their size"):
+            observed(path, time_unit=unit)
+
+
+def test_names_like_numbers_stay_names(tmp_path: Path) -> None:
+    names = ("1e3", "0x1f", "007", "no", "a{i}")
+    heads = "time,prompt_tokens,output_tokens,adapter"
+    path = log_of(tmp_path, heads, 100, lambda i: f"{i},5,5,{names[i % 5]}")
+    (workload, *_) = observed(path).write(tmp_path / "w.yaml")
+    assert {each.name for each in load_workload(workload).adapters} == set(names[:4])
+
+
+def test_files_of_an_earlier_workload_stay_if_a_new_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = log_of(tmp_path, "time,prompt_tokens,output_tokens,adapter", 100, lambda i: f"{i},5,5,a")
+    good, found = tmp_path / "w.yaml", observed(path)
+    found.write(good)
+    before = {each.name: each.read_bytes() for each in tmp_path.iterdir()}
+    broken = replace(found, base_model="")
+    with pytest.raises(InputError):
+        broken.write(good)
+    assert {each.name: each.read_bytes() for each in tmp_path.iterdir()} == before
+
+
+def test_a_profile_of_another_model_is_refused_before_the_log_is_read(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="must be a model that profile"):
+        observed(tmp_path / "nowhere.csv", base_model="Qwen/Qwen2.5-7B")
+    with pytest.raises(InputError, match="nope"):
+        observed(tmp_path / "nowhere.csv", profile="nope")
+
+
+def test_ranks_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    path = log_of(tmp_path, "time,prompt_tokens,output_tokens,adapter", 100, lambda i: f"{i},5,5,a")
+    ranks = write(tmp_path, "name,rank\na,8\nb,8\na,16\n", "ranks.csv")
+    with pytest.raises(InputError, match=r"ranks.csv: row 3: must state each adapter once"):
+        observed(path, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"PK\x03\x04rest", "ZIP"),
+        ("time,prompt_tokens,output_tokens\n1,5,5\n".encode("utf-16-le"), "zero bytes"),
+        (b"1780272000,5,5\n1780272001,5,5\n", "first line, which holds values"),
+        (b"time,prompt_tokens,output_tokens\n1," + b"5" * 2**23 + b",5\n", "longer than 4 MiB"),
+    ],
+    ids=["zip", "utf-16 without a mark", "no names", "a long line"],
+)
+def test_a_file_that_is_no_log_is_one_line(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "log.csv"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=words) as caught:
+        observed(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_errors_name_the_options_of_the_command(run: Run, tmp_path: Path) -> None:
+    path = log_of(tmp_path, "time,prompt_tokens,output_tokens", 100, lambda i: f"{i},5,5")
+    common = ("observe", path, "-o", tmp_path / "w.yaml", "--base-model", MODEL, "--profile", PROFILE)
+    assert "--window: must be longer" in error_line(run(*common, "--window", "0h"))
+    assert "--map: adapter: must be a column" in error_line(run(*common, "--map", "adapter=x"))
+    twice = ("--map", "prompt_tokens=output_tokens", "--map", "output_tokens=output_tokens")
+    assert "--map: must hold one thing alone" in error_line(run(*common, *twice))
