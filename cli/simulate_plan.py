@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from capplan.cli.options import (
+    FAILED,
     RebalanceOptions,
     chosen_profile,
     read_any_plan,
@@ -126,6 +127,8 @@ def simulate_plan(
             typer.echo(line)
     if strict:
         require_no_extrapolation(beyond)
+    if failure is not None and failure.broken:
+        raise typer.Exit(FAILED)
 
 
 def _failure(degraded: DegradedFleet, failure: DegradedResult) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from capplan.deploy._kubernetes import (
     GPU_LABEL,
     GROUP_LABEL,
     IMAGE,
+    MODEL_CLAIM,
     NAMESPACE,
     PORT,
     adapter_path,
@@ -33,7 +34,7 @@ from capplan.deploy._servers import require_servable, source_kind, unused_name
 from capplan.deploy._target import Loss
 from capplan.spec import Group, Plan, PlanAdapter
 
-AIBRIX_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM, FETCH_IMAGE)
+AIBRIX_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM, MODEL_CLAIM, FETCH_IMAGE)
 AIBRIX_NAMES: Final = frozenset({"aibrix.yaml", "plan.json"})
 
 _MODEL_LABEL: Final = "model.aibrix.ai/name"

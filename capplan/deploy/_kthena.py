@@ -14,6 +14,7 @@ from capplan.deploy._kubernetes import (
     GPU_LABEL,
     GROUP_LABEL,
     IMAGE,
+    MODEL_CLAIM,
     NAMESPACE,
     PORT,
     deployment,
@@ -32,7 +33,7 @@ from capplan.deploy._target import Loss
 from capplan.errors import InputError
 from capplan.spec import Plan
 
-KTHENA_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM, FETCH_IMAGE)
+KTHENA_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM, MODEL_CLAIM, FETCH_IMAGE)
 KTHENA_NAMES: Final = frozenset({"kthena.yaml", "plan.json"})
 
 _API: Final = "networking.serving.volcano.sh/v1alpha1"

@@ -31,6 +31,12 @@ NAMESPACE: Final = Setting("namespace", "default", "namespace of all objects")
 CLAIM: Final = Setting(
     "adapters-claim", "adapters", "PersistentVolumeClaim with a folder per adapter, by its name"
 )
+MODEL_CLAIM: Final = Setting(
+    "model-claim",
+    "",
+    "PersistentVolumeClaim in which pods keep what they download of the Hugging Face Hub; without one each "
+    "start downloads the base model",
+)
 FETCH_IMAGE: Final = Setting(
     "fetch-image",
     "amazon/aws-cli:2.31.0",
@@ -52,6 +58,8 @@ S3_CREDENTIALS: Final = [{"secretRef": {"name": "s3-credentials", "optional": Tr
 
 FOLDER: Final = "/adapters"
 """Folder of a container with the adapters of a claim or a host."""
+_HUB_CACHE: Final = "/root/.cache/huggingface"
+"""Where the image of vLLM keeps downloads."""
 FETCHED: Final = "/fetched-adapters"
 """Folder of a container with the adapters that were copied from S3."""
 
@@ -150,7 +158,7 @@ def pod_spec(
     Parameters
     ----------
     settings
-        Values of `IMAGE`, `CLAIM`, `FETCH_IMAGE` and `GPU_LABEL`.
+        Values of `IMAGE`, `CLAIM`, `MODEL_CLAIM`, `FETCH_IMAGE` and `GPU_LABEL`.
     with_adapters
         Whether the server starts with its adapters, or the target loads them later from the same paths.
     env
@@ -178,6 +186,10 @@ def pod_spec(
         "containers": [container],
         "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}}],
     }
+    if settings[MODEL_CLAIM.name]:
+        claim = {"claimName": settings[MODEL_CLAIM.name]}
+        spec["volumes"].append({"name": "models", "persistentVolumeClaim": claim})
+        container["volumeMounts"].append({"name": "models", "mountPath": _HUB_CACHE})
     _add_adapters(spec, container, group.adapters, settings)
     return spec
 

@@ -14,6 +14,7 @@ from capplan.deploy._kubernetes import (
     GPU_LABEL,
     GROUP_LABEL,
     IMAGE,
+    MODEL_CLAIM,
     NAMESPACE,
     PORT,
     deployment,
@@ -32,7 +33,7 @@ from capplan.deploy._target import Loss, Setting
 from capplan.spec import Group, Plan, Queues
 
 GATEWAY: Final = Setting("gateway", "inference-gateway", "Gateway that the routes belong to")
-LLM_D_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM, FETCH_IMAGE, GATEWAY)
+LLM_D_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM, MODEL_CLAIM, FETCH_IMAGE, GATEWAY)
 LLM_D_NAMES: Final = frozenset({"llm-d.yaml", "endpoint-picker", "plan.json"})
 
 _POOL_GROUP: Final = "inference.networking.k8s.io"

@@ -20,6 +20,7 @@ from capplan.deploy._kubernetes import (
     FETCH_IMAGE,
     GPU_LABEL,
     IMAGE,
+    MODEL_CLAIM,
     NAMESPACE,
     PORT,
     deployment,
@@ -34,7 +35,7 @@ from capplan.deploy._servers import require_servable, unused_name
 from capplan.errors import InputError
 from capplan.spec import Group, Plan
 
-MANIFEST_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM, FETCH_IMAGE, GATEWAY_IMAGE)
+MANIFEST_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM, MODEL_CLAIM, FETCH_IMAGE, GATEWAY_IMAGE)
 
 MANIFESTS: Final = "manifests.yaml"
 PLAN: Final = "plan.json"

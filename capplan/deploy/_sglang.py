@@ -92,6 +92,7 @@ def _script(plan: Plan, server: Server, digest: str) -> str:
     flags = tuple(_flags(plan, group))
     command = [
         f"exec python3 -m sglang.launch_server --model-path={shlex.quote(plan.base_model)}",
+        '--host="${HOST:-127.0.0.1}"',
         port_word(server),
         *(" ".join(map(shlex.quote, flag.words)) for flag in flags),
         '"$@"',  # before --lora-paths, which takes every word up to the next flag
@@ -101,6 +102,7 @@ def _script(plan: Plan, server: Server, digest: str) -> str:
     comment = [
         *header_of(plan, server, digest, "SGLang"),
         *(f"Differs from the plan: {loss.text}." for loss in sglang_losses(plan)),
+        "HOST=0.0.0.0 lets other machines reach it, which SGLang's default does not.",
         *(["Its scheduler, queues and cache policy are left out."] if group.scheduling is not None else []),
         *(f"{' '.join(flag.words)}: {_REASONS[flag.name]}" for flag in flags),
         *download_lines(group.adapters),

@@ -369,7 +369,7 @@ def _other_statuses(connection: duckdb.DuckDBPyConnection) -> list[str]:
 def _drop_far(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
     """Take rows out whose times are no dates beside dates, or far from those of nearly all others."""
     count, low, high = connection.execute(
-        "SELECT count(us), quantile_disc(us, 0.01), quantile_disc(us, 0.99) "
+        "SELECT count(us), approx_quantile(us, 0.01), approx_quantile(us, 0.99) "
         f"FROM (SELECT ({sql}) AS us FROM log WHERE reason = 0)"
     ).fetchall()[0]
     if count < _FEW_ROWS:

@@ -158,3 +158,18 @@ def test_a_loss_is_a_comment_at_the_top() -> None:
     plan = small_plan(router="least-loaded")
     (loss,) = EXPORTERS["kubernetes"].losses(plan)
     assert f"# Differs from the plan: {loss.text}.\n" in export(plan, "kubernetes")["manifests.yaml"]
+
+
+def test_a_claim_keeps_the_base_model_between_starts() -> None:
+    deployed = objects(small_plan(), model_claim="hub")["Deployment"]["g0"]
+    mounts = {each["name"]: each["mountPath"] for each in container(deployed)["volumeMounts"]}
+    claims = {
+        each["name"]: each["persistentVolumeClaim"]["claimName"]
+        for each in pod(deployed)["volumes"]
+        if "persistentVolumeClaim" in each
+    }
+    assert mounts["models"] == "/root/.cache/huggingface"
+    assert claims["models"] == "hub"
+    assert "models" not in {
+        each["name"] for each in pod(objects(small_plan())["Deployment"]["g0"])["volumes"]
+    }

@@ -55,6 +55,7 @@ def test_every_setting_of_the_group_is_a_flag(tmp_path: Path) -> None:
     args = small_plan().groups[1].engine_args
     assert options(words_of(tmp_path, small_plan(), "launch/g1.sh")) == {
         "--model-path": [MODEL],
+        "--host": ["127.0.0.1"],
         "--port": ["8002"],
         "--tp-size": ["1"],
         "--enable-lora": [],

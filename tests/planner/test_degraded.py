@@ -83,7 +83,7 @@ def test_any_instance_serves_the_base_model() -> None:
 @pytest.mark.parametrize(
     ("failed", "words"),
     [
-        (["g7"], r"must be a group, GROUP or GROUP:REPLICA, of g0, g1 \(got 'g7'\)"),
+        (["g7"], r"must be a group, GROUP or GROUP:REPLICA \(from 1\), of g0, g1 \(got 'g7'\)"),
         (["g0:2"], r"got 'g0:2'"),
         (["g0", "g1"], "must leave an instance"),
     ],
@@ -114,7 +114,7 @@ def test_the_command_says_what_fails_in_its_first_line(tmp_path: Path, run: Run)
     groups = [each["id"] for each in json.loads(plan.read_text())["groups"]]
     command = ("simulate", workload, "--plan", plan, "--duration", 60)
     shown = run(*command, "--fail", groups[0])
-    assert shown.exit_code == 0, shown.output
+    assert shown.exit_code == 1, shown.output
     assert re.match(
         rf"without {groups[0]}: [\d,]+ of [\d,]+ requests served, TTFT p99 [\d.]+ s \(bound 5 s\)\n",
         shown.output,

@@ -27,7 +27,7 @@ class GroupChange:
     old, new
         Their ids; None: the group is new, or taken away.
     settings
-        (old, new) of each setting that differs, by name.
+        (old, new) of each setting that differs, by name; those of a new group are all but the unset ones.
     arriving, leaving
         Adapters that are in one of them only.
     """
@@ -186,16 +186,13 @@ def _group_change(old: Plan, new: Plan, before: Group | None, after: Group | Non
         {} if group is None else {each.name: round(each.share, _SHARE_DIGITS) for each in group.adapters}
         for group in (before, after)
     ]
-    settings = (
-        {}
-        if before is None or after is None
-        else _differing(_settings(old, before), _settings(new, after))
-        | {
+    settings = {}
+    if after is not None:
+        settings = _differing({} if before is None else _settings(old, before), _settings(new, after)) | {
             f"share of {name}": (held[0][name], share)
             for name, share in held[1].items()
             if name in held[0] and held[0][name] != share
         }
-    )
     return GroupChange(
         old=None if before is None else before.id,
         new=None if after is None else after.id,

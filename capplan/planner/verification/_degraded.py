@@ -178,7 +178,8 @@ def _places(names: Sequence[str], failed: str) -> list[int]:
         found = [index for index, name in enumerate(names) if name.rpartition("-")[0] == failed]
     if not found:
         groups = ", ".join(dict.fromkeys(name.rpartition("-")[0] for name in names))
-        raise InputError(f"must be a group, GROUP or GROUP:REPLICA, of {groups}", failed, "--fail")
+        rule = f"must be a group, GROUP or GROUP:REPLICA (from 1), of {groups}"
+        raise InputError(rule, failed, "--fail")
     return found
 
 
