@@ -89,6 +89,8 @@ class LatencyForm:
     ranks: Any = None
     """Function with `@inner` of (coefficients, s_max, `StepRanks`) that returns the further milliseconds, or
     one per kernel that engines may have; None: 0."""
+    needs: tuple[str, ...] = ()
+    """Columns of ranks that measured steps must have to fit it."""
     reads_prefills: Callable[[NDArray[np.float64]], bool] = lambda _: True
     """Whether `ranks` can differ from 0, by the coefficients."""
     reads_decodes: Callable[[NDArray[np.float64]], bool] = lambda _: True
@@ -243,7 +245,13 @@ def _has_decode_ranks(k: NDArray[np.float64]) -> bool:
 
 
 ADDITIVE = LatencyForm(
-    "additive", _ADDITIVE, _ADDITIVE_OPTIONS, _additive_step_ms, _RANK_WORK, _has_rank_work, _has_decode_ranks
+    "additive",
+    _ADDITIVE,
+    _ADDITIVE_OPTIONS,
+    step=_additive_step_ms,
+    ranks=_RANK_WORK,
+    reads_prefills=_has_rank_work,
+    reads_decodes=_has_decode_ranks,
 )
 """Sum of what a step reads and computes. Empty slots cost, too: vLLM launches blocks for them.
 
@@ -354,10 +362,9 @@ TABLE = LatencyForm(
     TABLE_FORM,
     (),
     MappingProxyType(dict.fromkeys(_TABLE)),
-    None,
-    _RANK_WORK,
-    _has_rank_work,
-    _has_decode_ranks,
+    ranks=_RANK_WORK,
+    reads_prefills=_has_rank_work,
+    reads_decodes=_has_decode_ranks,
 )
 """Tables of milliseconds over tokens, and over requests and KV tokens, beside the terms of the additive form:
 ``tokens_ms(tokens) + requests_ms(requests, kv_tokens) + ms_per_prefill_mpair * prefill_mpairs + ...``.

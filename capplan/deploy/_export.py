@@ -173,6 +173,8 @@ def export(
     for path in map(PurePosixPath, files):
         if path.parts[0] not in exporter.top_names or ".." in path.parts:
             raise TypeError(f"exporter {target}: {path} is not below one of its top_names")
+    if not files or len({path.lower() for path in files}) < len(files):
+        raise TypeError(f"exporter {target}: it must return files, and their paths must differ without case")
     return files
 
 

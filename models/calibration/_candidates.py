@@ -19,8 +19,6 @@ from capplan.models._step_latency import (
     DIGITAL_TWIN,
     FORMS,
     TABLE,
-    TOPPINGS_BGMV,
-    TOPPINGS_MBGMV,
     LatencyForm,
     StepFeatures,
     StepRanks,
@@ -72,13 +70,6 @@ _REQUIRED_BY_KERNEL: Final[Mapping[Kernel, tuple[str, ...]]] = MappingProxyType(
         Kernel.MBGMV: ("decode_rank_sum", "prefill_rank_tokens"),
     }
 )
-_REQUIRED_BY_FORM: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        TOPPINGS_BGMV.name: ("decodes", "prefills", "lora_decodes", "lora_prefills", "max_rank"),
-        TOPPINGS_MBGMV.name: ("decodes", "prefills", "decode_rank_sum", "prefill_rank_sum"),
-    }
-)
-
 _UNBOUNDED: Final = "k3"
 """Coefficient of the digital-twin form that may be negative: adapters in the batch shorten the queue scan."""
 
@@ -104,8 +95,7 @@ class StepModelCandidate:
 
     def missing(self, table: MeasuredSteps) -> tuple[str, ...]:
         """Return the required columns that the table does not have."""
-        required = _REQUIRED_BY_FORM.get(self.form.name, ())
-        missing = tuple(name for name in required if name not in table.ranks)
+        missing = tuple(name for name in self.form.needs if name not in table.ranks)
         return tuple(n for n in missing if n not in FROM_PREFILLS) if "prefills" in missing else missing
 
     def columns(self, table: MeasuredSteps) -> dict[str, NDArray[np.float64]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from capplan.spec import ROUTER_NAMES
+
 LLAMA: Final = "h100-64g/llama-3.1-8b/vllm-0.8.5"
 QWEN: Final = "h100-64g/qwen2.5-7b/vllm-0.8.5"
 
@@ -27,11 +29,6 @@ PLANS: Final = {
 
 _SCHEDULERS: Final = ("chameleon", "static", "fifo", "sjf", "slora", "slora-every-step")
 _CACHES: Final = ("chameleon", "fairshare", "lru", "gdsf", "none")
-_ROUTERS: Final = (
-    *("plan-shares", "smooth-shares", "random", "round-robin", "least-loaded", "least-tokens"),
-    *("two-choices", "first-fit", "lora-affinity", "inference-gateway", "dlora", "toppings"),
-    *("toppings-rank-blind", "least-work-left"),
-)
 _SETTINGS: Final = (
     "--max-loras 4",
     "--max-loras 16 --max-lora-rank 64",
@@ -69,7 +66,7 @@ TRACES: Final = {
     "base alone": "simulate base.yaml --json --requests-out requests.parquet --max-loras 0 --duration 300",
     "qwen": "simulate qwen.yaml --json --requests-out requests.parquet --max-loras 6 --detail --duration 300",
     "paired seeds": "simulate busy.yaml --json --max-loras 4,8 --seeds 2 --duration 300",
-    **{f"router {each}": f"{_FLEET} --router {each}" for each in _ROUTERS},
+    **{f"router {each}": f"{_FLEET} --router {each}" for each in ROUTER_NAMES},
     **{each: f"{_FLEET} {each}" for each in _REBALANCING},
     "seed 7": f"{_FLEET} --seed 7",
 }

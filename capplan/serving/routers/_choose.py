@@ -25,7 +25,10 @@ def _registered() -> dict[str, Router]:
     """Return the routers that the files of this folder register, in the order of their names in documents."""
     found: dict[str, Router] = {}
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        found |= getattr(import_module(f"{__package__}.{module.name}"), "ROUTERS", {})
+        own = getattr(import_module(f"{__package__}.{module.name}"), "ROUTERS", {})
+        if twice := found.keys() & own.keys():
+            raise TypeError(f"{module.name}: another file registers {', '.join(twice)}, too")
+        found |= own
     if found.keys() != set(ROUTER_NAMES):
         raise TypeError(f"not both a file and a name in ROUTER_NAMES: {found.keys() ^ set(ROUTER_NAMES)}")
     return {name: found[name] for name in ROUTER_NAMES}
