@@ -260,7 +260,6 @@ app = typer.Typer(
     cls=CommandGroup,
     callback=_shared_options,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _PER_GPU: Final = r" \(\S+ of the H100's\)"
 _PARTS = ("step_latency", "memory", "loading", "host")
 
+_DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 _PREFIX_CACHING: Final = MappingProxyType({True: "on", False: "off", None: "as in the rules"})
 
 
@@ -231,4 +232,5 @@ def schema(args: SchemaArgs) -> None:
         Document.WORKLOAD: WorkloadFile,
         Document.PROFILE: Profile,
     }
-    print_json(models[args.document].model_json_schema())
+    found = models[args.document].model_json_schema()
+    print_json({"$schema": _DIALECT, "$id": f"urn:capplan:schema:{args.document.value}:1", **found})

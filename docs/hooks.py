@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -21,6 +24,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/plan.md": schema_page("Plan", Plan, "plan"),
         "reference/profile.md": schema_page("Profile", Profile, "profile"),
         "reference/routers.md": routers_page(),
+        "start/gallery.md": gallery_page(),
     }
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
@@ -37,6 +41,13 @@ def cli_page() -> str:
         lines += [f"\n## `{path}`", "", _help(command), "", "```", _usage(path, command), "```", ""]
         lines += _options(command)
     return "\n".join(lines) + "\n"
+
+
+def gallery_page() -> str:
+    """Return the Markdown page of the examples, each with its commands and what they print."""
+    note = "Each is a folder of `examples/`. A test runs the commands: what is below them is what they print."
+    pages = (path.read_text(encoding="utf-8") for path in sorted(EXAMPLES.glob("*/README.md")))
+    return "\n\n".join(["# Gallery", note, *(page.replace("# ", "## ", 1) for page in pages)])
 
 
 def routers_page() -> str:

@@ -322,6 +322,7 @@ TOPPINGS_BGMV = LatencyForm(
     "toppings-bgmv",
     ("decode_alpha", "decode_beta", "prefill_alpha", "prefill_beta"),
     ranks=_toppings_bgmv_ms,
+    needs=("decodes", "prefills", "lora_decodes", "lora_prefills", "max_rank"),
 )
 """Toppings' eq. 2 for padded kernels: ``alpha * |S| * max rank + beta`` milliseconds for an iteration, one
 (alpha, beta) for the requests of a step that decode and one for those in prefill; a step that does both is
@@ -329,7 +330,12 @@ two iterations, one after the other. S are the requests with an adapter; beta ho
 no count of tokens, so a long prompt costs what a short one does (PAPER_NOTES 1).
 """
 
-TOPPINGS_MBGMV = LatencyForm("toppings-mbgmv", TOPPINGS_BGMV.coefficients, ranks=_toppings_mbgmv_ms)
+TOPPINGS_MBGMV = LatencyForm(
+    "toppings-mbgmv",
+    TOPPINGS_BGMV.coefficients,
+    ranks=_toppings_mbgmv_ms,
+    needs=("decodes", "prefills", "decode_rank_sum", "prefill_rank_sum"),
+)
 """The same for kernels without padding: ``alpha * sum of ranks + beta``."""
 
 

@@ -58,8 +58,8 @@ S3_CREDENTIALS: Final = [{"secretRef": {"name": "s3-credentials", "optional": Tr
 
 FOLDER: Final = "/adapters"
 """Folder of a container with the adapters of a claim or a host."""
-_HUB_CACHE: Final = "/root/.cache/huggingface"
-"""Where the image of vLLM keeps downloads."""
+_MODELS: Final = "/models"
+"""Folder of a container for downloads of the Hugging Face Hub."""
 FETCHED: Final = "/fetched-adapters"
 """Folder of a container with the adapters that were copied from S3."""
 
@@ -189,7 +189,8 @@ def pod_spec(
     if settings[MODEL_CLAIM.name]:
         claim = {"claimName": settings[MODEL_CLAIM.name]}
         spec["volumes"].append({"name": "models", "persistentVolumeClaim": claim})
-        container["volumeMounts"].append({"name": "models", "mountPath": _HUB_CACHE})
+        container["volumeMounts"].append({"name": "models", "mountPath": _MODELS})
+        container["env"] += variables({"HF_HOME": _MODELS})
     _add_adapters(spec, container, group.adapters, settings)
     return spec
 

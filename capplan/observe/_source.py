@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -118,7 +118,8 @@ def open_source(path: Path, memory_bytes: int, timezone: str) -> Iterator[Source
             connection.execute(f"SET memory_limit = '{memory_bytes // 2**20}MiB'")
             connection.execute(f"SET temp_directory = {quoted(str(Path(folder, 'spilled')))}")
             connection.execute("SET preserve_insertion_order = false")
-            connection.execute("SET enable_progress_bar = false")  # it is written to the standard output
+            with suppress(duckdb.Error):  # in a notebook without ipywidgets there is none to turn off
+                connection.execute("SET enable_progress_bar = false")  # it is written to the standard output
             try:
                 connection.execute(f"SET TimeZone = {quoted(timezone)}")
             except duckdb.Error:

@@ -319,7 +319,7 @@ class Database:
         path = quote(os.path.abspath(self._file or ""))  # noqa: PTH100 - keeps links
         mode = "rwc" if create else "rw"
         connection = sqlite3.connect(
-            f"file://{path}?mode={mode}", self._timeout_s, check_same_thread=False, uri=True
+            f"file://{path}?mode={mode}", timeout=self._timeout_s, check_same_thread=False, uri=True
         )
         connection.text_factory = lambda data: data.decode(errors="surrogateescape")
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)

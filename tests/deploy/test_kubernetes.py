@@ -168,7 +168,7 @@ def test_a_claim_keeps_the_base_model_between_starts() -> None:
         for each in pod(deployed)["volumes"]
         if "persistentVolumeClaim" in each
     }
-    assert mounts["models"] == "/root/.cache/huggingface"
+    assert {"name": "HF_HOME", "value": mounts["models"]} in container(deployed)["env"]
     assert claims["models"] == "hub"
     assert "models" not in {
         each["name"] for each in pod(objects(small_plan())["Deployment"]["g0"])["volumes"]

@@ -5,44 +5,31 @@ more or less shifts a percentile. Columns follow the widths of numbers, so runs 
 """
 
 import difflib
-import os
 import re
-import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import nbformat
 import pytest
+from jupyter_client.manager import KernelManager
+from nbclient import NotebookClient
 
 from capplan import load_profile, load_workload, plan, simulate
+from tests.examples.transcripts import EXAMPLES, ROOT, Step, examples, recorded, run
 
 pytestmark = pytest.mark.process
 
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ROOT / "examples"
-WORKLOADS = sorted(path.parent for path in EXAMPLES.glob("*/workload.yaml"))
+WORKLOADS = [EXAMPLES / name for name in ("chat-96", "support-12")]
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 OTHER_SEEDS = (11, 12, 13, 14, 15)  # neither searched with nor verified with
 
 
-def printed(*arguments: str) -> str:
-    """Return what a program prints in a terminal of 150 columns."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "150"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def assert_as_recorded(record: Path, output: str) -> None:
-    recorded = record.read_text(encoding="utf-8")
-    diff = "\n".join(difflib.unified_diff(recorded.splitlines(), output.splitlines(), record.name, "now"))
-    assert words(output) == words(recorded), diff
-    assert numbers(output) == pytest.approx(numbers(recorded), rel=0.01, abs=0.011), diff
+def assert_as_recorded(recorded: Sequence[Step], steps: Sequence[Step]) -> None:
+    for before, now in zip(recorded, steps, strict=True):
+        pair = (before.output.splitlines(), now.output.splitlines())
+        diff = f"{now.command}\n" + "\n".join(difflib.unified_diff(*pair, "recorded", "now"))
+        assert words(now.output) == words(before.output), diff
+        assert numbers(now.output) == pytest.approx(numbers(before.output), rel=0.01, abs=0.011), diff
 
 
 def words(text: str) -> list[str]:
@@ -53,24 +40,21 @@ def numbers(text: str) -> list[float]:
     return [float(number.replace(",", "")) for number in NUMBER.findall(text)]
 
 
-@pytest.mark.parametrize("folder", WORKLOADS, ids=lambda folder: folder.name)
-def test_planning_prints_the_recorded_plan(folder: Path) -> None:
-    workload = str(folder.relative_to(ROOT) / "workload.yaml")
-    assert_as_recorded(folder / "plan.out", printed("-m", "capplan", "plan", workload))
-
-
-def test_the_library_prints_the_recorded_output() -> None:
-    assert_as_recorded(EXAMPLES / "library.out", printed("examples/library.py"))
+@pytest.mark.parametrize("folder", examples(), ids=lambda folder: folder.name)
+def test_an_example_prints_what_is_recorded(folder: Path) -> None:
+    """`python -m tests.examples.transcripts NAME` records it."""
+    steps = recorded(folder)
+    assert_as_recorded(steps, list(run(folder, [step.command for step in steps])))
 
 
 def test_a_record_that_differs_is_noticed() -> None:
-    record = EXAMPLES / "library.out"
-    text = record.read_text(encoding="utf-8")
-    first = NUMBER.search(text)
+    (step,) = recorded(EXAMPLES / "library")
+    first = NUMBER.search(step.output)
     assert first is not None
-    for other in (text.replace("verified", "refuted"), text[: first.start()] + "77" + text[first.end() :]):
+    changed = step.output[: first.start()] + "77" + step.output[first.end() :]
+    for other in (step.output.replace("verified", "refuted"), changed):
         with pytest.raises(AssertionError):
-            assert_as_recorded(record, other)
+            assert_as_recorded([step], [step._replace(output=other)])
 
 
 @pytest.mark.parametrize("folder", WORKLOADS, ids=lambda folder: folder.name)
@@ -99,17 +83,24 @@ def test_every_gpu_of_the_plan_holds_on_seeds_that_the_planner_never_saw(folder:
             assert not result.starved
 
 
-def test_the_readme_names_every_example() -> None:
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("notebooks/*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_runs(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+    here = {"metadata": {"path": str(path.parent)}}
+    NotebookClient(notebook, KernelManager(transport="ipc"), timeout=600, resources=here).execute()
+
+
+def test_the_list_names_every_example() -> None:
     text = (EXAMPLES / "README.md").read_text(encoding="utf-8")
-    for path in (*EXAMPLES.glob("*.py"), *EXAMPLES.glob("*/workload.yaml")):
-        assert f"`{path.relative_to(EXAMPLES)}`" in text
+    assert len(examples()) >= 8
+    assert all(f"[{folder.name}]({folder.name}/README.md)" in text for folder in examples())
 
 
 def test_the_readme_shows_the_recorded_plan_and_workload() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    recorded = (EXAMPLES / "chat-96" / "plan.out").read_text(encoding="utf-8")
-    for line in recorded.replace("not written (-o FILE writes it)", "written to plan.json").splitlines():
-        assert line.rstrip() in readme
+    (step,) = recorded(EXAMPLES / "chat-96")
+    assert all(line.rstrip() in readme for line in step.output.splitlines())
     workload = (EXAMPLES / "chat-96" / "workload.yaml").read_text(encoding="utf-8")
     adapters = [line.strip() for line in workload.splitlines() if line.strip().startswith("- {name")]
     assert adapters

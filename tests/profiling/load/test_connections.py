@@ -61,8 +61,9 @@ class Server:
             listening = await asyncio.start_server(self.handle, "127.0.0.1", 0, ssl=self.tls)
             scheme = "http" if self.tls is None else "https"
             target = Target(f"{scheme}://{host}:{listening.sockets[0].getsockname()[1]}{path}", "key")
-            async with asyncio.timeout(20), listening, open_session(target) as pool:
+            async with asyncio.timeout(20), open_session(target) as pool:
                 await check(pool, target)
+            listening.close()  # its `wait_closed` waits for handlers since Python 3.12
 
         asyncio.run(whole())
 
