@@ -11,7 +11,6 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
 
 from capplan import load_profile, load_workload, plan, simulate
@@ -88,7 +87,7 @@ def test_a_notebook_runs(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells)
     here = {"metadata": {"path": str(path.parent)}}
-    NotebookClient(notebook, KernelManager(transport="ipc"), timeout=600, resources=here).execute()
+    NotebookClient(notebook, timeout=600, resources=here).execute()
 
 
 def test_the_list_names_every_example() -> None:
