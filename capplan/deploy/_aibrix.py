@@ -31,11 +31,11 @@ from capplan.deploy._kubernetes import (
     yaml_documents,
 )
 from capplan.deploy._servers import require_servable, source_kind, unused_name
-from capplan.deploy._target import Loss
+from capplan.deploy._target import PLAN, Loss
 from capplan.spec import Group, Plan, PlanAdapter
 
 AIBRIX_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM, MODEL_CLAIM, FETCH_IMAGE)
-AIBRIX_NAMES: Final = frozenset({"aibrix.yaml", "plan.json"})
+AIBRIX_NAMES: Final = frozenset({"aibrix.yaml", PLAN})
 
 _MODEL_LABEL: Final = "model.aibrix.ai/name"
 _ENV: Final = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
@@ -90,7 +90,7 @@ def aibrix_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
         f"Requests for the base model name {model}.",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING: AIBrix loads adapters into running servers.",
     ]
-    return {"aibrix.yaml": yaml_documents(documents, top), "plan.json": plan.to_json()}
+    return {"aibrix.yaml": yaml_documents(documents, top), PLAN: plan.to_json()}
 
 
 def _model_name(plan: Plan) -> str:

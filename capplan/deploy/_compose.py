@@ -17,6 +17,7 @@ from capplan.deploy._kubernetes import (
     PORT,
     adapter_path,
     dns_label,
+    folder_notes,
     header_of,
     image_of,
     serve_arguments,
@@ -25,7 +26,7 @@ from capplan.deploy._kubernetes import (
 )
 from capplan.deploy._kubernetes import FOLDER as ADAPTERS
 from capplan.deploy._servers import require_servable, source_kind, unused_name
-from capplan.deploy._target import Setting
+from capplan.deploy._target import PLAN, Setting
 from capplan.spec import Group, Plan, PlanAdapter
 
 ADAPTERS_FOLDER: Final = Setting(
@@ -36,7 +37,6 @@ COMPOSE_SETTINGS: Final = (IMAGE, ADAPTERS_FOLDER, FETCH_IMAGE, GATEWAY_IMAGE)
 COMPOSE: Final = "compose.yaml"
 GATEWAY: Final = "gateway"
 FETCH: Final = "fetch-adapters"
-PLAN: Final = "plan.json"
 COMPOSE_NAMES: Final = frozenset({COMPOSE, GATEWAY, PLAN})
 
 _DOCKER_DNS: Final = "resolver 127.0.0.11 valid=5s;"
@@ -103,14 +103,8 @@ def compose_notes(plan: Plan) -> tuple[str, ...]:
     """Return lines on the GPUs of the host, and on the adapters that its folder must hold."""
     gpus = sum(group.replicas * group.tp for group in plan.groups)
     kinds = ", ".join(dict.fromkeys(group.gpu for group in plan.groups))
-    notes = [f"note: the host must have {gpus} GPU(s) ({kinds}), in the order of the services"]
-    folders = [each for each in plan.adapters.values() if source_kind(each) in FOLDERS]
-    if folders:
-        notes.append(
-            f"note: {ADAPTERS_FOLDER.name} must hold {len(folders)} adapters, a folder each by its name, "
-            f"such as {folders[0].name}"
-        )
-    return tuple(notes)
+    note = f"note: the host must have {gpus} GPU(s) ({kinds}), in the order of the services"
+    return (note, *folder_notes(plan, ADAPTERS_FOLDER.name))
 
 
 def _compose(plan: Plan, servers: Iterable[Server], port: int, settings: Mapping[str, str]) -> str:

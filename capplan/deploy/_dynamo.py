@@ -32,7 +32,7 @@ from capplan.deploy._kubernetes import (
     yaml_documents,
 )
 from capplan.deploy._servers import engine_flags, require_servable, source_kind
-from capplan.deploy._target import Loss, Setting
+from capplan.deploy._target import PLAN, Loss, Setting
 from capplan.errors import InputError
 from capplan.spec import Group, Plan, PlanAdapter
 
@@ -40,7 +40,7 @@ IMAGE: Final = Setting(
     "image", "nvcr.io/nvidia/ai-dynamo/vllm-runtime:1.6.1", "image of Dynamo with vLLM in it"
 )
 DYNAMO_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM)
-DYNAMO_NAMES: Final = frozenset({"dynamo.yaml", "plan.json"})
+DYNAMO_NAMES: Final = frozenset({"dynamo.yaml", PLAN})
 
 _FRONTEND: Final = "Frontend"
 _MOST_COMPONENTS: Final = 25
@@ -96,7 +96,7 @@ def dynamo_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
     names = adapter_names(plan)
     documents: list[tuple[list[str], dict[str, Any]]] = [(comment, _graph(plan, groups, settings))]
     documents += [([], _model(plan, each, names[each.name], settings)) for each in plan.adapters.values()]
-    return {"dynamo.yaml": yaml_documents(documents), "plan.json": plan.to_json()}
+    return {"dynamo.yaml": yaml_documents(documents), PLAN: plan.to_json()}
 
 
 def _with_all_adapters(plan: Plan, group: Group) -> Group:

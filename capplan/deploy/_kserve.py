@@ -28,11 +28,11 @@ from capplan.deploy._kubernetes import (
     yaml_documents,
 )
 from capplan.deploy._servers import engine_flags, require_servable, source_kind
-from capplan.deploy._target import Loss
+from capplan.deploy._target import PLAN, Loss
 from capplan.spec import Group, Plan, PlanAdapter
 
 KSERVE_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM)
-KSERVE_NAMES: Final = frozenset({"kserve.yaml", "plan.json"})
+KSERVE_NAMES: Final = frozenset({"kserve.yaml", PLAN})
 
 _MAXIMA: Final = {
     "--max-lora-rank": "maxRank",
@@ -77,7 +77,7 @@ def kserve_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
         "KServe registers each adapter under a second name, too. Both take a place of maxCpuAdapters at the "
         "start, so the first request of some adapters loads them again.",
     ]
-    return {"kserve.yaml": yaml_documents(documents, top), "plan.json": plan.to_json()}
+    return {"kserve.yaml": yaml_documents(documents, top), PLAN: plan.to_json()}
 
 
 def _service(plan: Plan, group: Group, name: str, settings: Mapping[str, str]) -> dict[str, Any]:

@@ -29,12 +29,12 @@ from capplan.deploy._kubernetes import (
     yaml_documents,
 )
 from capplan.deploy._servers import require_servable, unused_name
-from capplan.deploy._target import Loss
+from capplan.deploy._target import PLAN, Loss
 from capplan.errors import InputError
 from capplan.spec import Plan
 
 KTHENA_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM, MODEL_CLAIM, FETCH_IMAGE)
-KTHENA_NAMES: Final = frozenset({"kthena.yaml", "plan.json"})
+KTHENA_NAMES: Final = frozenset({"kthena.yaml", PLAN})
 
 _API: Final = "networking.serving.volcano.sh/v1alpha1"
 _WHOLE: Final = 100
@@ -72,7 +72,7 @@ def kthena_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
         documents.append(([], _model_server(name, settings)))
     documents += [([], route) for route in _routes(plan, names, settings)]
     top = top_comment(plan, kthena_losses(plan))
-    return {"kthena.yaml": yaml_documents(documents, top), "plan.json": plan.to_json()}
+    return {"kthena.yaml": yaml_documents(documents, top), PLAN: plan.to_json()}
 
 
 def _model_server(name: str, settings: Mapping[str, str]) -> dict[str, Any]:

@@ -383,14 +383,17 @@ def header_of(plan: Plan, group: Group) -> list[str]:
 
 def claim_notes(plan: Plan) -> tuple[str, ...]:
     """Return a line on the folders that the claim of adapters must hold."""
+    return folder_notes(plan, "the PersistentVolumeClaim")
+
+
+def folder_notes(plan: Plan, place: str) -> tuple[str, ...]:
+    """Return a line on the folders of adapters that a place must hold; none without any."""
     folders = [each for each in plan.adapters.values() if source_kind(each) in FOLDERS]
     if not folders:
         return ()
     first = folders[0]
-    of = f", such as {first.path} as {first.name}" if first.path else f", such as {first.name}"
-    return (
-        f"note: the PersistentVolumeClaim must hold {len(folders)} adapters, a folder each by its name{of}",
-    )
+    example = f"{first.path} as {first.name}" if first.path else first.name
+    return (f"note: {place} must hold {len(folders)} adapters, a folder each by its name, such as {example}",)
 
 
 def yaml_documents(

@@ -17,11 +17,11 @@ from capplan.deploy._servers import (
     source_kind,
     unused_name,
 )
+from capplan.deploy._target import PLAN
 from capplan.spec import PLAN_ROUTER, Group, Plan, PlanAdapter
 
 LAUNCH: Final = "launch"
 ROUTING: Final = "routing.json"
-PLAN: Final = "plan.json"
 
 TOP_NAMES: Final = frozenset({LAUNCH, ROUTING, PLAN})
 """Entries at the top of an exported directory."""

@@ -29,12 +29,12 @@ from capplan.deploy._kubernetes import (
     yaml_documents,
 )
 from capplan.deploy._servers import require_servable, unused_name
-from capplan.deploy._target import Loss, Setting
+from capplan.deploy._target import PLAN, Loss, Setting
 from capplan.spec import Group, Plan, Queues
 
 GATEWAY: Final = Setting("gateway", "inference-gateway", "Gateway that the routes belong to")
 LLM_D_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM, MODEL_CLAIM, FETCH_IMAGE, GATEWAY)
-LLM_D_NAMES: Final = frozenset({"llm-d.yaml", "endpoint-picker", "plan.json"})
+LLM_D_NAMES: Final = frozenset({"llm-d.yaml", "endpoint-picker", PLAN})
 
 _POOL_GROUP: Final = "inference.networking.k8s.io"
 _LONGEST_NAME: Final = 40
@@ -90,7 +90,7 @@ def llm_d_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
         *top_comment(plan, llm_d_losses(plan)),
         f"The gateway must copy the model of a request into the header {_MODEL_HEADER} (body-based routing).",
     ]
-    return {"llm-d.yaml": yaml_documents(documents, top), **files, "plan.json": plan.to_json()}
+    return {"llm-d.yaml": yaml_documents(documents, top), **files, PLAN: plan.to_json()}
 
 
 def _picker_of(name: str) -> str:

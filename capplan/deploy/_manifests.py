@@ -32,13 +32,13 @@ from capplan.deploy._kubernetes import (
     yaml_documents,
 )
 from capplan.deploy._servers import require_servable, unused_name
+from capplan.deploy._target import PLAN
 from capplan.errors import InputError
 from capplan.spec import Group, Plan
 
 MANIFEST_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM, MODEL_CLAIM, FETCH_IMAGE, GATEWAY_IMAGE)
 
 MANIFESTS: Final = "manifests.yaml"
-PLAN: Final = "plan.json"
 MANIFEST_NAMES: Final = frozenset({MANIFESTS, PLAN})
 
 _LABEL: Final = "app.kubernetes.io/name"

@@ -35,7 +35,7 @@ from capplan.deploy._kubernetes import (
     yaml_documents,
 )
 from capplan.deploy._servers import engine_flags, lora_module, require_servable, source_kind
-from capplan.deploy._target import Loss, Setting
+from capplan.deploy._target import PLAN, Loss, Setting
 from capplan.errors import InputError
 from capplan.spec import Group, Plan, PlanAdapter
 
@@ -44,7 +44,7 @@ MEMORY: Final = Setting("memory", "32Gi", "memory of a pod, which the chart requ
 STORAGE: Final = Setting("storage", "50Gi", "size of the claim of a group that downloads adapters")
 STORAGE_CLASS: Final = Setting("storage-class", "", "class of that claim; by default the cluster's")
 PRODUCTION_STACK_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM, CPU, MEMORY, STORAGE, STORAGE_CLASS)
-PRODUCTION_STACK_NAMES: Final = frozenset({"values.yaml", "lora-adapters.yaml", "plan.json"})
+PRODUCTION_STACK_NAMES: Final = frozenset({"values.yaml", "lora-adapters.yaml", PLAN})
 
 _LONGEST_NAME: Final = 30
 """The chart makes a host name of it, with the release and suffixes, of at most 63 characters."""
@@ -99,7 +99,7 @@ def production_stack_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[s
         for each in _loaded_later(plan, group)
     ]:
         files["lora-adapters.yaml"] = yaml_documents(adapters)
-    return {**files, "plan.json": plan.to_json()}
+    return {**files, PLAN: plan.to_json()}
 
 
 def _values(models: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

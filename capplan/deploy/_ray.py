@@ -16,7 +16,7 @@ import yaml
 
 from capplan.deploy._kubernetes import header_of, routing_losses, top_comment, yaml_documents
 from capplan.deploy._servers import Flag, engine_flags, require_servable, unused_name
-from capplan.deploy._target import Loss, Setting
+from capplan.deploy._target import PLAN, Loss, Setting
 from capplan.errors import InputError
 from capplan.spec import Group, Plan
 
@@ -27,7 +27,6 @@ RAY_SETTINGS: Final = (ADAPTERS_PATH,)
 
 CONFIG: Final = "serve.yaml"
 ROUTING: Final = "routing.json"
-PLAN: Final = "plan.json"
 RAY_NAMES: Final = frozenset({CONFIG, ROUTING, PLAN})
 
 STORAGES: Final = ("s3://", "gs://", "abfss://", "azure://")

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from capplan.spec import Plan
+
+PLAN: Final = "plan.json"
+"""File of the plan in every export."""
 
 
 @dataclass(frozen=True)
