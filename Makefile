@@ -20,6 +20,9 @@ print(*(re.sub(r",<[0-9.]+", "", each) for each in (*project["dependencies"], *e
 endef
 export UNBOUNDED
 
+# Where it is set, every Python that a test starts would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help plan test test-all test-newest equal coverage compile compile-slots compile-pool bench docs lint types style format clean gpu-campaign
 

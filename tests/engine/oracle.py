@@ -1,18 +1,24 @@
 """Random tiny models and adapters written by transformers and peft, and their outputs."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, set_seed
+
+if TYPE_CHECKING:  # they take ten seconds to import
+    from peft import LoraConfig
+    from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
 ALL_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def llama(**fields: Any) -> LlamaConfig:
+    from transformers import LlamaConfig
+
     sizes = {
         "vocab_size": 300,
         "hidden_size": 48,
@@ -29,6 +35,8 @@ def llama(**fields: Any) -> LlamaConfig:
 
 
 def qwen2(**fields: Any) -> Qwen2Config:
+    from transformers import Qwen2Config
+
     sizes = llama().to_dict()
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     more = (
@@ -58,6 +66,8 @@ class Oracle:
 
 def write_model(config: PretrainedConfig, folder: Path, seed: int) -> None:
     """Write a random model; biases and norms are random, too, so that an omitted one changes the output."""
+    from transformers import AutoModelForCausalLM, set_seed
+
     set_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
@@ -72,6 +82,9 @@ def write_model(config: PretrainedConfig, folder: Path, seed: int) -> None:
 
 def write_adapter(base: Path, config: LoraConfig, folder: Path, seed: int) -> Any:
     """Write a random adapter and return the model that has it."""
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM, set_seed
+
     set_seed(seed)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
     generator = torch.Generator().manual_seed(seed)
@@ -87,6 +100,8 @@ def make_oracle(
     config: PretrainedConfig, adapters: dict[str, LoraConfig], folder: Path, seed: int = 0
 ) -> Oracle:
     """Return an oracle with these adapters."""
+    from transformers import AutoModelForCausalLM
+
     base = folder / "model"
     write_model(config, base, seed)
     models: dict[str | None, Any] = {None: AutoModelForCausalLM.from_pretrained(base).eval()}
@@ -96,5 +111,7 @@ def make_oracle(
 
 
 def lora(rank: int, alpha: float | None = None, **fields: Any) -> LoraConfig:
+    from peft import LoraConfig
+
     settings = {"r": rank, "lora_alpha": alpha or 2 * rank, "target_modules": list(ALL_MODULES)}
     return LoraConfig(**(settings | fields))

@@ -1,23 +1,29 @@
 """Logits and greedy tokens are those of transformers and peft, whatever the batch, memory and rules."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-pytest.importorskip("transformers", reason="the oracle needs transformers (extra `oracle-hf`)")
-pytest.importorskip("peft", reason="the oracle needs peft (extra `oracle-hf`)")
+pytest.importorskip("torch", reason="the engine needs torch (extra `engine`)")
 
 from capplan.engine import Completion, Engine
 from tests.engine.oracle import Oracle, llama, lora, make_oracle, qwen2
 
 RANKS = (4, 8, 16, 32, 4, 8, 16, 32)
-EIGHT = {f"a{i}": lora(rank) for i, rank in enumerate(RANKS)}
-MODELS: dict[str, tuple[Any, Any]] = {
-    "llama": (llama(), EIGHT),
-    "qwen2": (qwen2(), EIGHT),
-    "llama-3": (
+
+
+def eight() -> dict[str, Any]:
+    """Return adapters of different ranks."""
+    return {f"a{i}": lora(rank) for i, rank in enumerate(RANKS)}
+
+
+MODELS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "llama": lambda: (llama(), eight()),
+    "qwen2": lambda: (qwen2(), eight()),
+    "llama-3": lambda: (
         llama(
             head_dim=20,  # not hidden_size / heads
             num_attention_heads=6,
@@ -41,15 +47,15 @@ MODELS: dict[str, tuple[Any, Any]] = {
             "late": lora(7, layers_to_transform=[1]),
         },
     ),
-    "biased": (
+    "biased": lambda: (
         llama(attention_bias=True, mlp_bias=True, num_key_value_heads=4, tie_word_embeddings=True),
         {"a": lora(12, 5.0), "b": lora(1)},
     ),
-    "wide": (  # wide enough for packed matrices
+    "wide": lambda: (  # wide enough for packed matrices
         qwen2(hidden_size=384, intermediate_size=352, initializer_range=0.05),
         {"a": lora(8), "b": lora(16)},
     ),
-    "qwen2-tied": (
+    "qwen2-tied": lambda: (
         qwen2(tie_word_embeddings=True, num_attention_heads=3, num_key_value_heads=3, hidden_size=42),
         {"a": lora(10), "o": lora(8, target_modules=["o_proj"])},
     ),
@@ -95,8 +101,10 @@ STEPS = 64
 
 @pytest.fixture(scope="module")
 def oracles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Oracle]:
+    pytest.importorskip("transformers", reason="the oracle needs transformers (extra `oracle-hf`)")
+    pytest.importorskip("peft", reason="the oracle needs peft (extra `oracle-hf`)")
     folder: Path = tmp_path_factory.mktemp("models")
-    return {name: make_oracle(config, loras, folder / name) for name, (config, loras) in MODELS.items()}
+    return {name: make_oracle(*model(), folder / name) for name, model in MODELS.items()}
 
 
 def questions(oracle: Oracle, vocab: int = 300) -> tuple[list[list[int]], list[str | None]]:

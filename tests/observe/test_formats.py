@@ -52,6 +52,12 @@ RAGPULSE = lines(
         for i in range(N)
     ]
 )
+SERVEGEN = lines(  # requests that its generator draws; its published batches have no times
+    [
+        {"request_id": i, "timestamp": i + 0.5, "data": {"input_tokens": 100 + i, "output_tokens": 10 + i}}
+        for i in range(N)
+    ]
+)
 VLLM = json.dumps(
     {
         **{
@@ -137,6 +143,7 @@ AIPERF = lines(
         ("mooncake.jsonl", MOONCAKE, 0, 0.49),
         ("bailian.jsonl", BAILIAN, 0, 0.49),
         ("ragpulse.jsonl", RAGPULSE, 0, 0.73),
+        ("servegen.jsonl", SERVEGEN, 0, None),
         ("vllm.json", VLLM, 0, None),
         ("guidellm.json", GUIDELLM, 0, None),
         ("inference-perf.json", INFERENCE_PERF, 0, None),

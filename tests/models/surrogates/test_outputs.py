@@ -28,7 +28,9 @@ from capplan.spec import STARVED_BELOW
 from tests.models.surrogates.making import made
 from tests.models.surrogates.runs import CASES, run
 
-ROWS = made().features[:50]
+
+def rows() -> np.ndarray:
+    return made().features[:50]
 
 
 def constant(value: float) -> Forest:
@@ -44,7 +46,7 @@ def constant(value: float) -> Forest:
 
 
 def answers(form: str, *values: float) -> np.ndarray:
-    return EnsembleOutput(form, tuple(map(constant, values))).predict(ROWS)
+    return EnsembleOutput(form, tuple(map(constant, values))).predict(rows())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -59,26 +61,26 @@ def test_served_fraction_and_step_time_of_a_run_give_its_throughput(case: str) -
 def test_throughput_is_at_most_the_load_served_and_falls_with_the_time_of_a_step(
     served: float, step_ms: float
 ) -> None:
-    share, step = np.full(len(ROWS), served), np.full(len(ROWS), step_ms)
-    said = throughput_of(ROWS, share, step)
+    share, step = np.full(len(rows()), served), np.full(len(rows()), step_ms)
+    said = throughput_of(rows(), share, step)
     assert np.all(said >= 0.0)
-    assert np.all(said <= feature_of(ROWS, "offered_tok_s") * served)
-    assert np.all(throughput_of(ROWS, share, 2 * step) <= said)
+    assert np.all(said <= feature_of(rows(), "offered_tok_s") * served)
+    assert np.all(throughput_of(rows(), share, 2 * step) <= said)
 
 
 def test_over_expected_multiplies_the_expected_throughput() -> None:
-    assert answers(OVER_EXPECTED, np.log(0.5)) == pytest.approx(0.5 * expected_tok_s(ROWS), rel=1e-6)
+    assert answers(OVER_EXPECTED, np.log(0.5)) == pytest.approx(0.5 * expected_tok_s(rows()), rel=1e-6)
 
 
 def test_served_and_step_are_relative_to_the_estimate() -> None:
-    plain = throughput_of(ROWS, expected_share(ROWS), feature_of(ROWS, "step_ms"))
+    plain = throughput_of(rows(), expected_share(rows()), feature_of(rows(), "step_ms"))
     assert answers(SERVED_AND_STEP, 0.0, 0.0) == pytest.approx(plain, rel=1e-6)
-    half = throughput_of(ROWS, served_share(ROWS, np.log(0.5)), 2 * feature_of(ROWS, "step_ms"))
+    half = throughput_of(rows(), served_share(rows(), np.log(0.5)), 2 * feature_of(rows(), "step_ms"))
     assert answers(SERVED_AND_STEP, np.log(0.5), np.log(2)) == pytest.approx(half, rel=1e-6)
 
 
 def test_no_more_is_served_than_all() -> None:
-    assert np.all(served_share(ROWS, np.full(len(ROWS), 50.0)) == 1.0)
+    assert np.all(served_share(rows(), np.full(len(rows()), 50.0)) == 1.0)
 
 
 @pytest.mark.parametrize(
@@ -107,4 +109,4 @@ def test_log_odds_are_finite_where_trees_are_certain() -> None:
 def test_every_form_has_its_number_of_forests() -> None:
     assert set(THROUGHPUT).isdisjoint(STARVATION)
     for form, known in (THROUGHPUT | STARVATION).items():
-        assert answers(form, *[0.25] * known.forests).shape == (len(ROWS),)
+        assert answers(form, *[0.25] * known.forests).shape == (len(rows()),)
