@@ -14,6 +14,7 @@ from capplan.spec._validation import (
     Fraction,
     Many,
     NonNegative,
+    SparseModel,
     SpecModel,
     refuse_unread,
     rule,
@@ -118,7 +119,7 @@ class QueueClass(SpecModel):
     quota_tokens: Count = Field(description="Tokens this queue may have in execution.")
 
 
-class Queues(SpecModel):
+class Queues(SparseModel):
     """Queues by request size."""
 
     wrs: Wrs = Field(description="How the size of a request is computed.")
@@ -128,6 +129,11 @@ class Queues(SpecModel):
         "beside prompt and predicted output.",
     )
     classes: Many[QueueClass] = Field(min_length=1, description="Queues by ascending size.")
+    missing_tokens: Count | None = Field(
+        default=None,
+        description="Tokens by which the minimum quotas for the bound on E2E exceed the KV memory, by a "
+        "queueing model; the quotas are scaled down, and the verification decides.",
+    )
 
     @model_validator(mode="after")
     def _ascending_and_open(self) -> Self:

@@ -1,14 +1,13 @@
 """Queues of one instance of a plan, from its simulation in the twin."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 
-from capplan import Assignment, InfeasibleError, Lengths, Profile, Slo, Workload, simulate
+from capplan import Assignment, Lengths, Profile, Slo, Workload, plan, simulate
 from capplan.planner.problem import AdapterShare
-from capplan.planner.problem._queues import group_queues, time_bound_s
+from capplan.planner.problem._queues import group_queues, stated_bound_s
 from capplan.planner.problem._setup import make_problem
 from capplan.spec import QueueConfig, Queues, Trace
 
@@ -96,20 +95,30 @@ def test_queues_of_a_trace(workload: Make, profile: Profile) -> None:
 @pytest.mark.parametrize(
     ("slo", "bound_s"),
     [
-        (Slo(), 10.0),
-        (Slo(ttft_p99_s=1.0), 10.0),
+        (Slo(), None),
+        (Slo(ttft_p99_s=1.0), None),
         (Slo(e2e_p99_s=30.0), 30.0),
         (Slo(e2e_mean_s=8.0, e2e_p99_s=30.0), 8.0),
     ],
     ids=["none", "on another metric", "one", "several"],
 )
-def test_the_bound_is_the_tightest_e2e_bound_or_five_isolated_times(slo: Slo, bound_s: float) -> None:
-    assert time_bound_s(slo, 2.0) == bound_s
+def test_the_bound_is_the_tightest_one_on_e2e_that_the_user_states(slo: Slo, bound_s: float | None) -> None:
+    assert stated_bound_s(slo) == bound_s
 
 
-def test_a_bound_that_needs_too_many_tokens_is_infeasible(workload: Make, profile: Profile) -> None:
-    fields: dict[str, Any] = {"queues": QueueConfig(), "slo": Slo(e2e_mean_s=0.01)}
-    with pytest.raises(
-        InfeasibleError, match=r"queues: .* more than .* on the GPU of adapter a0 and 11 more; .*p99 or mean"
-    ):
-        on_one_gpu(workload(*MIXED, **fields), profile)
+def test_quotas_that_miss_a_stated_bound_are_scaled_down_and_say_so(workload: Make, profile: Profile) -> None:
+    spec = workload(*MIXED, queues=QueueConfig(), slo=Slo(e2e_mean_s=0.01))
+    tight, plain = made(spec, profile), made(spec.replace(slo=Slo()), profile)
+    assert tight.missing_tokens is not None
+    assert plain.missing_tokens is None
+    assert sum(each.quota_tokens for each in tight.classes) == sum(
+        each.quota_tokens for each in plain.classes
+    )
+
+
+def test_queues_cost_no_gpu_that_their_minima_alone_would_need(workload: Make) -> None:
+    """One GPU at half of its capacity: by the largest requests the minimum quotas exceed its memory."""
+    spec = workload(*((f"a{i}", (8, 16, 64)[i % 3], 0.5) for i in range(12)), gpus={"count": 4})
+    alone, queued = plan(spec, seeds=1), plan(spec.replace(queues=QueueConfig()), seeds=1)
+    assert queued.verification.ok
+    assert queued.totals.gpus == alone.totals.gpus == 1

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan import InfeasibleError
-from capplan.serving.pooled._quotas import QueueLoad, allocate_quotas, queue_loads, scaled_quotas
+from capplan.serving.pooled._quotas import QueueLoad, allocate_quotas, queue_loads
 from capplan.serving.pooled._size_clusters import (
     SAMPLE,
     choose_clustering,
@@ -156,31 +155,21 @@ def test_quotas_sum_to_all_tokens_and_keep_their_minima(
 ) -> None:
     least = needed(queues, bound_s, percentile)
     tokens = sum(least) + spare
-    quotas = allocate_quotas(queues, tokens, bound_s, percentile=percentile, rest=rest)  # type: ignore[arg-type]
+    made = allocate_quotas(queues, tokens, bound_s, percentile=percentile, rest=rest)  # type: ignore[arg-type]
+    quotas, missing = made
+    assert missing == 0
     assert sum(quotas) == tokens
     assert all(quota >= minimum for quota, minimum in zip(quotas, least, strict=True))
 
 
-@given(several, bounds, percentiles, st.integers(1, 10**6))
-def test_quotas_that_do_not_fit_are_infeasible(
-    queues: list[QueueLoad], bound_s: float, percentile: float | None, short: int
-) -> None:
-    least = needed(queues, bound_s, percentile)
-    with pytest.raises(InfeasibleError) as error:
-        allocate_quotas(queues, sum(least) - short, bound_s, percentile=percentile)
-    assert f"{short:,} more than" in str(error.value)
-    assert f"queue {least.index(max(least)) + 1} of {len(queues)}" in str(error.value)
-    fits = sum(each.largest_tokens for each in queues) <= sum(least) - short
-    assert error.value.reason == ("slo" if fits else "memory")
-
-
 @given(several, bounds, percentiles, st.floats(0.0, 1.0))
-def test_scaled_quotas_sum_to_all_tokens_and_hold_the_largest_requests_if_these_fit(
+def test_quotas_that_do_not_fit_sum_to_all_tokens_and_hold_the_largest_requests_if_these_fit(
     queues: list[QueueLoad], bound_s: float, percentile: float | None, share: float
 ) -> None:
     least = needed(queues, bound_s, percentile)
-    tokens = max(len(queues), int(share * sum(least)))
-    quotas = scaled_quotas(queues, tokens, bound_s, percentile)
+    tokens = max(len(queues), int(share * (sum(least) - 1)))
+    quotas, missing = allocate_quotas(queues, tokens, bound_s, percentile=percentile)
+    assert missing == max(0, sum(least) - tokens)
     assert sum(quotas) == tokens
     assert min(quotas) >= 1
     largest = [each.largest_tokens for each in queues]
@@ -221,14 +210,14 @@ def load(rate_rps: float, tokens: int, execution_s: float) -> QueueLoad:
 )
 def test_the_rest_is_divided_by_weight(rest: str, quotas: tuple[int, int]) -> None:
     two = (load(3.0, 100, 2.0), load(1.0, 300, 10.0))
-    assert allocate_quotas(two, 7800, 2.0, rest=rest) == quotas  # type: ignore[arg-type]
+    assert allocate_quotas(two, 7800, 2.0, rest=rest).tokens == quotas  # type: ignore[arg-type]
 
 
 def test_minima_as_weights_scale_the_minima() -> None:
     """Quotas are Tok_min x Tok_total / sum of Tok_min, as in the paper."""
     queues = (load(5.0, 400, 1.0), load(2.0, 900, 3.0), load(0.5, 4000, 9.0))
     least = [each.least_tokens(4.0) for each in queues]
-    quotas = allocate_quotas(queues, 3 * sum(least), 4.0)
+    quotas = allocate_quotas(queues, 3 * sum(least), 4.0).tokens
     assert quotas == pytest.approx([3 * each for each in least], abs=1)
 
 

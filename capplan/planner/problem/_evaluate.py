@@ -10,7 +10,6 @@ from typing import Any, Final, Literal, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.errors import InfeasibleError
 from capplan.planner.problem._deadline import NEVER, Deadline, OutOfTimeError, interrupt_at
 from capplan.planner.problem._parallel import parallel_until
 from capplan.planner.problem._problem import Assignment, Problem, distinct_adapters
@@ -266,7 +265,7 @@ def describe_failure(problem: Problem, assignment: Assignment) -> str:
 def failure_of(problem: Problem, assignment: Assignment) -> str:
     """Return the bound that an instance breaks by the twin at the load over (1 - headroom), as text.
 
-    It may also be that the quotas of its queues do not fit. Empty if nothing breaks on one seed.
+    Empty if nothing breaks on one seed.
 
     Raises
     ------
@@ -274,11 +273,7 @@ def failure_of(problem: Problem, assignment: Assignment) -> str:
         If the deadline of the problem passes.
     """
     scale = 1.0 / (1.0 - problem.workload.headroom)
-    try:
-        assignment = with_queues(problem, assignment)
-    except InfeasibleError as error:
-        return error.message
-    evaluation = evaluate(problem.pessimistic, assignment, 0, scale)
+    evaluation = evaluate(problem.pessimistic, with_queues(problem, assignment), 0, scale)
     return describe_violation(problem, evaluation)
 
 

@@ -7,7 +7,6 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from capplan.errors import InfeasibleError
 from capplan.planner.problem._deadline import interrupt_at
 from capplan.planner.problem._problem import Assignment, Problem
 from capplan.serving.pooled import PoolSetup, RequestSample, design_queues
@@ -30,7 +29,8 @@ _MIN_DURATION_S: Final = 300.0
 """Chameleon's window (section 4.3.4)."""
 _MAX_DURATION_S: Final = 86_400.0
 _BOUND_OVER_ISOLATED: Final = 5.0
-"""Default bound on E2E, relative to the mean time of a request alone (Chameleon, section 5.1)."""
+"""Time by which quotas are weighed without a bound on E2E, over the mean time of a request alone (Chameleon,
+section 5.1)."""
 
 
 def with_queues(problem: Problem, assignment: Assignment) -> Assignment:
@@ -38,8 +38,6 @@ def with_queues(problem: Problem, assignment: Assignment) -> Assignment:
 
     Raises
     ------
-    InfeasibleError
-        If the minimum quotas do not fit.
     OutOfTimeError
         If the deadline of the problem passes.
     """
@@ -54,12 +52,8 @@ def with_queues(problem: Problem, assignment: Assignment) -> Assignment:
 def group_queues(problem: Problem, assignment: Assignment) -> Queues | None:
     """Return the initial queues of one instance; None without queues or requests.
 
-    They are those of a simulation that begins with one queue, and share its tokens.
-
-    Raises
-    ------
-    InfeasibleError
-        If the minimum quotas do not fit.
+    They are those of a simulation that begins with one queue, and share its tokens. Minimum quotas can only
+    be missing for a bound on E2E of the user.
     """
     pair = problem.workload.scheduling
     rate_rps = sum(share.rate_rps for share in assignment.shares)
@@ -72,29 +66,23 @@ def group_queues(problem: Problem, assignment: Assignment) -> Queues | None:
     pool = sample.scenario.pool
     if pool is None or np.isnan(sample.requests.isolated_s).all():
         return None
+    stated_s = stated_bound_s(problem.workload.slo)
     isolated_s = float(np.nanmean(sample.requests.isolated_s))
-    try:
-        return design_queues(
-            _sample(sample, pool),
-            rate_rps=rate_rps,
-            kv_tokens=sample.result.kv_tokens,
-            bound_s=time_bound_s(problem.workload.slo, isolated_s),
-            config=config,
-            static=scheduler.policy == "static",
-        )
-    except InfeasibleError as error:
-        names = [f"adapter {adapter.name}" for adapter in workload.adapters] or ["the base model"]
-        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        hint = "" if config.quota_size == "mean" else "; queues.quota_size p99 or mean asks for less"
-        raise InfeasibleError(
-            f"{error.message}, on the GPU of {names[0]}{others}{hint}", error.reason
-        ) from None
+    queues = design_queues(
+        _sample(sample, pool),
+        rate_rps=rate_rps,
+        kv_tokens=sample.result.kv_tokens,
+        bound_s=_BOUND_OVER_ISOLATED * isolated_s if stated_s is None else stated_s,
+        config=config,
+        static=scheduler.policy == "static",
+    )
+    return queues.replace(missing_tokens=None) if stated_s is None else queues
 
 
-def time_bound_s(slo: Slo, isolated_s: float) -> float:
-    """Return the tightest bound on E2E, or a multiple of the time of a request alone."""
+def stated_bound_s(slo: Slo) -> float | None:
+    """Return the tightest bound on E2E; None without one."""
     bounds = [bound for name, bound in slo.latency_bounds().items() if name.startswith("e2e")]
-    return min(bounds, default=_BOUND_OVER_ISOLATED * isolated_s)
+    return min(bounds, default=None)
 
 
 class _SampleRun(NamedTuple):

@@ -8,10 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final, TypeAlias
 
-from capplan.errors import InfeasibleError
 from capplan.planner.problem._knobs import KNOBS, knob_grid, tune_knobs
 from capplan.planner.problem._problem import AdapterShare, Assignment, Estimator, Problem, broken_rules
-from capplan.planner.problem._queues import with_queues
 from capplan.planner.problem._slots import choose_slots, slot_candidates
 from capplan.planner.search._data import AdapterGroup, adapter_groups
 from capplan.planner.verification._verify import InstanceVerification, Verifier
@@ -227,18 +225,7 @@ def _move(
         if not fitting:
             return {}
         moved[gpu] = replace(before, shares=shares, a_max=fitting[0])
-        if not _has_quotas(problem, moved[gpu]):
-            return {}
     return moved
-
-
-def _has_quotas(problem: Problem, assignment: Assignment) -> bool:
-    """Tell whether the minimum quotas of the instance's queues fit."""
-    try:
-        with_queues(problem, assignment)
-    except InfeasibleError:
-        return False
-    return True
 
 
 def _load_tok_s(problem: Problem, shares: Iterable[AdapterShare]) -> float:

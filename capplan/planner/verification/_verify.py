@@ -101,13 +101,7 @@ class Verifier:
         return self.problem.windows[verification.window][1]
 
     def as_served(self, assignments: Sequence[Assignment]) -> list[Assignment]:
-        """Return the instances as they are served: with equal settings to re-balance, and initial queues.
-
-        Raises
-        ------
-        InfeasibleError
-            If the minimum quotas of one do not fit.
-        """
+        """Return the instances as they are served: with equal settings to re-balance, and initial queues."""
         return parallel_map(partial(with_queues, self.problem), equal_instances(self.problem, assignments))
 
     def __call__(
@@ -118,7 +112,7 @@ class Verifier:
         Raises
         ------
         InfeasibleError
-            If an assignment does not fit in memory, or the minimum quotas of its queues do not.
+            If an assignment does not fit in memory.
         OutOfTimeError
             If the deadline passes.
         """

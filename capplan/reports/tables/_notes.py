@@ -26,7 +26,18 @@ def plan_notes(plan: Plan) -> tuple[str, ...]:
     return (
         *extrapolation_lines(plan.provenance),
         *trace_lines(plan.provenance.get("trace_speed"), plan.provenance.get("trace_notes")),
+        *_missing_quotas(plan),
         *_hints(plan),
+    )
+
+
+def _missing_quotas(plan: Plan) -> tuple[str, ...]:
+    """Return a line per group whose queues have less than their minimum quotas."""
+    return tuple(
+        f"{group.id}: the minimum quotas for the bound on E2E need {group.queues.missing_tokens:,} more "
+        "tokens than its KV memory has, by a queueing model; they are scaled down, and the twin decides"
+        for group in plan.groups
+        if group.queues is not None and group.queues.missing_tokens
     )
 
 

@@ -145,21 +145,21 @@ def design_queues(
     static
         Equal ranges of sizes with equal quotas, instead of clusters with quotas by load.
 
-    Raises
-    ------
-    InfeasibleError
-        If the minimum quotas exceed `kv_tokens`.
+    Returns
+    -------
+    Queues
+        With `Queues.missing_tokens` where the minimum quotas exceed `kv_tokens`, and are scaled down.
     """
     config = config or QueueConfig()
     if static:
         classes = equal_ranges(sample, config)
-        quotas = equal_quotas(kv_tokens, classes.count)
-    else:
-        classes = clustered_classes(sample, config)
-        charges = sample.charges(config.adapter_charge)
-        loads = queue_loads(charges, sample.execution_s, classes.queue, rate_rps, config.quota_size)
-        quotas = allocate_quotas(loads, kv_tokens, bound_s, percentile=config.percentile, rest=config.rest)
-    return classes.queues(quotas, config.adapter_charge)
+        return classes.queues(equal_quotas(kv_tokens, classes.count), config.adapter_charge)
+    classes = clustered_classes(sample, config)
+    charges = sample.charges(config.adapter_charge)
+    loads = queue_loads(charges, sample.execution_s, classes.queue, rate_rps, config.quota_size)
+    made = allocate_quotas(loads, kv_tokens, bound_s, percentile=config.percentile, rest=config.rest)
+    queues = classes.queues(made.tokens, config.adapter_charge)
+    return queues.replace(missing_tokens=made.missing) if made.missing else queues
 
 
 def size_weights(sample: RequestSample, form: SizeForm, prompt_weight: float = PROMPT_WEIGHT) -> Wrs:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.errors import InfeasibleError
 from capplan.spec import QuotaSize, RestWeights
 
 Floats = NDArray[np.float64]
@@ -75,6 +75,14 @@ def needed_tokens(
     return tuple(max(load.least_tokens(bound_s, percentile), load.largest_tokens) for load in loads)
 
 
+class Quotas(NamedTuple):
+    """Quotas of queues."""
+
+    tokens: tuple[int, ...]
+    missing: int
+    """Tokens by which the minima exceed what there is; 0 if they fit."""
+
+
 def allocate_quotas(
     loads: Sequence[QueueLoad],
     tokens: int,
@@ -82,43 +90,28 @@ def allocate_quotas(
     *,
     percentile: float | None = None,
     rest: RestWeights = "minimum",
-) -> tuple[int, ...]:
+) -> Quotas:
     """Return the quota of each queue, `tokens` in total.
 
-    Each gets the minimum for its bound, and at least its largest request, which would otherwise never run.
-    The rest is divided by weight: the minima (``minimum``), the mean load, lambda S D with mean S (``load``),
-    or the rates (``rate``).
-
-    Raises
-    ------
-    InfeasibleError
-        If the minima do not fit (reason ``slo``), or the largest requests do not (``memory``).
+    Each gets the minimum for its bound, and at least its largest request. The rest is divided by weight: the
+    minima (``minimum``), the mean load, lambda S D with mean S (``load``), or the rates (``rate``). Where the
+    minima do not fit, each has its largest request if all of them fit, and the minima beyond them are scaled
+    down; otherwise quotas are in proportion to the largest requests.
     """
     needed = needed_tokens(loads, bound_s, percentile)
-    if sum(needed) > tokens:
-        raise _quota_error(loads, needed, tokens, bound_s)
+    largest = [load.largest_tokens for load in loads]
+    missing = max(0, sum(needed) - tokens)
+    if sum(largest) > tokens:
+        return Quotas(_shared_out(tokens, [1] * len(loads), largest), missing)
+    if missing:
+        beyond = [need - own for need, own in zip(needed, largest, strict=True)]
+        return Quotas(_shared_out(tokens, largest, beyond), missing)
     weights: dict[RestWeights, list[float]] = {
         "minimum": [float(load.least_tokens(bound_s, percentile)) for load in loads],
         "load": [load.rate_rps * load.mean_tokens * load.execution_s for load in loads],
         "rate": [load.rate_rps for load in loads],
     }
-    return _shared_out(tokens, needed, weights[rest])
-
-
-def scaled_quotas(
-    loads: Sequence[QueueLoad], tokens: int, bound_s: float, percentile: float | None = None
-) -> tuple[int, ...]:
-    """Return the quota of each queue, `tokens` in total, where the minima do not fit.
-
-    Each has its largest request if all of them fit, and the minima beyond them are scaled down. Otherwise
-    quotas are in proportion to the largest requests.
-    """
-    largest = [load.largest_tokens for load in loads]
-    if sum(largest) > tokens:
-        return _shared_out(tokens, [1] * len(loads), largest)
-    needed = needed_tokens(loads, bound_s, percentile)
-    beyond = [need - own for need, own in zip(needed, largest, strict=True)]
-    return _shared_out(tokens, largest, beyond)
+    return Quotas(_shared_out(tokens, needed, weights[rest]), 0)
 
 
 def _shared_out(tokens: int, least: Sequence[int], weights: Sequence[float]) -> tuple[int, ...]:
@@ -136,18 +129,3 @@ def _proportional(tokens: int, weights: Sequence[float]) -> list[int]:
     for i in by_remainder[: tokens - sum(whole)]:
         whole[i] += 1
     return whole
-
-
-def _quota_error(
-    loads: Sequence[QueueLoad], needed: Sequence[int], tokens: int, bound_s: float
-) -> InfeasibleError:
-    worst = max(range(len(needed)), key=needed.__getitem__)
-    load = loads[worst]
-    largest = sum(each.largest_tokens for each in loads)
-    return InfeasibleError(
-        f"queues: quotas need at least {sum(needed):,} tokens, {sum(needed) - tokens:,} more than the "
-        f"{tokens:,} of KV; queue {worst + 1} of {len(needed)} needs most, {needed[worst]:,}: requests of "
-        f"{load.size_tokens:,.0f} tokens (the largest {load.largest_tokens:,}) that take "
-        f"{load.execution_s:.3g} s, {load.rate_rps:.3g} per second, within {bound_s:.3g} s",
-        reason="memory" if largest > tokens else "slo",
-    )

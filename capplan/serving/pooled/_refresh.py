@@ -25,7 +25,7 @@ from capplan.serving.pooled._queue_design import (
     equal_quotas,
     equal_ranges,
 )
-from capplan.serving.pooled._quotas import allocate_quotas, needed_tokens, queue_loads, scaled_quotas
+from capplan.serving.pooled._quotas import allocate_quotas, queue_loads
 from capplan.serving.pooled._size_clusters import cluster_sizes
 from capplan.serving.pooled._size_queues import rebin
 from capplan.serving.pooled._state import DEGREE_1, DEGREE_2, OUTPUT_ONLY, RESIDENT, WINDOW
@@ -242,10 +242,8 @@ def _with_quotas(
     loads = queue_loads(charges, sample.execution_s, classes.queue, rate_rps, config.quota_size)
     known = ~np.isnan(sample.execution_s)
     bound_s = BOUND_OVER_EXECUTION * float(sample.execution_s[known].mean())
-    if sum(needed_tokens(loads, bound_s, config.percentile)) > tokens:
-        return NewQueues(classes, scaled_quotas(loads, tokens, bound_s, config.percentile), is_scaled=True)
-    quotas = allocate_quotas(loads, tokens, bound_s, percentile=config.percentile, rest=config.rest)
-    return NewQueues(classes, quotas, is_scaled=False)
+    made = allocate_quotas(loads, tokens, bound_s, percentile=config.percentile, rest=config.rest)
+    return NewQueues(classes, made.tokens, is_scaled=made.missing > 0)
 
 
 def _window(state: State, at_ns: int, period_ns: int) -> tuple[RequestSample, float]:
