@@ -18,6 +18,7 @@ from capplan.reports.tables import (
     answer,
     binding,
     curve_table,
+    gains_table,
     gpus_reason,
     loading_table,
     plan_notes,
@@ -163,6 +164,8 @@ def _print_explained(group: Group, explanation: Explanation | None) -> None:
                 print_table(curve_table(curve))
             if len(each.loading) > 1:
                 print_table(loading_table(each.loading))
+            if each.queues:
+                print_table(gains_table(each.queues))
             typer.echo(f"  {each.room.words}")
             print_table(room_table(each.room))
         elif group.id in each.ids:

@@ -20,6 +20,7 @@ from capplan.planner.explain._curve import (
 )
 from capplan.planner.explain._headroom import Headroom, find_headroom
 from capplan.planner.explain._loading import LoadingPoint, loading_points
+from capplan.planner.explain._queue_gains import SizeGain, size_gains
 from capplan.planner.explain._what_if import PlanOutcome, WhatIf, plan_outcome, what_if
 from capplan.planner.problem._parallel import Progress, no_progress, parallel_map
 from capplan.planner.problem._rebuild import RebuiltGroup, rebuild, search_seed
@@ -188,6 +189,8 @@ class GroupExplanation:
     """Whether there are adapter slots; else the curve over them has the plan's point alone."""
     loading: tuple[LoadingPoint, ...] = ()
     """Loading policies, the plan's first; empty with slots, or where there is one."""
+    queues: tuple[SizeGain, ...] = ()
+    """What the queues give to each size class; empty without queues."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -284,5 +287,7 @@ def _explain_groups(
         why = explain_slots(curve, solver, fixed=fixed) if problem.has_slots else SHARED
         names = tuple(each.group.id for each in same)
         loading = loading_points(problem.pessimistic, same[0].assignment, seed)
-        explained.append(GroupExplanation(names, curve, why, room, knobs, problem.has_slots, loading))
+        load = same[0].group.predicted.load_over_capacity
+        gains = size_gains(problem.pessimistic, same[0].assignment, load, seed)
+        explained.append(GroupExplanation(names, curve, why, room, knobs, problem.has_slots, loading, gains))
     return tuple(explained)

@@ -11,6 +11,7 @@ from capplan.reports.tables._explanation import (
     MORE,
     curve_load,
     curve_table,
+    gains_table,
     gpus_reason,
     loading_table,
     provenance,
@@ -289,6 +290,8 @@ def _slots(group: GroupExplanation, bounds: Mapping[str, float]) -> list[page.Bl
     blocks += [curve_table(curve, " (chosen)").text_second() for curve in group.knobs]
     if len(group.loading) > 1:
         blocks.append(loading_table(group.loading, " (chosen)").text_second())
+    if group.queues:
+        blocks.append(gains_table(group.queues))
     return blocks
 
 

@@ -24,6 +24,7 @@ from ._comparison import rows_table, summary
 from ._explanation import (
     MORE,
     curve_table,
+    gains_table,
     gpus_reason,
     loading_table,
     provenance,
@@ -82,6 +83,7 @@ __all__ = [
     "fits_table",
     "folder_lines",
     "forms_table",
+    "gains_table",
     "gpus_reason",
     "group_table",
     "group_verdict",

@@ -10,7 +10,14 @@ from capplan.reports._console import DASH, Table, counted, number, percent
 from capplan.reports.tables._plan import base_rate_rps, group_rate_rps
 
 if TYPE_CHECKING:
-    from capplan.planner.explain import Explanation, Headroom, LoadingPoint, PlanOutcome, SettingCurve
+    from capplan.planner.explain import (
+        Explanation,
+        Headroom,
+        LoadingPoint,
+        PlanOutcome,
+        SettingCurve,
+        SizeGain,
+    )
     from capplan.spec import Group, GroupVerification, Plan
 
 
@@ -137,6 +144,22 @@ def loading_table(points: Sequence[LoadingPoint], chosen: str = " ◀ chosen") -
     ]
     head = ("loading at the planned load", "TTFT mean, s", "TPT mean, ms", "paused, of E2E", "verdict")
     return Table(head, rows, text_last=True)
+
+
+def gains_table(gains: Sequence[SizeGain]) -> Table:
+    """Return one row per size class: TTFT p99 with queues and in order of arrival."""
+    rows = [
+        (each.size, *(number(value, 2) for value in (*each.planned_s, *each.overloaded_s))) for each in gains
+    ]
+    overloaded = f"at {times(gains[0].overload)}"
+    head = (
+        "TTFT p99, s, by size",
+        "with queues",
+        "in order of arrival",
+        f"with queues\n{overloaded}",
+        f"in order\n{overloaded}",
+    )
+    return Table(head, rows)
 
 
 def curve_load(curve: SettingCurve) -> str:
