@@ -9,6 +9,7 @@ import keyword
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -27,6 +28,7 @@ from capplan.processes import end_with_parent
 from capplan.spec import InputLimits, input_error, limited
 
 _PIPE_CLOSED: Final = 141  # 128 + SIGPIPE
+_REPEAT_S: Final = 0.01
 _SYSTEM_ERRORS: Final = (
     *(
         errno.ENOSPC,
@@ -59,8 +61,7 @@ def reported(debug: bool) -> Iterator[None]:
         typer.echo(f"error: {_usage_error(error)}", err=True)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        raise typer.Exit(INTERRUPTED) from None
+        raise _interrupted() from None
     except MemoryError:
         if debug:
             traceback.print_exc()
@@ -69,6 +70,30 @@ def reported(debug: bool) -> Iterator[None]:
     except BrokenPipeError:
         _discard_stdout()
         raise typer.Exit(_PIPE_CLOSED) from None
+    except Exception as error:
+        if not _comes_of_interrupt(error):
+            raise
+        raise _interrupted() from None
+
+
+def _interrupted() -> typer.Exit:
+    """Say that the command was interrupted, and return its end."""
+    typer.echo("interrupted", err=True)
+    # CPython remembers an interrupt inside `exec`, as of a dataclass on import, until a text is executed
+    # again, and `python -m` would end by the signal instead.
+    exec("")  # noqa: S102
+    return typer.Exit(INTERRUPTED)
+
+
+def _comes_of_interrupt(error: BaseException | None) -> bool:
+    """Tell whether an error was raised in place of an interrupt, as extension modules do on import."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _usage_error(error: typer.TyperException) -> InputError:
@@ -269,6 +294,7 @@ def main() -> None:
     """Run the command line; never returns."""
     end_with_parent()
     _require_streams()
+    sys.unraisablehook = _interrupt_again
     try:
         try:
             app(prog_name="capplan")
@@ -276,6 +302,17 @@ def main() -> None:
             sys.stdout.flush()
     except OSError as error:
         raise SystemExit(_reported_by_system(error)) from None
+
+
+def _interrupt_again(unraisable: Any) -> None:
+    """Repeat an interrupt that was raised where exceptions are ignored, as in a callback of the collector."""
+    if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(unraisable)
+        return
+    # After this function, in which exceptions are ignored, too.
+    again = threading.Timer(_REPEAT_S, signal.raise_signal, [signal.SIGINT])
+    again.daemon = True
+    again.start()
 
 
 def _require_streams() -> None:
