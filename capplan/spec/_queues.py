@@ -122,6 +122,8 @@ class QueueClass(SpecModel):
 class Queues(SparseModel):
     """Queues by request size."""
 
+    _optional_keys = ("missing_tokens",)
+
     wrs: Wrs = Field(description="How the size of a request is computed.")
     adapter_charge: AdapterCharge = Field(
         default="per_request",

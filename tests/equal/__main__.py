@@ -31,7 +31,7 @@ import typer
 from rich.progress import track
 
 from capplan.cli.app import app
-from tests.equal.commands import FIGURES, FILES, LLAMA, PLANNED_PRESETS, PLANS, STATUSES, TRACES
+from tests.equal.commands import EXAMPLES, FIGURES, FILES, LLAMA, PLANNED_PRESETS, PLANS, STATUSES, TRACES
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 HERE: Final = Path(__file__).resolve().parent
@@ -73,7 +73,7 @@ def main() -> int:
 
 def plans() -> Found:
     """Return the plans of the examples, of presets, and of other solvers and features."""
-    examples = {path.parent.name: f"plan {path}" for path in sorted(ROOT.glob("examples/*/workload.yaml"))}
+    examples = {name: f"plan {ROOT / 'examples' / name / 'workload.yaml'}" for name in EXAMPLES}
     presets = {name: f"plan {name}.yaml" for name in PLANNED_PRESETS}
     with _folder(_small_plan()) as folder:
         for name in PLANNED_PRESETS:

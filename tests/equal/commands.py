@@ -9,6 +9,8 @@ from capplan.spec import ROUTER_NAMES
 LLAMA: Final = "h100-64g/llama-3.1-8b/vllm-0.8.5"
 QWEN: Final = "h100-64g/qwen2.5-7b/vllm-0.8.5"
 
+EXAMPLES: Final = ("chat-96", "support-12")
+"""Examples that are planned; tests run all of them and compare what they print."""
 PLANNED_PRESETS: Final = (
     *("loraserve-micro-8", "loraserve-micro-64", "loraserve-micro-8-128", "toppings-maf-128"),
     *("toppings-motivation-3", "toppings-s5", "dt-figure1", "dt-predictable-high-r8-16-n16"),
