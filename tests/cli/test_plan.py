@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.step_tables import tabulated
 from capplan import Plan, load_profile, load_workload, plan
-from capplan.reports.tables import binding, groups_table
+from capplan.reports.tables import answer, binding, groups_table
 from capplan.reports.tables import verdict as words_of
 from capplan.spec import OUT_OF_TIME, Slo, Verification
 from tests.cli.conftest import Process, Run, command, environment, error_line
@@ -269,3 +269,16 @@ def test_a_time_limit_without_a_placement_is_one_line(run: Run, workload_yaml: P
     result = run("plan", workload_yaml, "--time-limit", "1e-6")
     assert result.exit_code == 3
     assert result.stderr.splitlines()[-1].startswith("error: time: no placement found")
+
+
+@pytest.mark.parametrize(
+    ("search", "words"), [("complete", ""), ("time_limit", "--time-limit gives it more")]
+)
+def test_the_answer_says_whether_the_search_was_cut(search: str, words: str) -> None:
+    """The first line is all that many read."""
+    plan = small_plan(provenance={"search": search})
+    said = answer(plan)
+    assert said.startswith("3 GPUs (NVIDIA H100")
+    assert said.endswith(
+        f"the lower bound is 2{', and the search ran out of time: ' if words else ''}{words}."
+    )

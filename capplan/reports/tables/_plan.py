@@ -165,6 +165,8 @@ def answer(plan: Plan) -> str:
         return f"{gpus} for {load}: not every bound holds."
     least = totals.lower_bound_gpus
     bound = "no plan can use fewer" if least >= totals.gpus else f"the lower bound is {least}"
+    if least < totals.gpus and plan.provenance.get("search") == "time_limit":
+        bound += ", and the search ran out of time: --time-limit gives it more"
     serve = "serves" if totals.gpus == 1 else "serve"
     return f"{gpus} {serve} {load} within every bound; {bound}."
 
