@@ -271,14 +271,9 @@ def test_a_time_limit_without_a_placement_is_one_line(run: Run, workload_yaml: P
     assert result.stderr.splitlines()[-1].startswith("error: time: no placement found")
 
 
-@pytest.mark.parametrize(
-    ("search", "words"), [("complete", ""), ("time_limit", "--time-limit gives it more")]
-)
-def test_the_answer_says_whether_the_search_was_cut(search: str, words: str) -> None:
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_the_answer_says_whether_the_search_was_cut(is_cut: bool) -> None:
     """The first line is all that many read."""
-    plan = small_plan(provenance={"search": search})
-    said = answer(plan)
-    assert said.startswith("3 GPUs (NVIDIA H100")
-    assert said.endswith(
-        f"the lower bound is 2{', and the search ran out of time: ' if words else ''}{words}."
-    )
+    said = answer(small_plan(provenance={"search": "time_limit" if is_cut else "complete"}))
+    assert "within every bound; the lower bound is 2" in said
+    assert ("the search ran out of time" in said) == is_cut
