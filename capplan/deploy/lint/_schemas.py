@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from capplan.deploy.lint._objects import documents
-from capplan.deploy.lint._parts import Document, mapping
+from capplan.deploy.lint._parts import Document, mapping, mappings
 from capplan.errors import InputError
 from capplan.spec import parse_json, read_text
 
@@ -35,11 +35,18 @@ class Schemas:
     def errors(self, document: Document) -> Iterator[tuple[tuple[str | int, ...], str]]:
         """Yield the key and the message of what is not valid; nothing without a schema."""
         from jsonschema import Draft202012Validator
+        from referencing import Registry
+        from referencing.exceptions import Unresolvable
 
         schema = self.of(document)
-        if schema is not None:
-            for error in Draft202012Validator(schema).iter_errors(document.data):
+        if schema is None:
+            return
+        try:
+            # An empty registry: nothing that a schema refers to is fetched.
+            for error in Draft202012Validator(schema, registry=Registry()).iter_errors(document.data):
                 yield tuple(error.absolute_path), error.message[:_LONGEST]
+        except Unresolvable as error:
+            yield (), f"its schema refers to {error.ref}, which it does not hold"
 
 
 def read_schemas(paths: Iterable[str | os.PathLike[str]]) -> Schemas:
@@ -60,7 +67,7 @@ def read_schemas(paths: Iterable[str | os.PathLike[str]]) -> Schemas:
         for file in files:
             text = read_text(file)
             if file.suffix == ".json" and "properties" in (data := mapping(parse_json(text, str(file)))):
-                values = _closed(data)
+                values = _checked(_closed(data), str(file))
             else:
                 kinds |= _definitions(documents(str(file), text))
         if known == (len(kinds), values):
@@ -76,14 +83,33 @@ def _definitions(found: Iterable[Document]) -> dict[tuple[str, str], Any]:
     kinds = {}
     for document in found:
         items = document.data.get("items") if document.kind == "List" else [document.data]
-        for data in filter(lambda each: mapping(each).get("kind") == _DEFINITION, items or ()):
-            spec = mapping(data.get("spec"))
+        for _, data in mappings(items):
+            spec = mapping(data.get("spec")) if data.get("kind") == _DEFINITION else {}
             kind = str(mapping(spec.get("names")).get("kind"))
-            for version in spec.get("versions") or ():
-                schema = mapping(mapping(version).get("schema")).get("openAPIV3Schema")
+            for _, version in mappings(spec.get("versions")):
+                schema = mapping(version.get("schema")).get("openAPIV3Schema")
                 if version.get("served") and schema is not None:
-                    kinds[f"{spec.get('group')}/{version.get('name')}", kind] = _closed(schema)
+                    name = f"{spec.get('group')}/{version.get('name')}"
+                    kinds[name, kind] = _checked(_closed(schema), document.file)
     return kinds
+
+
+def _checked(schema: Any, file: str) -> Any:
+    """Return a schema that is one.
+
+    Raises
+    ------
+    InputError
+        If it is none.
+    """
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import SchemaError
+
+    try:
+        Draft202012Validator.check_schema(schema)
+    except SchemaError as error:
+        raise InputError(f"must hold JSON Schemas: {error.message[:_LONGEST]}", location=file) from None
+    return schema
 
 
 def _closed(schema: Any) -> Any:

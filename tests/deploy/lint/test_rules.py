@@ -283,10 +283,26 @@ def test_a_valid_object_has_no_finding(tmp_path: Path) -> None:
     assert lint(objects, schemas=[tmp_path]) == ()
 
 
-@pytest.mark.parametrize("text", ["{}", "[1]", '{"kind": "List", "items": [1]}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{}", "[1]", '{"kind": "List", "items": [1]}', '{"kind": "List", "items": 1}'),
+        '{"kind": "CustomResourceDefinition", "spec": {"versions": [1, {"served": true}]}}',
+    ],
+)
 def test_a_file_without_schemas_is_one_line(text: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^[^\n]*schemas.json: must hold CustomResourceDefinitions"):
         lint(write(tmp_path, serve()), schemas=[write(tmp_path, text, "schemas.json")])
+
+
+def test_a_schema_that_is_none_is_one_line_and_nothing_is_fetched(tmp_path: Path) -> None:
+    wrong = {"type": "object", "properties": {"servingEngineSpec": {"type": 5}}}
+    inputs = yaml_of(chart())(tmp_path)
+    with pytest.raises(InputError, match=r"schemas\.json: must hold JSON Schemas"):
+        lint(inputs, schemas=[write(tmp_path, json.dumps(wrong), "schemas.json")])
+    away = {"type": "object", "properties": {"servingEngineSpec": {"$ref": "http://192.0.2.1/x.json"}}}
+    (found,) = lint(inputs, schemas=[write(tmp_path, json.dumps(away), "schemas.json")])
+    assert (found.id, "http://192.0.2.1/x.json" in found.reason) == ("CAP402", True)
 
 
 TWO = one_group(("a", 16, None), ("b", 16, None))
