@@ -474,7 +474,8 @@ def _require_room(workload: Workload, max_model_len: int) -> None:
         tokens = pairs.prompt_tokens.astype(np.int64) + pairs.output_tokens
         if np.maximum(tokens - max_model_len, 0).sum() > _MOST_CUT * tokens.sum():
             share = f"{1 - _MOST_CUT:.0%} of the tokens of lengths_from"
-            rule = f"must leave {share}, whose longest row has {tokens.max()}"
+            enough = f"engine: {{max_model_len: {tokens.max()}}} in the workload leaves all"
+            rule = f"must leave {share}, whose longest row has {tokens.max()}; {enough}"
             raise InputError(rule, max_model_len, "max_model_len")
         return
     traffic = reversed(list(workload.traffic.items()))
