@@ -6,13 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from capplan import InfeasibleError, InputError, Lengths, Plan, Profile, Workload, plan
+from capplan import InputError, Plan, Profile, Workload, plan
 from capplan.planner import verify_as_served
 from capplan.planner.explain import CurveRuns, slot_curve
 from capplan.planner.problem import Assignment
-from capplan.planner.problem._estimate import TwinEstimator
-from capplan.planner.problem._evaluate import describe_failure
-from capplan.planner.problem._queues import group_queues
 from capplan.planner.problem._rebuild import rebuild
 from capplan.planner.problem._setup import make_problem
 from capplan.planner.problem._slots import slot_grid
@@ -135,18 +132,3 @@ def test_a_workload_without_the_keys_has_a_plan_as_before(planned: Plan) -> None
     text = group.replace(predicted=predicted).model_dump_json()
     assert '"scheduler"' not in text
     assert '"scheduling"' not in text
-
-
-def test_an_instance_whose_quotas_do_not_fit_does_not_hold(workload: Make, profile: Profile) -> None:
-    """The search then takes another GPU; a search that ignored quotas would end in an error."""
-    busy = tuple((f"a{i}", (8, 64)[i % 2], 0.35) for i in range(24))
-    lengths = {"prompt_tokens": Lengths(mean=500, std=400), "output_tokens": Lengths(mean=200, std=150)}
-    problem = make_problem(workload(*busy, **lengths, **SETTINGS), 2, profile)
-    whole = Assignment(problem.shares, len(busy))
-    half = Assignment(problem.shares[::2], len(busy))
-    with pytest.raises(InfeasibleError, match="queues: quotas need at least"):
-        group_queues(problem, whole)
-    twin = TwinEstimator(replace(problem, simulated_s=300.0), 0)
-    assert twin(whole).starved
-    assert not twin(half).starved
-    assert describe_failure(problem, whole).startswith("queues: quotas need at least")
