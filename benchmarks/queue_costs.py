@@ -123,7 +123,7 @@ def main() -> int:
     fewer = [row for row in rows if row.queued_gpus and (row.gpus is None or row.queued_gpus < row.gpus)]
     ratios = [row.small_ttft_s[0] / row.small_ttft_s[1] for row in rows if row.small_ttft_s]
     bounded = sum(row.bound == "e2e" for row in dearer)
-    print(f"more GPUs with queues: {len(dearer)}, of which {bounded} bound E2E")
+    print(f"more GPUs with queues: {len(dearer)}, of which {bounded} have a bound on E2E")
     print(f"fewer GPUs with queues: {len(fewer)}")
     print(f"small requests under overload, queues over order: median {median(ratios):.2f} of {len(ratios)}")
     return int(any(row.bound != "e2e" for row in dearer))

@@ -125,7 +125,7 @@ def _show_differences(plan: Plan, files: Mapping[str, str], deployed: Sequence[s
         is_equal &= not text
         typer.echo(text or f"{each}: as planned")
     if not is_equal:
-        raise typer.Exit(1)
+        raise typer.Exit(FAILED)
 
 
 def _settings(given: Sequence[str] | None) -> dict[str, str]:

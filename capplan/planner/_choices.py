@@ -49,12 +49,12 @@ def verified_choices(
     def cost(placement: Sequence[Assignment]) -> float:
         return fleet_cost(problem, fleet_size_of(problem, placement), problem.workload.objective)[0]
 
-    moved = count_moves(problem, plan, old)
+    moved, least = count_moves(problem, plan, old), cost(plan)
     found: list[tuple[float, Sequence[Assignment]]] = []
     for number, placement in enumerate(alternatives):
         progress("verifying fewer moves", number, number + 1)
         saved = moved - count_moves(problem, placement, old)
-        extra = cost(placement) - cost(plan)
+        extra = cost(placement) - least
         if saved > 0 and extra > 0.0 and _is_verified(verifier, placement):
             found = [*(each for each in found if each[0] < extra / saved), (extra / saved, placement)]
     return [

@@ -18,6 +18,7 @@ from capplan.errors import printable
 
 _WIDTH_OF_A_FILE: Final = 200  # columns, when the output is not a terminal
 DASH: Final = "–"
+GIB: Final = 2**30
 
 
 class _Console(Console):

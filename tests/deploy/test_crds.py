@@ -266,7 +266,7 @@ PLANS = {
         *(group(f"Pool-{index}/GPU", ((f"a{index}", 8, 1.0, None),), replicas=2) for index in range(3))
     ),
     "words-of-yaml": plan_of(
-        *(group(each, ((f"a-{each.lower()}", 8, 1.0, None),)) for each in ("on", "Frontend"))
+        group("on", (("a-on", 8, 1.0, None),)), group("Frontend", (("a-frontend", 8, 1.0, None),))
     ),
     "two-kinds-of-gpu": plan_of(
         group("g0", (("x", 8, 1.0, None),)), group("g1", (("y", 8, 1.0, None),)).replace(gpu=OTHER_GPU)

@@ -424,8 +424,8 @@ def test_vllm_serves_adapters_under_hostile_names(tmp_path: Path) -> None:
     from benchmarks.engine_speed import SIZES, free_ports, oracle_variables, write_adapters
 
     adapters = write_adapters(SIZES["3m"], tmp_path, 1, rank=8)
-    names = [
-        *(each.replace(" ", "_") for each in HOSTILE),
+    names = [each.replace(" ", "_") for each in HOSTILE]
+    names += [
         "Team/Support:v1",
         "1e3",
         "x$(HF_TOKEN)",

@@ -356,8 +356,17 @@ def test_a_duration_is_no_time_of_arrival(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "status",
     [
-        *("429 Too Many Requests", "HTTP/1.1 500", "5xx", "UNAVAILABLE", "DEADLINE_EXCEEDED", "rejected"),
-        *("rate_limited", "server_error", "client disconnected", "False", "503.0"),
+        "429 Too Many Requests",
+        "HTTP/1.1 500",
+        "5xx",
+        "UNAVAILABLE",
+        "DEADLINE_EXCEEDED",
+        "rejected",
+        "rate_limited",
+        "server_error",
+        "client disconnected",
+        "False",
+        "503.0",
     ],
 )
 def test_a_status_in_words_tells_failures(tmp_path: Path, status: str) -> None:

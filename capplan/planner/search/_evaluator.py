@@ -159,9 +159,9 @@ class Evaluator:
         return not members or self._confirm_kind([(members, pool)]).setting is not None
 
     def is_mostly_overloaded(self, state: PlacementState) -> bool:
-        """Tell whether more than half of the instances do not hold, so that moves among them help nothing."""
+        """Tell whether the instances that do not hold are too many for moves among them."""
         failing = sum(not self.estimate(state, instance).holds for instance in range(len(state)))
-        return 2 * failing > max(len(state), 2)
+        return are_too_many(failing, len(state))
 
     def tune_slots(self, assignment: Assignment) -> Assignment:
         """Return a confirmed assignment with the best of the neighbouring numbers of slots, by the twin.
@@ -288,6 +288,11 @@ class Evaluator:
         members, pool = content
         shares = self.data.shares(members)
         return Assignment(shares, setting.a_max, setting.max_num_seqs, pool, setting.max_num_batched_tokens)
+
+
+def are_too_many(failing: int, instances: int) -> bool:
+    """Tell whether failing instances are too many for moves among a placement's instances to help."""
+    return 2 * failing > max(instances, 2)
 
 
 def frequent_settings(engines: Iterable[EngineArgs]) -> tuple[InstanceSetting, ...]:

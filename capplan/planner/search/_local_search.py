@@ -20,7 +20,7 @@ from capplan.planner.problem._parallel import no_progress, parallel_map
 from capplan.planner.problem._previous import PreviousInstance, count_moves
 from capplan.planner.problem._problem import Assignment, Problem
 from capplan.planner.search._data import SearchData
-from capplan.planner.search._evaluator import Evaluator
+from capplan.planner.search._evaluator import Evaluator, are_too_many
 from capplan.planner.search._placement import INITIAL_SOLUTIONS, InitialSolution, PlacementState
 from capplan.spec import Objective
 
@@ -434,8 +434,8 @@ def improve(state: PlacementState, evaluator: Evaluator, rounds: int) -> bool:
         failing = _failing(state, evaluator)
         if not failing:
             return True
-        if 2 * len(failing) > max(len(state), 2):
-            return False  # most of the fleet is overloaded
+        if are_too_many(len(failing), len(state)):
+            return False
         move = _best_move(state, evaluator, max(failing, key=lambda i: (failing[i], -i)))
         if move is None:
             return False

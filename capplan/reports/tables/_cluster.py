@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from capplan.reports._console import Table, counted, number, percent
+from capplan.reports._console import GIB, Table, counted, number, percent
 
 if TYPE_CHECKING:
     from capplan.planner.verification import DegradedResult, RankMetrics, SimulatedFleet, StoredAdapters
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from capplan.twin.cluster import ClusterResult
 
 
-_GIB: Final = 2**30
 _MOST_UNSERVED: Final = 10
 """Unserved adapters with a line of their own."""
 
@@ -46,9 +45,9 @@ def moves_lines(fleet: SimulatedFleet, result: ClusterResult) -> list[str]:
     unpermuted = sum(each.unpermuted_bytes for each in moves.rounds)
     lines = [
         f"re-balancing every {fleet.rebalance.settings.every_s:g} s: "
-        f"{counted(len(moves.rounds), 'round')}; new placements lack {planned / _GIB:.2f} GiB "
-        f"({unpermuted / _GIB:.2f} GiB without permutation)",
-        f"{counted(moves.transfers, 'transfer')} of {moves.transferred_bytes / _GIB:.2f} GiB in "
+        f"{counted(len(moves.rounds), 'round')}; new placements lack {planned / GIB:.2f} GiB "
+        f"({unpermuted / GIB:.2f} GiB without permutation)",
+        f"{counted(moves.transfers, 'transfer')} of {moves.transferred_bytes / GIB:.2f} GiB in "
         f"{moves.transfer_s:.2f} s; {counted(moves.waited, 'request')} waited for one; adapters stored per "
         f"instance: {moves.stored_mean:.1f} on average",
     ]
@@ -115,7 +114,7 @@ def instances_table(fleet: SimulatedFleet, result: ClusterResult, held: Sequence
             number(own.adapter_loads),
             number(own.load_s, 2),
             number(store.count),
-            number(store.bytes / _GIB, 2),
+            number(store.bytes / GIB, 2),
         )
         for name, routed, own, store in zip(
             fleet.names, result.requests_per_instance, result.instances, held, strict=True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from capplan.reports._console import DASH, Table, counted, number, percent
+from capplan.reports._console import DASH, GIB, Table, counted, number, percent
 from capplan.spec import PLAN_ROUTER, describe_latency
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from capplan.spec import Group, Plan, Predicted
 
 
-_GIB: Final = 2**30
 _DEFAULTS: Final = ("ttft_p99_s", "tpot_p99_ms")
 _ORDER: Final = ("ttft", "tpot", "e2e", "tpt", "itl", "interruption")
 _DECIMALS: Final = {"s": 2, "ms": 1, "count": 1, "share": 3}
@@ -189,7 +188,7 @@ def choice_lines(plan: Plan) -> tuple[str, ...]:
 def _move_words(sizes: Mapping[str, Any], plan: Plan) -> str:
     if "moved_adapters" not in sizes:
         return ""
-    moved, copied_gib = sizes["moved_adapters"], sizes["moved_bytes"] / _GIB
+    moved, copied_gib = sizes["moved_adapters"], sizes["moved_bytes"] / GIB
     return f"{moved:,} of {counted(len(plan.adapters), 'adapter')} to move, {copied_gib:.2f} GiB to copy"
 
 

@@ -80,7 +80,7 @@ class Quotas(NamedTuple):
 
     tokens: tuple[int, ...]
     missing: int
-    """Tokens by which the minima exceed what there is; 0 if they fit."""
+    """Tokens by which the minima exceed those to divide; 0 if they fit."""
 
 
 def allocate_quotas(

@@ -286,7 +286,10 @@ def test_a_valid_object_has_no_finding(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("{}", "[1]", '{"kind": "List", "items": [1]}', '{"kind": "List", "items": 1}'),
+        "{}",
+        "[1]",
+        '{"kind": "List", "items": [1]}',
+        '{"kind": "List", "items": 1}',
         '{"kind": "CustomResourceDefinition", "spec": {"versions": [1, {"served": true}]}}',
     ],
 )
