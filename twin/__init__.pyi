@@ -1,4 +1,4 @@
-from ._sweep import Job, cores, sweep, sweep_detailed
+from ._sweep import Job, cores, in_parallel, sweep, sweep_detailed
 from .instance._metrics import SimulationResult
 from .instance._per_request import RequestTable
 from .instance._scenario import Scenario, build_scenario
@@ -12,6 +12,7 @@ __all__ = [
     "SimulationResult",
     "build_scenario",
     "cores",
+    "in_parallel",
     "simulate",
     "simulate_detailed",
     "sweep",

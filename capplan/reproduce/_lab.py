@@ -1,0 +1,99 @@
+"""A lab: cases simulated once, on all cores, and kept in a folder, so that an interrupted run goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from capplan.errors import InputError
+from capplan.reproduce._recipe import Recipe
+from capplan.reproduce._results import Findings
+from capplan.spec import write_text_atomic
+from capplan.twin import in_parallel
+
+
+class Case(Protocol):
+    """A frozen dataclass whose ``repr`` says all that its result depends on beside the recipe's setting."""
+
+
+Answer = TypeVar("Answer")
+Item = TypeVar("Item", bound=Case)
+
+
+@dataclass(frozen=True)
+class Lab:
+    """What experiments run with."""
+
+    recipe: Recipe
+    folder: Path
+    """Kept results of cases."""
+    seeds: tuple[int, ...]
+    quick: bool = False
+    traces: Path | None = None
+    workers: int | None = None
+    ray_address: str | None = None
+    progress: Callable[[int, int], None] | None = None
+
+    def showing(self, progress: Callable[[int, int], None] | None) -> Lab:
+        """Return the lab with a callback for cases done and their total."""
+        return replace(self, progress=progress)
+
+    def each(self, simulate: Callable[[Item], Answer], cases: Sequence[Item]) -> list[Answer]:
+        """Return ``simulate(case)`` of every case, in order; what is kept is not simulated again.
+
+        Parameters
+        ----------
+        simulate
+            A function of a module, whose results are JSON values.
+        cases
+            The cases, each a frozen dataclass.
+        """
+        paths = [self.folder / f"{simulate.__name__}-{self._digest(case)}.json" for case in cases]
+        first = {path: number for number, path in reversed(list(enumerate(paths))) if not path.exists()}
+        missing = sorted(first.values())
+        found = in_parallel(
+            partial(_named, simulate),
+            [cases[number] for number in missing],
+            workers=self.workers,
+            ray_address=self.ray_address,
+            progress=self.progress,
+            chunk=1,
+        )
+        with closing(found):
+            for number, result in zip(missing, found, strict=True):
+                write_text_atomic(paths[number], json.dumps({"case": repr(cases[number]), "result": result}))
+        return [json.loads(path.read_text(encoding="utf-8"))["result"] for path in paths]
+
+    def trace(self, name: str) -> str:
+        """Return the path of a public trace.
+
+        Raises
+        ------
+        InputError
+            If there is none.
+        """
+        if self.traces is None or not (self.traces / name).is_file():
+            raise InputError(f"must be a folder that holds {name}", self.traces, "--traces")
+        return str(self.traces / name)
+
+    def _digest(self, case: Any) -> str:
+        setting = json.dumps([self.recipe.setting, self.recipe.systems], sort_keys=True, default=str)
+        return hashlib.sha256(f"{setting}{case!r}".encode()).hexdigest()[:24]
+
+
+Experiment: TypeAlias = Callable[[Lab], Findings]
+"""Simulates a figure: the values of every row of its recipe, and its curves."""
+
+
+def _named(simulate: Callable[[Item], Answer], case: Item) -> Answer:
+    try:
+        return simulate(case)
+    except Exception as error:
+        error.add_note(f"in {case!r}")
+        raise

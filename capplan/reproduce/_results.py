@@ -1,0 +1,134 @@
+"""Results: what a figure's experiment found, and rows beside the paper's numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from pydantic import Field
+
+from capplan.reproduce._recipe import Figure, Recipe, RowRecipe
+from capplan.spec import SpecModel, Text
+
+
+class Curve(SpecModel):
+    """Our points of one system, means over seeds."""
+
+    name: Text
+    x: tuple[float, ...]
+    y: tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What an experiment found: values per seed by row, and curves.
+
+    A statement is a single bool. A row whose value is None could not be simulated.
+    """
+
+    values: Mapping[str, Sequence[float] | float | bool | None]
+    curves: Sequence[Curve] = field(default=())
+
+
+class Row(SpecModel):
+    """One number of a paper beside ours."""
+
+    figure: Text
+    id: Text
+    text: Text
+    paper: float | str
+    ours: float | None = Field(description="Mean over seeds; None: not simulated.")
+    low: float | None = Field(description="Least over seeds.")
+    high: float | None
+    unit: str
+    seeds: int
+    inside: bool | None = Field(description="Whether ours is in the band; None: not judged.")
+    reason: str = Field(description="Why it is outside.")
+    assumptions: tuple[Text, ...]
+
+    @property
+    def key(self) -> str:
+        """Name within the paper."""
+        return f"{self.figure}/{self.id}"
+
+
+class Result(SpecModel):
+    """A figure as simulated."""
+
+    figure: Text
+    rows: tuple[Row, ...]
+    curves: tuple[Curve, ...] = ()
+
+
+class Reproduction(SpecModel):
+    """The simulated figures of a paper."""
+
+    paper: Text
+    command: Text
+    capplan: Text
+    results: tuple[Result, ...]
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """All rows, in the order of the recipe."""
+        return tuple(row for result in self.results for row in result.rows)
+
+    @property
+    def judged(self) -> tuple[int, int]:
+        """Rows inside their bands, and rows with a band."""
+        found = [row.inside for row in self.rows if row.inside is not None]
+        return sum(found), len(found)
+
+
+def result_of(recipe: Recipe, figure: Figure, findings: Findings) -> Result:
+    """Return the rows of a figure.
+
+    Raises
+    ------
+    KeyError
+        If the experiment lacks a row of the recipe, or has one more.
+    """
+    ids = {row.id for row in figure.rows}
+    if ids != set(findings.values):
+        raise KeyError(f"{recipe.paper} {figure.id}: {sorted(ids ^ set(findings.values))}")
+    assumed = (*recipe.assumed_by_all, *figure.assumes)
+    rows = tuple(_row(figure, row, findings.values[row.id], assumed) for row in figure.rows)
+    return Result(figure=figure.id, rows=rows, curves=tuple(findings.curves))
+
+
+def _row(figure: Figure, row: RowRecipe, found: Any, assumed: tuple[str, ...]) -> Row:
+    values = _values(found)
+    mean = fmean(values) if values else None
+    inside = _judged(row, values, mean)
+    return Row(
+        figure=figure.id,
+        id=row.id,
+        text=row.text,
+        paper=row.paper,
+        ours=mean,
+        low=min(values, default=None),
+        high=max(values, default=None),
+        unit=row.unit,
+        seeds=len(values),
+        inside=inside,
+        reason="" if inside is not False else row.reading,
+        assumptions=assumed,
+    )
+
+
+def _values(found: Any) -> list[float]:
+    if found is None:
+        return []
+    if isinstance(found, (bool, int, float)):
+        return [float(found)]
+    return [float(value) for value in found]
+
+
+def _judged(row: RowRecipe, values: Sequence[float], mean: float | None) -> bool | None:
+    if row.statement:
+        return bool(values) and min(values) == 1.0
+    if row.band is None:
+        return None
+    return mean is not None and row.band.holds(mean)

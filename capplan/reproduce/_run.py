@@ -1,0 +1,123 @@
+"""Run the experiments of a paper."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import resources
+from pathlib import Path
+from typing import Final
+
+from capplan.errors import InputError
+from capplan.reproduce import chameleon, joint, loraserve, toppings, twin
+from capplan.reproduce._lab import Experiment, Lab
+from capplan.reproduce._recipe import Figure, Recipe, read_recipe
+from capplan.reproduce._results import Reproduction, result_of
+from capplan.spec import parse_json, validate_document
+from capplan.version import installed_version
+
+_EXPERIMENTS: Final[Mapping[str, Mapping[str, Experiment]]] = {
+    "twin": twin.EXPERIMENTS,
+    "chameleon": chameleon.EXPERIMENTS,
+    "loraserve": loraserve.EXPERIMENTS,
+    "toppings": toppings.EXPERIMENTS,
+    "joint": joint.EXPERIMENTS,
+}
+"""By paper, the experiment of every figure of its recipe."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to run experiments; `quick`: only the figures marked so, on their first seeds."""
+
+    folder: Path
+    quick: bool = False
+    seeds: int | None = None
+    traces: Path | None = None
+    workers: int | None = None
+    ray_address: str | None = None
+    progress: Callable[[str, int, int], None] | None = None
+
+
+def reproduce(paper: str, figures: Sequence[str] = (), *, options: Options) -> Reproduction:
+    """Simulate figures of a paper.
+
+    Parameters
+    ----------
+    paper
+        Name of a recipe, of `PAPERS`.
+    figures
+        Their ids; none: all, or the quick ones. Figures whose traces are missing are left out if not named.
+    options
+        How to run.
+
+    Returns
+    -------
+    Reproduction
+        With the figures in the order of the recipe.
+
+    Raises
+    ------
+    InputError
+        For an unknown paper or figure, or a trace that a named figure lacks.
+    """
+    recipe = read_recipe(paper)
+    chosen = _chosen(recipe, figures, options)
+    seeds = options.seeds or (recipe.quick_seeds if options.quick else recipe.seeds)
+    lab = Lab(
+        recipe,
+        options.folder / "cases" / paper,
+        tuple(range(seeds)),
+        quick=options.quick,
+        traces=options.traces,
+        workers=options.workers,
+        ray_address=options.ray_address,
+    )
+    lab.folder.mkdir(parents=True, exist_ok=True)
+    results = []
+    for figure in chosen:
+        on_progress = options.progress and partial(options.progress, f"{paper} {figure.id}")
+        findings = _EXPERIMENTS[paper][figure.id](lab.showing(on_progress))
+        results.append(result_of(recipe, figure, findings))
+    return Reproduction(
+        paper=paper, command=_command(paper, figures, options), capplan=installed_version(), results=tuple(results)
+    )
+
+
+def stored_rows(paper: str) -> Reproduction:
+    """Return the full run that ships with the project."""
+    file = resources.files("capplan") / "datasets" / "papers" / f"{paper}.rows.json"
+    return validate_document(Reproduction, parse_json(file.read_text(encoding="utf-8"), file.name), str)
+
+
+def _chosen(recipe: Recipe, figures: Sequence[str], options: Options) -> list[Figure]:
+    if figures:
+        named = [recipe.figure(name) for name in figures]
+        for figure in named:
+            for name in _missing(figure, options):
+                raise InputError(f"must be a folder that holds {name}", options.traces, "--traces")
+        return [figure for figure in recipe.figures if figure in named]
+    return [
+        figure
+        for figure in recipe.figures
+        if (figure.quick or not options.quick) and not _missing(figure, options)
+    ]
+
+
+def missing_traces(recipe: Recipe, options: Options) -> dict[str, list[str]]:
+    """Return the figures that lack traces, and which."""
+    return {figure.id: lacking for figure in recipe.figures if (lacking := _missing(figure, options))}
+
+
+def _missing(figure: Figure, options: Options) -> list[str]:
+    folder = options.traces
+    return [name for name in figure.traces if folder is None or not (folder / name).is_file()]
+
+
+def _command(paper: str, figures: Sequence[str], options: Options) -> str:
+    words = ["capplan", "reproduce", paper, *figures, *(["--quick"] if options.quick else [])]
+    if options.seeds is not None:
+        words += ["--seeds", str(options.seeds)]
+    return shlex.join([*words, *(["--traces", "DIR"] if options.traces else []), "-o", "DIR"])
