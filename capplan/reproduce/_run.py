@@ -82,7 +82,10 @@ def reproduce(paper: str, figures: Sequence[str] = (), *, options: Options) -> R
         findings = _EXPERIMENTS[paper][figure.id](lab.showing(on_progress))
         results.append(result_of(recipe, figure, findings))
     return Reproduction(
-        paper=paper, command=_command(paper, figures, options), capplan=installed_version(), results=tuple(results)
+        paper=paper,
+        command=_command(paper, figures, options),
+        capplan=installed_version(),
+        results=tuple(results),
     )
 
 
