@@ -17,6 +17,7 @@ import numpy as np
 from benchmarks.common import command_line, records_table, user_errors
 from benchmarks.placement_moves import make_workload
 from capplan import InfeasibleError, Plan, Workload, load_profile, plan, simulate
+from capplan.profiling.load._requests import scaled
 from capplan.spec import Lengths, QueueConfig, zipf
 
 OVERLOAD = 1.3
@@ -74,8 +75,8 @@ def small_ttft_s(workload: Workload, made: Plan) -> tuple[float, float] | None:
     load = group.predicted.load_over_capacity
     if load is None or group.cache is None:
         return None
-    shares = {each.name: OVERLOAD / load * each.share for each in group.adapters}
-    alone = workload.subset(list(shares), shares)
+    shares = {each.name: each.share for each in group.adapters}
+    alone = scaled(workload.subset(list(shares), shares), OVERLOAD / load)
     found = []
     for scheduler in ("chameleon", "fifo"):
         args = group.engine_args

@@ -179,6 +179,7 @@ _COMMANDS: Final = {
     "serve": "Serve a model and its adapters over HTTP until SIGTERM or Ctrl-C, then drain and exit 0.",
     "bench": "Load an OpenAI-compatible server with the requests of a workload, at their arrival times.",
     "validate": "Run one engine per group of a plan under the requests of the twin, and compare the two.",
+    "reproduce": "Simulate the papers' figures on the papers' own settings, beside the papers' numbers.",
     "registry": "Keep a registry of adapters that planning and servers share.",
     "registry add": "Add adapters by folder or by reference, all or none.",
     "registry list": "List the adapters of a registry.",

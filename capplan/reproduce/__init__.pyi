@@ -1,6 +1,6 @@
 from ._lab import Lab
-from ._recipe import PAPERS, Figure, Recipe, read_recipe
-from ._results import Curve, Findings, Reproduction, Result, Row
+from ._recipe import PAPERS, Figure, Plot, Recipe, read_recipe
+from ._results import Curve, Findings, Reproduction, Result, Row, changed_rows
 from ._run import Options, missing_traces, reproduce, stored_rows
 
 __all__ = [
@@ -10,10 +10,12 @@ __all__ = [
     "Findings",
     "Lab",
     "Options",
+    "Plot",
     "Recipe",
     "Reproduction",
     "Result",
     "Row",
+    "changed_rows",
     "missing_traces",
     "read_recipe",
     "reproduce",

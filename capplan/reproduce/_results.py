@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import Any, Final
 
 from pydantic import Field
 
 from capplan.reproduce._recipe import Figure, Recipe, RowRecipe
 from capplan.spec import SpecModel, Text
+
+_ROUNDING: Final = 1e-6
+"""Of a value, between machines."""
 
 
 class Curve(SpecModel):
@@ -68,6 +71,7 @@ class Reproduction(SpecModel):
     paper: Text
     command: Text
     capplan: Text
+    date: Text
     results: tuple[Result, ...]
 
     @property
@@ -96,6 +100,20 @@ def result_of(recipe: Recipe, figure: Figure, findings: Findings) -> Result:
     assumed = (*recipe.assumed_by_all, *figure.assumes)
     rows = tuple(_row(figure, row, findings.values[row.id], assumed) for row in figure.rows)
     return Result(figure=figure.id, rows=rows, curves=tuple(findings.curves))
+
+
+def changed_rows(found: Reproduction, stored: Reproduction) -> list[tuple[Row, float, float]]:
+    """Return rows whose mean is outside of the interval over seeds of another run, with that interval."""
+    known = {row.key: row for row in stored.rows}
+    changed = []
+    for row in found.rows:
+        other = known.get(row.key)
+        if row.ours is None or other is None or other.low is None or other.high is None:
+            continue
+        slack = _ROUNDING * max(abs(other.low), abs(other.high))
+        if not other.low - slack <= row.ours <= other.high + slack:
+            changed.append((row, other.low, other.high))
+    return changed
 
 
 def _row(figure: Figure, row: RowRecipe, found: Any, assumed: tuple[str, ...]) -> Row:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -85,6 +86,7 @@ def reproduce(paper: str, figures: Sequence[str] = (), *, options: Options) -> R
         paper=paper,
         command=_command(paper, figures, options),
         capplan=installed_version(),
+        date=datetime.now(tz=UTC).date().isoformat(),
         results=tuple(results),
     )
 

@@ -4,6 +4,7 @@ from ._figures import figure_of
 from ._measurement import bench_page, validation_page
 from ._observation import observation_page
 from ._plan import plan_page
+from ._reproduction import reproduction_page
 from ._simulation import NamedResults, simulation_page
 from ._training import training_page
 
@@ -16,6 +17,7 @@ __all__ = [
     "kernels_page",
     "observation_page",
     "plan_page",
+    "reproduction_page",
     "simulation_page",
     "training_page",
     "validation_page",

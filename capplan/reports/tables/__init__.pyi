@@ -54,6 +54,7 @@ from ._plan import (
     throughput,
     verdict,
 )
+from ._reproduction import judged, reproduction_markdown, reproduction_table
 from ._scheduling import queues_table, scheduling_words, sizes_table
 from ._simulation import Details, Outcomes, bound_text, metrics_table
 from ._validation import group_table, group_verdict, heading, speed_note
@@ -91,6 +92,7 @@ __all__ = [
     "heading",
     "instances_table",
     "invocation_table",
+    "judged",
     "kernel_name",
     "latency_table",
     "load_source",
@@ -104,6 +106,8 @@ __all__ = [
     "queues_table",
     "ranks_table",
     "reason",
+    "reproduction_markdown",
+    "reproduction_table",
     "require_no_extrapolation",
     "residuals_table",
     "room_table",

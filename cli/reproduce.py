@@ -1,0 +1,152 @@
+"""`capplan reproduce`: the papers' figures, simulated beside the papers' numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import typer
+
+from capplan.cli.options import AsJson, Quiet, RayAddress, Workers, command
+from capplan.cli.output import write_json
+from capplan.cli.progress import announce_compilation, progress_bars
+from capplan.errors import InputError
+from capplan.reports import Table, print_json, print_table
+from capplan.spec import write_text_atomic
+
+if TYPE_CHECKING:
+    from capplan.reproduce import Reproduction
+
+_ALL: Final = "all"
+_LIST: Final = "list"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReproduceArgs:
+    """Options of `capplan reproduce`."""
+
+    paper: str = typer.Argument(
+        ..., metavar="PAPER", help="twin, chameleon, loraserve, toppings, joint or all; or list."
+    )
+    figures: list[str] | None = typer.Argument(
+        None, metavar="FIGURE", help="Figures of the paper; default: all of them."
+    )
+    output: str | None = typer.Option(
+        None, "--output", "-o", metavar="DIR", help="Folder to write; a run that was interrupted goes on."
+    )
+    quick: bool = typer.Option(False, "--quick", help="Some figures on their first seed, in minutes.")
+    seeds: int | None = typer.Option(None, metavar="N", min=1, max=100, help="Instead of the recipe's.")
+    traces: str | None = typer.Option(None, metavar="DIR", help="Folder of the public traces.")
+    workers: Workers = None
+    ray_address: RayAddress = None
+    as_json: AsJson = False
+    quiet: Quiet = False
+
+
+@command
+def reproduce(args: ReproduceArgs) -> None:
+    """Simulate the papers' figures on the papers' own settings, beside the papers' numbers.
+
+    Writes per paper its rows (JSON) and a document (Markdown), and one HTML page with all plots. Rows are
+    compared with the run that ships with capplan. Exit status 1: a row is outside of that run's interval.
+    """
+    from capplan.reproduce import PAPERS
+
+    if args.paper == _LIST:
+        _show_list(args)
+        return
+    papers = PAPERS if args.paper == _ALL else (args.paper,)
+    if args.figures and args.paper == _ALL:
+        raise InputError("goes with one paper", args.figures[0], "FIGURE")
+    if args.output is None:
+        raise InputError("is required; it names the folder to write", location="--output")
+    found = _simulated(args, papers)
+    changed = [line for each in found for line in _changes(each)]
+    if args.as_json:
+        print_json([{"paper": each.paper, **row.model_dump()} for each in found for row in each.rows])
+    elif not args.quiet:
+        _show(found)
+    for line in changed:
+        typer.echo(line, err=True)
+    if changed:
+        raise typer.Exit(1)
+
+
+def _simulated(args: ReproduceArgs, papers: Sequence[str]) -> list[Reproduction]:
+    from capplan.reproduce import Options, missing_traces, read_recipe, reproduce
+
+    folder = Path(str(args.output))
+    found = []
+    announce_compilation(quiet=args.quiet)
+    with progress_bars(quiet=args.quiet) as progress:
+        options = Options(
+            folder,
+            quick=args.quick,
+            seeds=args.seeds,
+            traces=None if args.traces is None else Path(args.traces),
+            workers=args.workers,
+            ray_address=args.ray_address,
+            progress=progress,
+        )
+        for paper in papers:
+            missing = {} if args.figures else missing_traces(read_recipe(paper), options)
+            for figure, lacking in missing.items():
+                typer.echo(f"left out: {paper} {figure}, which needs {', '.join(lacking)}", err=True)
+            found.append(reproduce(paper, args.figures or (), options=options))
+            _write(found, folder)
+    return found
+
+
+def _write(found: Sequence[Reproduction], folder: Path) -> None:
+    """Write what was simulated so far."""
+    from capplan.reports.pages import reproduction_page
+    from capplan.reports.tables import reproduction_markdown
+    from capplan.reproduce import read_recipe
+
+    last = found[-1]
+    write_json(folder / f"{last.paper}.json", last.model_dump())
+    write_text_atomic(folder / f"{last.paper}.md", reproduction_markdown(read_recipe(last.paper), last))
+    page = reproduction_page([(read_recipe(each.paper), each) for each in found])
+    write_text_atomic(folder / "index.html", page)
+
+
+def _changes(found: Reproduction) -> list[str]:
+    """Return a line per row that is outside of the interval of the run that ships."""
+    from capplan.reproduce import changed_rows, stored_rows
+
+    return [
+        f"{found.paper} {row.key}: {row.ours:.4g} is outside of {low:.4g} to {high:.4g}, the shipped run"
+        for row, low, high in changed_rows(found, stored_rows(found.paper))
+    ]
+
+
+def _show(found: Sequence[Reproduction]) -> None:
+    from capplan.reports.tables import judged, reproduction_table
+    from capplan.reproduce import read_recipe
+
+    for each in found:
+        print_table(reproduction_table(read_recipe(each.paper), each.results))
+        typer.echo(f"{each.paper}: {judged(each)}")
+
+
+def _show_list(args: ReproduceArgs) -> None:
+    from capplan.reproduce import PAPERS, read_recipe
+
+    recipes = [read_recipe(name) for name in PAPERS]
+    if args.as_json:
+        print_json([recipe.model_dump() for recipe in recipes])
+        return
+    rows = [
+        (
+            recipe.paper,
+            figure.id,
+            figure.title,
+            "yes" if figure.quick else "",
+            str(len(figure.rows)),
+        )
+        for recipe in recipes
+        for figure in recipe.figures
+    ]
+    print_table(Table(["paper", "figure", "title", "quick", "rows"], rows, numbers_from=4))
