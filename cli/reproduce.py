@@ -36,6 +36,9 @@ class ReproduceArgs:
     output: str | None = typer.Option(
         None, "--output", "-o", metavar="DIR", help="Folder to write; a run that was interrupted goes on."
     )
+    shipped: bool = typer.Option(
+        False, "--shipped", help="Show the run that ships with capplan, and simulate nothing."
+    )
     quick: bool = typer.Option(False, "--quick", help="Some figures on their first seed, in minutes.")
     seeds: int | None = typer.Option(None, metavar="N", min=1, max=100, help="Instead of the recipe's.")
     traces: str | None = typer.Option(None, metavar="DIR", help="Folder of the public traces.")
@@ -49,8 +52,9 @@ class ReproduceArgs:
 def reproduce(args: ReproduceArgs) -> None:
     """Simulate the papers' figures on the papers' own settings, beside the papers' numbers.
 
-    Writes per paper its rows (JSON) and a document (Markdown), and one HTML page with all plots. Rows are
-    compared with the run that ships with capplan. Exit status 1: a row is outside of that run's interval.
+    Writes per paper its rows (JSON) and a document (Markdown), one table of all, and an HTML page with the
+    plots. Rows are compared with the run that ships with capplan. Exit status 1: a row is outside of that
+    run's interval.
     """
     from capplan.reproduce import PAPERS
 
@@ -62,7 +66,7 @@ def reproduce(args: ReproduceArgs) -> None:
         raise InputError("goes with one paper", args.figures[0], "FIGURE")
     if args.output is None:
         raise InputError("is required; it names the folder to write", location="--output")
-    found = _simulated(args, papers)
+    found = _shipped(args, papers) if args.shipped else _simulated(args, papers)
     changed = [line for each in found for line in _changes(each)]
     if args.as_json:
         print_json([{"paper": each.paper, **row.model_dump()} for each in found for row in each.rows])
@@ -72,6 +76,16 @@ def reproduce(args: ReproduceArgs) -> None:
         typer.echo(line, err=True)
     if changed:
         raise typer.Exit(1)
+
+
+def _shipped(args: ReproduceArgs, papers: Sequence[str]) -> list[Reproduction]:
+    from capplan.reproduce import stored_rows
+
+    found: list[Reproduction] = []
+    for paper in papers:
+        found.append(stored_rows(paper).only(args.figures or ()))
+        _write(found, Path(str(args.output)))
+    return found
 
 
 def _simulated(args: ReproduceArgs, papers: Sequence[str]) -> list[Reproduction]:
@@ -102,14 +116,16 @@ def _simulated(args: ReproduceArgs, papers: Sequence[str]) -> list[Reproduction]
 def _write(found: Sequence[Reproduction], folder: Path) -> None:
     """Write what was simulated so far."""
     from capplan.reports.pages import reproduction_page
-    from capplan.reports.tables import reproduction_markdown
+    from capplan.reports.tables import overview_markdown, reproduction_markdown
     from capplan.reproduce import read_recipe
 
+    folder.mkdir(parents=True, exist_ok=True)
     last = found[-1]
     write_json(folder / f"{last.paper}.json", last.model_dump())
     write_text_atomic(folder / f"{last.paper}.md", reproduction_markdown(read_recipe(last.paper), last))
-    page = reproduction_page([(read_recipe(each.paper), each) for each in found])
-    write_text_atomic(folder / "index.html", page)
+    every = [(read_recipe(each.paper), each) for each in found]
+    write_text_atomic(folder / "reproduction.md", overview_markdown(every))
+    write_text_atomic(folder / "index.html", reproduction_page(every))
 
 
 def _changes(found: Reproduction) -> list[str]:

@@ -79,6 +79,11 @@ class Reproduction(SpecModel):
         """All rows, in the order of the recipe."""
         return tuple(row for result in self.results for row in result.rows)
 
+    def only(self, figures: Sequence[str]) -> Reproduction:
+        """Return some figures, or all if none is named."""
+        kept = tuple(each for each in self.results if not figures or each.figure in figures)
+        return self.replace(results=kept)
+
     @property
     def judged(self) -> tuple[int, int]:
         """Rows inside their bands, and rows with a band."""

@@ -54,7 +54,7 @@ from ._plan import (
     throughput,
     verdict,
 )
-from ._reproduction import judged, reproduction_markdown, reproduction_table
+from ._reproduction import judged, overview_markdown, reproduction_markdown, reproduction_table
 from ._scheduling import queues_table, scheduling_words, sizes_table
 from ._simulation import Details, Outcomes, bound_text, metrics_table
 from ._validation import group_table, group_verdict, heading, speed_note
@@ -100,6 +100,7 @@ __all__ = [
     "metrics_table",
     "move_words",
     "moves_lines",
+    "overview_markdown",
     "plan_notes",
     "price_words",
     "provenance",

@@ -105,6 +105,31 @@ def reproduction_markdown(recipe: Recipe, reproduction: Reproduction) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def overview_markdown(found: Sequence[tuple[Recipe, Reproduction]]) -> str:
+    """Return one table of all rows that are judged, and how many are inside by paper."""
+    counts = [each.judged for _, each in found]
+    totals = [
+        (
+            f"[{recipe.title}]({recipe.paper}.md)",
+            str(inside_),
+            str(all_),
+            f"{100 * inside_ / max(1, all_):.0f} %",
+        )
+        for (recipe, _), (inside_, all_) in zip(found, counts, strict=True)
+    ]
+    inside_, all_ = (sum(column) for column in zip(*counts, strict=True))
+    totals.append(("all", str(inside_), str(all_), f"{100 * inside_ / max(1, all_):.0f} %"))
+    rows = [
+        (recipe.paper, row.figure, *map(str, cells(recipe.figure(result.figure), row)))
+        for recipe, each in found
+        for result in each.results
+        for row in result.rows
+        if row.inside is not None
+    ]
+    lines = ["# Figures of the papers", "", *_table(("", "inside", "rows", "share"), totals), ""]
+    return "\n".join([*lines, *_table(("paper", "figure", *HEAD), rows)]) + "\n"
+
+
 def _figure(figure: Figure, result: Result) -> list[str]:
     rows = [[str(cell) for cell in cells(figure, row)] for row in result.rows]
     used = [i for i, name in enumerate(HEAD) if name != "over seeds" or any(row[i] for row in rows)]
