@@ -108,17 +108,12 @@ def reproduction_markdown(recipe: Recipe, reproduction: Reproduction) -> str:
 def overview_markdown(found: Sequence[tuple[Recipe, Reproduction]]) -> str:
     """Return one table of all rows that are judged, and how many are inside by paper."""
     counts = [each.judged for _, each in found]
+    names = [f"[{recipe.title}]({recipe.paper}.md)" for recipe, _ in found]
+    counts.append((sum(each for each, _ in counts), sum(each for _, each in counts)))
     totals = [
-        (
-            f"[{recipe.title}]({recipe.paper}.md)",
-            str(inside_),
-            str(all_),
-            f"{100 * inside_ / max(1, all_):.0f} %",
-        )
-        for (recipe, _), (inside_, all_) in zip(found, counts, strict=True)
+        (name, str(inside_), str(all_), f"{100 * inside_ / max(1, all_):.0f} %")
+        for name, (inside_, all_) in zip([*names, "all"], counts, strict=True)
     ]
-    inside_, all_ = (sum(column) for column in zip(*counts, strict=True))
-    totals.append(("all", str(inside_), str(all_), f"{100 * inside_ / max(1, all_):.0f} %"))
     rows = [
         (recipe.paper, row.figure, *map(str, cells(recipe.figure(result.figure), row)))
         for recipe, each in found
