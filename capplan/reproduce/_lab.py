@@ -36,6 +36,8 @@ class Lab:
     seeds: tuple[int, ...]
     quick: bool = False
     traces: Path | None = None
+    measured: Path | None = None
+    """Published measurements."""
     workers: int | None = None
     ray_address: str | None = None
     progress: Callable[[int, int], None] | None = None
@@ -81,6 +83,18 @@ class Lab:
         if self.traces is None or not (self.traces / name).is_file():
             raise InputError(f"must be a folder that holds {name}", self.traces, "--traces")
         return str(self.traces / name)
+
+    def measurements(self) -> Path:
+        """Return the folder of published measurements.
+
+        Raises
+        ------
+        InputError
+            If none was given.
+        """
+        if self.measured is None:
+            raise InputError("must be a folder of published measurements", location="--measured")
+        return self.measured
 
     def _digest(self, case: Any) -> str:
         setting = json.dumps([self.recipe.setting, self.recipe.systems], sort_keys=True, default=str)

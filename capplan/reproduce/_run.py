@@ -37,6 +37,8 @@ class Options:
     quick: bool = False
     seeds: int | None = None
     traces: Path | None = None
+    measured: Path | None = None
+    """Published measurements that some figures are compared with."""
     workers: int | None = None
     ray_address: str | None = None
     progress: Callable[[str, int, int], None] | None = None
@@ -73,6 +75,7 @@ def reproduce(paper: str, figures: Sequence[str] = (), *, options: Options) -> R
         tuple(range(seeds)),
         quick=options.quick,
         traces=options.traces,
+        measured=options.measured,
         workers=options.workers,
         ray_address=options.ray_address,
     )
@@ -101,8 +104,8 @@ def _chosen(recipe: Recipe, figures: Sequence[str], options: Options) -> list[Fi
     if figures:
         named = [recipe.figure(name) for name in figures]
         for figure in named:
-            for name in _missing(figure, options):
-                raise InputError(f"must be a folder that holds {name}", options.traces, "--traces")
+            for flag, rule in _missing(figure, options):
+                raise InputError(rule, getattr(options, flag), f"--{flag}")
         return [figure for figure in recipe.figures if figure in named]
     return [
         figure
@@ -112,17 +115,24 @@ def _chosen(recipe: Recipe, figures: Sequence[str], options: Options) -> list[Fi
 
 
 def missing_traces(recipe: Recipe, options: Options) -> dict[str, list[str]]:
-    """Return the figures that lack traces, and which."""
-    return {figure.id: lacking for figure in recipe.figures if (lacking := _missing(figure, options))}
+    """Return the figures that lack traces or measurements, and the flags to give with their rules."""
+    missing = {figure.id: _missing(figure, options) for figure in recipe.figures}
+    return {name: [f"--{flag} {rule}" for flag, rule in each] for name, each in missing.items() if each}
 
 
-def _missing(figure: Figure, options: Options) -> list[str]:
-    folder = options.traces
-    return [name for name in figure.traces if folder is None or not (folder / name).is_file()]
+def _missing(figure: Figure, options: Options) -> list[tuple[str, str]]:
+    folder, measured = options.traces, options.measured
+    lacking = [name for name in figure.traces if folder is None or not (folder / name).is_file()]
+    rules = [("traces", f"must be a folder that holds {name}") for name in lacking]
+    if figure.measured and (measured is None or not measured.is_dir()):
+        rules.append(("measured", "must be a folder of published measurements"))
+    return rules
 
 
 def _command(paper: str, figures: Sequence[str], options: Options) -> str:
     words = ["capplan", "reproduce", paper, *figures, *(["--quick"] if options.quick else [])]
     if options.seeds is not None:
         words += ["--seeds", str(options.seeds)]
-    return shlex.join([*words, *(["--traces", "DIR"] if options.traces else []), "-o", "DIR"])
+    for flag in ("traces", "measured"):
+        words += [f"--{flag}", "DIR"] if getattr(options, flag) else []
+    return shlex.join([*words, "-o", "DIR"])
