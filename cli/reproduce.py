@@ -42,6 +42,9 @@ class ReproduceArgs:
     quick: bool = typer.Option(False, "--quick", help="Some figures on their first seed, in minutes.")
     seeds: int | None = typer.Option(None, metavar="N", min=1, max=100, help="Instead of the recipe's.")
     traces: str | None = typer.Option(None, metavar="DIR", help="Folder of the public traces.")
+    measured: str | None = typer.Option(
+        None, metavar="DIR", help="Folder of the published measurements that some figures are compared with."
+    )
     workers: Workers = None
     ray_address: RayAddress = None
     as_json: AsJson = False
@@ -89,7 +92,7 @@ def _shipped(args: ReproduceArgs, papers: Sequence[str]) -> list[Reproduction]:
 
 
 def _simulated(args: ReproduceArgs, papers: Sequence[str]) -> list[Reproduction]:
-    from capplan.reproduce import Options, missing_traces, read_recipe, reproduce
+    from capplan.reproduce import Options, left_out, reproduce
 
     folder = Path(str(args.output))
     found = []
@@ -100,14 +103,15 @@ def _simulated(args: ReproduceArgs, papers: Sequence[str]) -> list[Reproduction]
             quick=args.quick,
             seeds=args.seeds,
             traces=None if args.traces is None else Path(args.traces),
+            measured=None if args.measured is None else Path(args.measured),
             workers=args.workers,
             ray_address=args.ray_address,
             progress=progress,
         )
         for paper in papers:
-            missing = {} if args.figures else missing_traces(read_recipe(paper), options)
-            for figure, lacking in missing.items():
-                typer.echo(f"left out: {paper} {figure}, which needs {', '.join(lacking)}", err=True)
+            lacking = {} if args.figures else left_out(paper, options)
+            for figure, rules in lacking.items():
+                typer.echo(f"left out: {paper} {figure}: {', '.join(rules)}", err=True)
             found.append(reproduce(paper, args.figures or (), options=options))
             _write(found, folder)
     return found

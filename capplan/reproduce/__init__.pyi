@@ -1,7 +1,7 @@
 from ._lab import Lab
 from ._recipe import PAPERS, Figure, Plot, Recipe, read_recipe
 from ._results import Curve, Findings, Reproduction, Result, Row, changed_rows
-from ._run import Options, missing_traces, reproduce, stored_rows
+from ._run import Options, left_out, reproduce, stored_rows
 
 __all__ = [
     "PAPERS",
@@ -16,7 +16,7 @@ __all__ = [
     "Result",
     "Row",
     "changed_rows",
-    "missing_traces",
+    "left_out",
     "read_recipe",
     "reproduce",
     "stored_rows",

@@ -107,17 +107,17 @@ def _chosen(recipe: Recipe, figures: Sequence[str], options: Options) -> list[Fi
             for flag, rule in _missing(figure, options):
                 raise InputError(rule, getattr(options, flag), f"--{flag}")
         return [figure for figure in recipe.figures if figure in named]
-    return [
-        figure
-        for figure in recipe.figures
-        if (figure.quick or not options.quick) and not _missing(figure, options)
-    ]
+    return [figure for figure in _wanted(recipe, options) if not _missing(figure, options)]
 
 
-def missing_traces(recipe: Recipe, options: Options) -> dict[str, list[str]]:
-    """Return the figures that lack traces or measurements, and the flags to give with their rules."""
-    missing = {figure.id: _missing(figure, options) for figure in recipe.figures}
+def left_out(paper: str, options: Options) -> dict[str, list[str]]:
+    """Return the figures that lack traces or measurements, and the rules of the flags that give them."""
+    missing = {each.id: _missing(each, options) for each in _wanted(read_recipe(paper), options)}
     return {name: [f"--{flag} {rule}" for flag, rule in each] for name, each in missing.items() if each}
+
+
+def _wanted(recipe: Recipe, options: Options) -> list[Figure]:
+    return [figure for figure in recipe.figures if figure.quick or not options.quick]
 
 
 def _missing(figure: Figure, options: Options) -> list[tuple[str, str]]:
