@@ -1,7 +1,7 @@
 from ._lab import Lab
 from ._recipe import PAPERS, Figure, Plot, Recipe, read_recipe
-from ._results import Curve, Findings, Reproduction, Result, Row, changed_rows
-from ._run import Options, left_out, reproduce, stored_rows
+from ._results import Curve, Findings, Reproduction, Result, Row, changed_rows, result_of
+from ._run import Options, experiments, left_out, reproduce, stored_rows
 
 __all__ = [
     "PAPERS",
@@ -16,8 +16,10 @@ __all__ = [
     "Result",
     "Row",
     "changed_rows",
+    "experiments",
     "left_out",
     "read_recipe",
     "reproduce",
+    "result_of",
     "stored_rows",
 ]

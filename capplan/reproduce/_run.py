@@ -94,6 +94,11 @@ def reproduce(paper: str, figures: Sequence[str] = (), *, options: Options) -> R
     )
 
 
+def experiments(paper: str) -> Mapping[str, Experiment]:
+    """Return the experiments of a paper by figure."""
+    return _EXPERIMENTS[paper]
+
+
 def stored_rows(paper: str) -> Reproduction:
     """Return the full run that ships with the project."""
     file = resources.files("capplan") / "datasets" / "papers" / f"{paper}.rows.json"
