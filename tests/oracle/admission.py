@@ -101,18 +101,31 @@ class QueueAdmission:
                         break
 
     def _admit_overdue(self) -> bool:
-        """Admit the heads that have waited for longer than a refresh; return False if one does not fit."""
+        """Admit the heads that have waited for longer than a refresh; return False if one does not fit.
+
+        A head that waits for others of its queue, which hold its quota, is passed over.
+        """
         engine = self.engine
-        while engine.limits.refresh_ns > 0 and engine.waiting:
-            heads = [self._queue(q)[0] for q in range(len(engine.queues.quotas)) if self._queue(q)]
-            head = min(heads, key=lambda request: request.arrival)
-            if engine.now_ns - head.arrival_ns <= engine.limits.refresh_ns:
+        while engine.limits.refresh_ns > 0:
+            heads = [head for q in range(len(engine.queues.quotas)) for head in self._queue(q)[:1]]
+            overdue = [
+                head
+                for head in heads
+                if engine.now_ns - head.arrival_ns > engine.limits.refresh_ns
+                and not self._waits_for_own_queue(head)
+            ]
+            if not overdue:
                 break
+            head = min(overdue, key=lambda request: request.arrival)
             fits = self.fits_quota(head) and self.fits_step(head)
             if not fits or not engine.fits_memory(head, engine.running):
                 return False
             self._admit_whole(head)
         return True
+
+    def _waits_for_own_queue(self, head: PooledRequest) -> bool:
+        free, quota = self._available(head.queue, self.engine.running), self.engine.queues.quotas[head.queue]
+        return free < self.engine.charge(head) <= quota
 
     def _admit_whole(self, request: PooledRequest) -> None:
         """Admit a request, and book its charge on its own queue."""

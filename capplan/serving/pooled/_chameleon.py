@@ -5,7 +5,9 @@ have left. If the head of a queue fits its quota but not the memory, younger req
 start may bypass it; they are squashed once their memory lets it start.
 
 Beyond the paper, no request starves: the head that has waited for longer than the period of refreshes comes
-before all others, so that running requests leave it the tokens and the memory.
+before all others, so that running requests leave it the tokens and the memory. A head that waits for rows of
+its own queue, which hold its quota, holds nobody up: a queue that waits lends nothing, so no other takes
+those tokens.
 
 Source: Chameleon, sections 4.3.2 and 4.3.3, algorithm 1. The paper leaves open who lends: the queues with the
 largest remainder here.
@@ -17,7 +19,7 @@ from capplan._jit import inner
 from capplan.serving._structures import heap_push, heap_remove
 from capplan.serving.pooled._caches import pages_to_pin
 from capplan.serving.pooled._pool import admit, requeue, row_has_memory, step_allows, step_has_tokens
-from capplan.serving.pooled._size_queues import book, earliest_head
+from capplan.serving.pooled._size_queues import book
 from capplan.serving.state import LOADING, NONE, Limits, State
 from capplan.serving.vllm._running import output_tokens
 
@@ -57,12 +59,23 @@ def _admit_overdue(state: State, limits: Limits) -> bool:
 
 @inner
 def _overdue(state: State, limits: Limits) -> int:
-    """Return the head that arrived first if it has waited for longer than a refresh period, or NONE."""
-    row = earliest_head(state)
-    if row == NONE or limits.refresh_ns == 0:
+    """Return the first arrival of the heads that have waited for longer than a refresh period, or NONE.
+
+    Without those that wait for rows of their own queue.
+    """
+    own, queues = state.pooled.rows, state.pooled.queues
+    chosen = NONE
+    if limits.refresh_ns == 0:
         return NONE
-    waited_ns = state.counters.now_ns - state.pooled.rows.arrival_ns[row]
-    return int(row if waited_ns > limits.refresh_ns else NONE)
+    for queue in range(state.pooled.counts.n_queues):
+        head = queues.head[queue]
+        if head == NONE or state.counters.now_ns - own.arrival_ns[head] <= limits.refresh_ns:
+            continue
+        if available(state, queue) < own.charge[head] <= queues.quota[queue]:
+            continue
+        if chosen == NONE or own.arrival[head] < own.arrival[chosen]:
+            chosen = head
+    return int(chosen)
 
 
 @inner
