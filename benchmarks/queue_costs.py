@@ -78,7 +78,7 @@ def small_ttft_s(workload: Workload, made: Plan) -> tuple[float, float] | None:
     shares = {each.name: each.share for each in group.adapters}
     alone = scaled(workload.subset(list(shares), shares), OVERLOAD / load)
     found = []
-    for scheduler in ("chameleon", "fifo"):
+    for scheduler in (group.scheduler, "fifo"):
         args = group.engine_args
         result = simulate(
             alone.replace(queues=None),
