@@ -83,7 +83,8 @@ def build_core(
     scheduler = None
     if limits.policy == POOLED and options.scheduling is not None:
         scheduler, cache = options.scheduling
-        set_up_policies(state, limits, cache.score_weights, options.queues)
+        shares_charge = options.adapter_charge == "shared"
+        set_up_policies(state, limits, cache.score_weights, options.queues, shares_charge)
     blocks: BlockTables
     if limits.prefix_caching:
         blocks = NamedBlocks(state, pool, sizes.num_blocks)
@@ -92,7 +93,7 @@ def build_core(
         blocks = CountedBlocks(pool, options.max_in_flight, blocks_per_request, options.block_size)
     clock: EngineClock = VirtualClock() if virtual_time else WallClock()
     loader: AdapterLoader = VirtualLoader(clock) if virtual_time else ThreadLoader(clock)
-    token_bytes = kv_page_elements(config, 1) * dtype.itemsize if options.charges_adapters else 0
+    token_bytes = kv_page_elements(config, 1) * dtype.itemsize if options.adapter_charge != "none" else 0
     if limits.policy == POOLED and limits.cache == GDSF:
         lora.load_times = options.load_times or measured_load_times(lora, range(1, len(sources) + 1))
     loads = AdapterLoads(state, limits, lora, loader, clock, token_bytes)

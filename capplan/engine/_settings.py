@@ -19,6 +19,7 @@ from capplan.spec import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
+    AdapterCharge,
     Cache,
     CacheSource,
     Count,
@@ -254,11 +255,11 @@ class EngineOptions(SpecModel):
         return Predictor() if self.scheduling is None else self.scheduling[0].predictor
 
     @property
-    def charges_adapters(self) -> bool:
-        """Whether requests take their adapter's memory from the quotas of queues."""
+    def adapter_charge(self) -> AdapterCharge:
+        """Who takes an adapter's memory from the quotas of queues."""
         if self.scheduling is None:
-            return False
-        return (self.queues or self.scheduling[0].queues).adapter_charge == "per_request"
+            return "none"
+        return (self.queues or self.scheduling[0].queues).adapter_charge
 
     def chosen_memory(self) -> Memory:
         """Return the memory of adapters."""

@@ -30,7 +30,7 @@ QuotaSize: TypeAlias = Literal["max", "p99", "mean"]
 
 RestWeights: TypeAlias = Literal["minimum", "load", "rate"]
 
-AdapterCharge: TypeAlias = Literal["per_request", "none"]
+AdapterCharge: TypeAlias = Literal["per_request", "shared", "none"]
 
 MOST_QUEUES: Final = 4
 """Queues that an engine has room for."""
@@ -80,7 +80,8 @@ class QueueConfig(SpecModel):
     )
     adapter_charge: AdapterCharge = Field(
         default="per_request",
-        description="Whether a request takes its adapter's weights, counted in tokens, from the quota.",
+        description="Who takes an adapter's weights, counted in tokens, from the quota: every request, the "
+        "first of those in execution that share it, or none.",
     )
 
     @property
@@ -127,8 +128,8 @@ class Queues(SparseModel):
     wrs: Wrs = Field(description="How the size of a request is computed.")
     adapter_charge: AdapterCharge = Field(
         default="per_request",
-        description="Whether a request takes its adapter's weights, counted in tokens, from the quota, "
-        "beside prompt and predicted output.",
+        description="Who takes an adapter's weights, counted in tokens, from the quota, beside prompt and "
+        "predicted output: every request, the first of those in execution that share it, or none.",
     )
     classes: Many[QueueClass] = Field(min_length=1, description="Queues by ascending size.")
     missing_tokens: Count | None = Field(

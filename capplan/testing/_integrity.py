@@ -139,13 +139,17 @@ def _check_quotas(state: State, limits: Limits, running: list[int]) -> None:
     pooled = state.pooled
     idle = np.setdiff1d(np.arange(state.rows.size), running)
     assert not pooled.book[idle].any(), "a row that does not run holds quota"
-    same("outstanding", pooled.queues.outstanding.tolist(), pooled.book[running].sum(axis=0).tolist())
+    held = pooled.book[running].sum(axis=0) + pooled.adapter_book.sum(axis=0)
+    same("outstanding", pooled.queues.outstanding.tolist(), held.tolist())
     members = np.bincount(pooled.rows.queue[running], minlength=pooled.queues.size)
     same("running rows by queue", pooled.queues.running.tolist(), members.tolist())
     assert np.all(pooled.book >= 0), "a queue owes tokens to a row"
+    assert np.all(pooled.adapter_book >= 0), "a queue owes tokens to an adapter"
     if limits.order == QUEUES:
         charges = pooled.rows.charge[running].tolist()
         same("charges on the quotas", pooled.book[running].sum(axis=1).tolist(), charges)
+        in_use = pooled.adapters.tokens * (state.adapters.users > 0) * pooled.counts.shares_charge
+        same("shared charges", pooled.adapter_book.sum(axis=1).tolist(), in_use.tolist())
         if pooled.counts.overruns == 0:
             total = int(pooled.queues.quota[: pooled.counts.n_queues].sum())
             assert pooled.queues.outstanding.sum() <= total, "more tokens outstanding than the queues have"

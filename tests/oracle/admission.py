@@ -43,9 +43,9 @@ class QueueAdmission:
             return self.is_first
         return request.known <= self.tokens_left
 
-    def admit(self, request: PooledRequest, book: list[int]) -> None:
+    def admit(self, request: PooledRequest, book: list[int], adapter_book: list[int]) -> None:
         """Admit a request, and take its tokens from those of the step."""
-        self.engine.start(request, book)
+        self.engine.start(request, book, adapter_book)
         self.tokens_left -= request.known
         self.is_first = False
 
@@ -53,8 +53,15 @@ class QueueAdmission:
         return [request for request in self.engine.waiting if request.queue == q]
 
     def outstanding(self, running: Sequence[PooledRequest]) -> list[int]:
-        """Return the tokens booked on each queue."""
-        return [sum(request.book[q] for request in running) for q in range(len(self.engine.queues.quotas))]
+        """Return the tokens booked on each queue for these requests and the adapters that they use."""
+        adapters = {request.adapter for request in running}
+        books = [request.book for request in running]
+        books += [book for adapter, book in self.engine.adapter_books.items() if adapter in adapters]
+        return [sum(book[q] for book in books) for q in range(len(self.engine.queues.quotas))]
+
+    def _charge(self, request: PooledRequest, running: Sequence[PooledRequest]) -> int:
+        """Return the tokens that the admission of a request beside these would take from quotas."""
+        return self.engine.charge(request) + self.engine.shared_tokens(request, running)
 
     def _available(self, q: int, running: Sequence[PooledRequest]) -> int:
         """Return the tokens of a queue that none of the running requests holds."""
@@ -69,14 +76,15 @@ class QueueAdmission:
 
         These are fewer if a request larger than its quota runs, or after a refresh.
         """
-        charge = self.engine.charge(request)
+        charge = self._charge(request, self.engine.running)
         return charge <= min(
             self._available(request.queue, self.engine.running), self._left(self.engine.running)
         )
 
     def fits_quota(self, request: PooledRequest) -> bool:
         """Return whether a request fits the quota; one that is larger runs alone of its queue."""
-        running, charge = self.engine.running, self.engine.charge(request)
+        running = self.engine.running
+        charge = self._charge(request, running)
         if self.fits_own(request):
             return True
         if charge <= self.engine.queues.quotas[request.queue]:
@@ -93,7 +101,7 @@ class QueueAdmission:
                 for count in range(len(bypassers) + 1):
                     rest = [request for request in engine.running if request not in bypassers[:count]]
                     tokens = min(self._available(q, rest), self._left(rest))
-                    if engine.charge(head) <= tokens and engine.fits_memory(head, rest):
+                    if self._charge(head, rest) <= tokens and engine.fits_memory(head, rest):
                         if count > 0 and self._has_tokens(head):
                             for request in bypassers[:count]:
                                 engine.squash(request)
@@ -124,13 +132,16 @@ class QueueAdmission:
         return True
 
     def _waits_for_own_queue(self, head: PooledRequest) -> bool:
-        free, quota = self._available(head.queue, self.engine.running), self.engine.queues.quotas[head.queue]
-        return free < self.engine.charge(head) <= quota
+        running, q = self.engine.running, head.queue
+        of_adapters = sum(book[q] for book in self.engine.adapter_books.values())
+        most = self.engine.queues.quotas[q] - of_adapters
+        return self._available(q, running) < self._charge(head, running) <= most
 
     def _admit_whole(self, request: PooledRequest) -> None:
         """Admit a request, and book its charge on its own queue."""
-        request.charge = self.engine.charge(request)
-        self.admit(request, self.engine.whole_book(request))
+        engine = self.engine
+        own, shared = engine.charge(request), engine.shared_tokens(request, engine.running)
+        self.admit(request, engine.whole_book(request, own), engine.whole_book(request, shared))
 
     def _first_phase(self) -> list[int]:
         """Admit requests within the quota of their queue; return what empty queues have left."""
@@ -157,14 +168,16 @@ class QueueAdmission:
         engine = self.engine
         for q in range(len(spare)):
             for request in self._queue(q):
-                if self.is_over or engine.charge(request) > min(sum(spare), self._left(self.engine.running)):
+                charge = self._charge(request, engine.running)
+                if self.is_over or charge > min(sum(spare), self._left(engine.running)):
                     break
                 if not self.fits_step(request):
                     self.is_over = True
                     break
                 if not engine.fits_memory(request, engine.running):
                     break
-                self.admit(request, _borrow(spare, engine.charge(request)))
+                book = _borrow(spare, engine.charge(request))
+                self.admit(request, book, _borrow(spare, engine.shared_tokens(request, engine.running)))
 
     def _bypass(self, head: PooledRequest) -> None:
         """Admit younger requests of the queue that end before the memory for `head` is free."""

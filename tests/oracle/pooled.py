@@ -36,6 +36,8 @@ class ReferencePooled:
         Queues until the first refresh.
     weights
         Of frequency, recency and size in the score of a cached adapter.
+    shares_charge
+        Whether an adapter in use takes its tokens from quotas once.
     """
 
     def __init__(
@@ -45,11 +47,15 @@ class ReferencePooled:
         adapters: Sequence[CachedAdapter],
         queues: SizeQueues,
         weights: Sequence[float] = (0.45, 0.10, 0.45),
+        shares_charge: bool = False,
     ) -> None:
         self.limits = limits
         self.num_blocks = num_blocks
         self.cache = ReferenceCache(limits, adapters, weights)
         self.queues = queues
+        self.shares_charge = shares_charge
+        self.adapter_books: dict[int, list[int]] = {}
+        """Of adapters in use: their charge by queue, if requests share it."""
         self.merging = Merging(limits)
         self.now_ns = 0
         self.waiting: list[PooledRequest] = []
@@ -94,8 +100,14 @@ class ReferencePooled:
         return self.blocks_for(request.prompt + max(request.predicted, request.output + 1))
 
     def charge(self, request: PooledRequest) -> int:
-        """Return the tokens that a request is charged."""
-        return request.prompt + request.predicted + self.cache.adapters[request.adapter].tokens
+        """Return the tokens that a request is charged, without an adapter that requests share."""
+        adapter = 0 if self.shares_charge else self.cache.adapters[request.adapter].tokens
+        return request.prompt + request.predicted + adapter
+
+    def shared_tokens(self, request: PooledRequest, running: Sequence[PooledRequest]) -> int:
+        """Return the tokens of its adapter that a request is charged beside that: none if another uses it."""
+        is_used = any(other.adapter == request.adapter for other in running)
+        return 0 if is_used or not self.shares_charge else self.cache.adapters[request.adapter].tokens
 
     def largest_output(self, request: PooledRequest) -> int:
         """Return the most output tokens with which a request fits into the empty pool."""
@@ -218,8 +230,11 @@ class ReferencePooled:
         self.counts["refreshes"] += 1
         for request in [*self.waiting, *self.running]:
             request.queue = self.queue_of(request)
-        for request in self.running:
-            request.book = self.whole_book(request)
+        self.adapter_books = {}
+        for number, request in enumerate(self.running):
+            request.book = self.whole_book(request, request.charge)
+            if shared := self.shared_tokens(request, self.running[:number]):
+                self.adapter_books[request.adapter] = self.whole_book(request, shared)
 
     def schedule(self, now_ns: int) -> ReferenceStep:
         """Decide a step: prompts, a token for each request that decodes, or both if prompts are chunked."""
@@ -365,7 +380,7 @@ class ReferencePooled:
             request = self._next_in_order()
             if not admission.fits_step(request) or not self._fits_ahead(request):
                 break
-            admission.admit(request, [0])
+            admission.admit(request, [0], [0])
 
     def _next_in_order(self) -> PooledRequest:
         """Return the first waiting request, by arrival if that one has waited for too long."""
@@ -385,11 +400,11 @@ class ReferencePooled:
         together = [*self.running, request]
         return self.fits_to_the_end(together, self.pinned(together))
 
-    def whole_book(self, request: PooledRequest) -> list[int]:
-        """Return the book of a request that is charged to its own queue."""
-        return [request.charge * (q == request.queue) for q in range(len(self.queues.quotas))]
+    def whole_book(self, request: PooledRequest, tokens: int) -> list[int]:
+        """Return the book of tokens that are charged to the queue of a request."""
+        return [tokens * (q == request.queue) for q in range(len(self.queues.quotas))]
 
-    def start(self, request: PooledRequest, book: list[int]) -> None:
+    def start(self, request: PooledRequest, book: list[int], adapter_book: list[int]) -> None:
         """Make a waiting request a running one, and begin the load of its adapter."""
         self.waiting.remove(request)
         if not self.cache.adapters[request.adapter].resident and request.adapter:
@@ -399,6 +414,8 @@ class ReferencePooled:
         if request.adapter:
             self.cache.acquire(request.adapter, self.now_ns, request.admitted_ns is None)
         request.charge, request.book = self.charge(request), book
+        if any(adapter_book):
+            self.adapter_books[request.adapter] = adapter_book
         request.reserved = self.reservation(request)
         self.admissions += 1
         request.admission = self.admissions
@@ -410,6 +427,8 @@ class ReferencePooled:
 
     def _leave(self, request: PooledRequest) -> None:
         self.running.remove(request)
+        if not any(other.adapter == request.adapter for other in self.running):
+            self.adapter_books.pop(request.adapter, None)
         request.running = request.is_decoding = False
         request.bypassed = None
         request.book, request.reserved, request.charge = [], 0, 0

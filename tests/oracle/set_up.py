@@ -30,7 +30,7 @@ def reference_pool(limits: Limits, num_blocks: int, setup: PoolSetup) -> Referen
         classes = setup.queues.classes
         cuts = [queue.upper_wrs for queue in classes if queue.upper_wrs is not None]
         queues = SizeQueues.of(setup.queues.wrs, cuts, [queue.quota_tokens for queue in classes])
-    return ReferencePooled(limits, num_blocks, adapters, queues, setup.weights)
+    return ReferencePooled(limits, num_blocks, adapters, queues, setup.weights, setup.shares_charge)
 
 
 def refreshed_queues(engine: ReferencePooled, scheduler: Scheduler, at_ns: int) -> SizeQueues | None:

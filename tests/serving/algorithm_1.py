@@ -64,7 +64,13 @@ def make_ample_world(seed: int, queues: int | None = None) -> PooledWorld:
     sizes = replace(world.queues, quotas=quotas, cuts=sorted(rng.random(n - 1).tolist()))
     exact = tuple(arrival._replace(predicted=0) for arrival in world.arrivals)
     return replace(
-        without_pressure(world), limits=limits, queues=sizes, arrivals=exact, refreshes=(), aborts=()
+        without_pressure(world),
+        limits=limits,
+        queues=sizes,
+        arrivals=exact,
+        refreshes=(),
+        aborts=(),
+        shares_charge=False,
     )
 
 

@@ -55,6 +55,8 @@ class PooledWorld:
     """(time, new queues)"""
     aborts: tuple[tuple[int, int], ...] = ()
     """(step, request): aborted after the step if it is in flight."""
+    shares_charge: bool = False
+    """Whether an adapter in use takes its tokens from quotas once."""
     step_ns: tuple[int, ...] = (10 * MS,)
     """Durations of steps, in rotation."""
 
@@ -69,6 +71,7 @@ class PooledWorld:
             for adapter in range(1, len(self.pages)):
                 make_resident(state, adapter)
         state.pooled.weights[:] = self.weights
+        state.pooled.counts.shares_charge = self.shares_charge
         write_queues(state, self.limits, self.queues)
         return state
 
@@ -78,7 +81,8 @@ class PooledWorld:
         adapters = [CachedAdapter(*column) for column in columns]
         if self.limits.loading == p.RESIDENT:
             adapters = [replace(each, resident=number > 0) for number, each in enumerate(adapters)]
-        return ReferencePooled(self.limits, self.num_blocks, adapters, self.queues, self.weights)
+        world = self.limits, self.num_blocks, adapters, self.queues, self.weights
+        return ReferencePooled(*world, self.shares_charge)
 
     def takes(self, arrival: Arrival) -> bool:
         """Return whether a request fits into the empty pool."""
@@ -151,6 +155,7 @@ def make_pooled_world(choose: Choose, max_requests: int = 24, **switches: int) -
         arrivals,
         tuple((t, queues()) for t in times),
         tuple((choose(0, 60), choose(0, len(arrivals) - 1)) for _ in range(choose(-2, 3))),
+        bool(choose(0, 1)),
         tuple(choose(1, 40) * MS for _ in range(choose(1, 3))),
     )
 
@@ -398,6 +403,9 @@ def compare(reference: ReferencePooled, state: State) -> None:
         same(f"request {request.number}", tuple(map(int, found)), tuple(map(int, expected)))
         if reference.limits.order == p.QUEUES:
             same(f"book of {request.number}", pooled.book[row, : len(request.book)].tolist(), request.book)
+    booked = {int(a): pooled.adapter_book[a] for a in np.flatnonzero(pooled.adapter_book.any(axis=1))}
+    books = {a: book[: len(reference.queues.quotas)].tolist() for a, book in booked.items()}
+    same("books of adapters", books, reference.adapter_books)
     waiting: list[int] = []
     for queue in range(int(pooled.counts.n_queues)):
         row = pooled.queues.head[queue]

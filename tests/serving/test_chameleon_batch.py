@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from capplan.serving import Limits
@@ -143,3 +145,24 @@ def test_a_request_in_front_squashes_those_that_bypassed_it_once_it_fits() -> No
     assert sorted(number for each in seen for number in each.output.first) == [0, 1, 2]
     again = next(dict(each.step.tokens)[2] for each in reversed(seen) if dict(each.step.tokens).get(2, 0) > 1)
     assert again > 10
+
+
+def test_requests_of_one_adapter_pay_for_it_once() -> None:
+    """Each has 41 tokens and their adapter 10: 92 together if they share its charge, else 102, of 95."""
+    arrivals = [Arrival(0, 3, 40, 1, 1), Arrival(0, 3, 40, 1, 1)]
+    each = replace(world_of(arrivals, [95], []), tokens=(0, 1, 4, 10))
+    shared = replace(each, shares_charge=True)
+    assert [next(replay(world)).step.admitted for world in (shared, each)] == [[0, 1], [0]]
+
+
+def test_an_adapter_keeps_its_tokens_until_no_request_uses_it() -> None:
+    """The request that brought it ends first."""
+    arrivals = [Arrival(0, 3, 10, 1, 1), Arrival(0, 3, 10, 9, 9)]
+    world = replace(world_of(arrivals, [60], []), tokens=(0, 1, 4, 10), shares_charge=True)
+    held = [
+        int(seen.replay.state.pooled.adapter_book[3, 0])
+        for seen in replay(world)
+        if 0 in seen.replay.finished
+    ]
+    assert held[0] == 10
+    assert held[-1] == 0

@@ -57,6 +57,7 @@ def make_pooled(choose: Choose, max_requests: int = 40) -> Scenario:
             load_ns=base.costs.load_ns,
             weights=(0.45, 0.1, 0.45),
             queues=_queues(choose, num_blocks * block_size) if limits.order == p.QUEUES else None,
+            shares_charge=bool(choose(0, 1)),
         ),
         scheduler=with_period(Scheduler(policy="chameleon"), limits.refresh_ns / 1e9) if refreshed else None,
     )

@@ -26,6 +26,7 @@ _DEFAULTS: Final[dict[str, dict[str, Any]]] = {
 
 _CHARGES = {
     "per_request": "prompt, output and adapter",
+    "shared": "prompt, output and adapter once",
     "none": "prompt and output",
 }
 

@@ -19,7 +19,7 @@ from capplan._jit import inner
 from capplan.serving._structures import heap_push, heap_remove
 from capplan.serving.pooled._caches import pages_to_pin
 from capplan.serving.pooled._pool import admit, requeue, row_has_memory, step_allows, step_has_tokens
-from capplan.serving.pooled._size_queues import book
+from capplan.serving.pooled._size_queues import book, book_adapter, shared_tokens
 from capplan.serving.state import LOADING, NONE, Limits, State
 from capplan.serving.vllm._running import output_tokens
 
@@ -71,7 +71,7 @@ def _overdue(state: State, limits: Limits) -> int:
         head = queues.head[queue]
         if head == NONE or state.counters.now_ns - own.arrival_ns[head] <= limits.refresh_ns:
             continue
-        if available(state, queue) < own.charge[head] <= queues.quota[queue]:
+        if available(state, queue) < _charge(state, head) <= queues.quota[queue] - _of_adapters(state, queue):
             continue
         if chosen == NONE or own.arrival[head] < own.arrival[chosen]:
             chosen = head
@@ -79,10 +79,21 @@ def _overdue(state: State, limits: Limits) -> int:
 
 
 @inner
+def _of_adapters(state: State, queue: int) -> int:
+    """Return the tokens of a quota that shared adapters hold, which requests of any queue may keep in use."""
+    held = 0
+    for adapter in range(state.pooled.adapter_book.shape[0]):
+        held += state.pooled.adapter_book[adapter, queue]
+    return held
+
+
+@inner
 def _admit_own_charge(state: State, limits: Limits, row: int) -> None:
     """Admit a row, and book its charge on its own queue."""
+    queue, shared = state.pooled.rows.queue[row], shared_tokens(state, row)
     admit(state, limits, row)
-    book(state, row, state.pooled.rows.queue[row], state.pooled.rows.charge[row])
+    book(state, row, queue, state.pooled.rows.charge[row])
+    book_adapter(state, state.rows.adapter[row], queue, shared)
 
 
 @inner
@@ -101,12 +112,18 @@ def _left(state: State) -> int:
 
 
 @inner
+def _charge(state: State, row: int) -> int:
+    """Return the tokens that a waiting row would take from quotas now."""
+    return int(state.pooled.rows.charge[row] + shared_tokens(state, row))
+
+
+@inner
 def _fits_own(state: State, row: int) -> bool:
     """Return whether a row fits the quota of its queue, and the tokens that are left of all queues.
 
     These are fewer if a row larger than its quota runs, or if a refresh has reduced a quota in use.
     """
-    charge = state.pooled.rows.charge[row]
+    charge = _charge(state, row)
     return bool(charge <= available(state, state.pooled.rows.queue[row]) and charge <= _left(state))
 
 
@@ -114,7 +131,7 @@ def _fits_own(state: State, row: int) -> bool:
 def _fits_quota(state: State, row: int) -> bool:
     """Return whether a row fits the quota of its queue; one larger than the quota runs alone in its queue."""
     pooled = state.pooled
-    queue, charge = pooled.rows.queue[row], pooled.rows.charge[row]
+    queue, charge = pooled.rows.queue[row], _charge(state, row)
     if _fits_own(state, row):
         return True
     if charge <= pooled.queues.quota[queue] or pooled.queues.running[queue] > 0:
@@ -149,22 +166,23 @@ def _admit_by_loan(state: State, limits: Limits, queue: int) -> bool:
         spare = 0
         for lender in range(pooled.counts.n_queues):
             spare += pooled.queues.spare[lender]
-        if pooled.rows.charge[row] > min(spare, _left(state)):
+        if _charge(state, row) > min(spare, _left(state)):
             return True
         if not step_allows(state, limits, row):
             return False
         if not row_has_memory(state, limits, row):
             return True
+        shared = shared_tokens(state, row)
         admit(state, limits, row)
-        _lend(state, row)
+        _lend(state, row, state.pooled.rows.charge[row], False)
+        _lend(state, row, shared, True)
     return True
 
 
 @inner
-def _lend(state: State, row: int) -> None:
-    """Book the charge of a row on the lenders, the largest remainder first."""
+def _lend(state: State, row: int, charge: int, is_shared: bool) -> None:
+    """Book tokens of a row, or of its shared adapter, on the lenders, the largest remainder first."""
     queues = state.pooled.queues
-    charge = state.pooled.rows.charge[row]
     while charge > 0:
         lender = 0
         for queue in range(1, state.pooled.counts.n_queues):
@@ -173,7 +191,10 @@ def _lend(state: State, row: int) -> None:
         tokens = min(charge, queues.spare[lender])
         queues.spare[lender] -= tokens
         charge -= tokens
-        book(state, row, lender, tokens)
+        if is_shared:
+            book_adapter(state, state.rows.adapter[row], lender, tokens)
+        else:
+            book(state, row, lender, tokens)
 
 
 @inner
@@ -279,7 +300,7 @@ def _squash(state: State, limits: Limits, queue: int) -> None:
     if first == NONE or not step_has_tokens(state, limits, first):
         return
     _begin_release(state)
-    charge, lacking = pooled.rows.charge[first], _lacking_blocks(state, first)
+    charge, lacking = _charge(state, first), _lacking_blocks(state, first)
     own, left = available(state, queue), _left(state)
     last, row = NONE, state.counters.run_tail
     while row != NONE and (lacking > 0 or min(own, left) < charge):
@@ -287,6 +308,12 @@ def _squash(state: State, limits: Limits, queue: int) -> None:
             lacking -= _released_blocks(state, row, first)
             own += pooled.book[row, queue]
             left += pooled.rows.charge[row]
+            adapter = state.rows.adapter[row]
+            if pooled.adapters.users_left[adapter] == 0:
+                shared = pooled.adapter_book[adapter].sum()
+                own += pooled.adapter_book[adapter, queue]
+                left += shared
+                charge += shared * (adapter == state.rows.adapter[first])
             last = row
         row = state.rows.previous[row]
     if last == NONE or lacking > 0 or min(own, left) < charge:

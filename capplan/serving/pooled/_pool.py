@@ -20,6 +20,7 @@ from capplan.serving.pooled._size_queues import (
     record_execution,
     set_prediction,
     unbook,
+    unbook_adapter,
 )
 from capplan.serving.pooled._state import ASYNCHRONOUS, QUEUES, with_pool
 from capplan.serving.state import NONE, Limits, State
@@ -177,7 +178,10 @@ def release(state: State, limits: Limits, row: int) -> None:
     if pooled.rows.bypassed[row] != NONE:
         pooled.rows.bypassed[row] = NONE
         pooled.counts.n_bypassers -= 1
-    leave_adapter(state, state.rows.adapter[row])
+    adapter = state.rows.adapter[row]
+    leave_adapter(state, adapter)
+    if pooled.counts.shares_charge and state.adapters.users[adapter] == 0:
+        unbook_adapter(state, adapter)
 
 
 @with_pool(None)

@@ -51,6 +51,8 @@ class PoolSetup:
     """Weights of frequency, recency and size."""
     queues: Queues | None = None
     """Queues at the start; None: one queue with all tokens."""
+    shares_charge: bool = False
+    """Whether an adapter in use takes its tokens from quotas once."""
 
 
 def pool_setup(
@@ -98,6 +100,7 @@ def pool_setup(
         load_ns=load_ns,
         weights=cache.score_weights,
         queues=queues,
+        shares_charge=charge == "shared",
     )
 
 
@@ -111,14 +114,19 @@ def set_up(state: State, limits: Limits, setup: PoolSetup) -> None:
     if limits.loading == RESIDENT:
         for adapter in range(1, state.adapters.resident.size):
             make_resident(state, adapter)
-    set_up_policies(state, limits, setup.weights, setup.queues)
+    set_up_policies(state, limits, setup.weights, setup.queues, setup.shares_charge)
 
 
 def set_up_policies(
-    state: State, limits: Limits, weights: tuple[float, float, float], queues: Queues | None
+    state: State,
+    limits: Limits,
+    weights: tuple[float, float, float],
+    queues: Queues | None,
+    shares_charge: bool,
 ) -> None:
-    """Write the weights of the adapter cache and the first queues into the state of an idle engine."""
+    """Write the weights of the adapter cache, the first queues and how they charge into an idle engine."""
     state.pooled.weights[:] = weights
+    state.pooled.counts.shares_charge = shares_charge
     if queues is not None:
         cuts = np.array([each.upper_wrs for each in queues.classes if each.upper_wrs is not None])
         set_queues(state, limits, queues.wrs, cuts, [each.quota_tokens for each in queues.classes])

@@ -3,6 +3,9 @@
 Every admitted request holds its charge, ``prompt + predicted output + adapter`` in tokens, of the quotas
 until it ends. A loan is booked on the queues that lend it, so the sum over all queues never exceeds the pool.
 
+If requests share the charge of their adapter, the adapter itself holds its tokens: from the first admission
+of a request for it, on the quotas that this one took them of, until no admitted request uses it.
+
 Source: Chameleon, sections 4.3.1 to 4.3.3.
 """
 
@@ -52,7 +55,9 @@ def set_prediction(state: State, limits: Limits, row: int, predicted: int) -> No
     own = state.pooled.rows
     prompt, adapter = state.rows.prompt[row], state.rows.adapter[row]
     own.predicted[row] = max(1, min(predicted, largest_prediction(state, limits, row)))
-    own.charge[row] = prompt + own.predicted[row] + state.pooled.adapters.tokens[adapter]
+    own.charge[row] = prompt + own.predicted[row]
+    if not state.pooled.counts.shares_charge:
+        own.charge[row] += state.pooled.adapters.tokens[adapter]
     tokens = max(own.predicted[row], output_tokens(state, row) + 1)
     own.reserved[row] = blocks_for(prompt + tokens, limits.block_size)
 
@@ -150,6 +155,22 @@ def book(state: State, row: int, queue: int, tokens: int) -> None:
 
 
 @inner
+def shared_tokens(state: State, row: int) -> int:
+    """Return the tokens beside its charge that a row would take now, for a shared adapter not in use."""
+    adapter = state.rows.adapter[row]
+    if not state.pooled.counts.shares_charge or state.adapters.users[adapter] > 0:
+        return 0
+    return int(state.pooled.adapters.tokens[adapter])
+
+
+@inner
+def book_adapter(state: State, adapter: int, queue: int, tokens: int) -> None:
+    """Take tokens of a queue's quota for an adapter that requests share."""
+    state.pooled.adapter_book[adapter, queue] += tokens
+    state.pooled.queues.outstanding[queue] += tokens
+
+
+@inner
 def unbook(state: State, row: int) -> None:
     """Return all tokens of an admitted row to the queues that it holds them of."""
     pooled = state.pooled
@@ -158,17 +179,27 @@ def unbook(state: State, row: int) -> None:
         pooled.book[row, queue] = 0
 
 
+@inner
+def unbook_adapter(state: State, adapter: int) -> None:
+    """Return all tokens of an adapter to the queues that it holds them of."""
+    pooled = state.pooled
+    for queue in range(pooled.counts.n_queues):
+        pooled.queues.outstanding[queue] -= pooled.adapter_book[adapter, queue]
+        pooled.adapter_book[adapter, queue] = 0
+
+
 @jit
 def rebin(state: State, limits: Limits, queues: int) -> None:
     """Apply new sizes and cut-offs for so many queues: re-bin waiting rows, re-book running ones.
 
     Waiting rows keep their order of arrival. The whole charge of a running row is booked on the queue that it
-    now belongs to, without loans.
+    now belongs to, without loans, and that of a shared adapter on the queue of its first running row.
     """
     pooled = state.pooled
     row = state.counters.run_head
     while row != NONE:
         unbook(state, row)
+        unbook_adapter(state, state.rows.adapter[row])
         row = state.rows.following[row]
     first = last = NONE
     for _ in range(state.counters.n_waiting):
@@ -194,6 +225,9 @@ def rebin(state: State, limits: Limits, queues: int) -> None:
         pooled.rows.queue[row] = queue
         pooled.queues.running[queue] += 1
         book(state, row, queue, pooled.rows.charge[row])
+        adapter = state.rows.adapter[row]
+        if pooled.counts.shares_charge and not pooled.adapter_book[adapter].any():
+            book_adapter(state, adapter, queue, pooled.adapters.tokens[adapter])
         row = state.rows.following[row]
 
 

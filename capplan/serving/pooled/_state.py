@@ -57,7 +57,7 @@ PROMPTS = 2
 
 _ROW = int_fields(
     "predicted",  # output tokens
-    "charge",  # tokens that it takes from quotas while admitted
+    "charge",  # tokens that it takes from quotas while admitted, without an adapter that requests share
     "reserved",  # KV blocks set aside for it while admitted
     "queue",
     "arrival",  # number of the submission
@@ -110,6 +110,7 @@ _COUNTS = int_fields(
     "room_tokens",  # of the step, for prompts
     "n_late",  # look-ahead: last running rows in `by_end`, which start later
     "held_late",  # tokens that they will hold
+    "shares_charge",  # 1: an adapter in use takes its tokens from quotas once
     "window_start_ns",
     "n_window",  # requests recorded so far
     "refreshes",  # designs of queues adopted
@@ -154,6 +155,8 @@ class PooledState(NamedTuple):
     """Shape (rows,); fields as in `_ROW`."""
     book: NDArray[np.int64]
     """Tokens that each admitted row holds of each queue's quota, shape (rows, 4)."""
+    adapter_book: NDArray[np.int64]
+    """The same of each adapter in use, shape (adapters + 1, 4); 0 unless requests share its charge."""
     queues: Records
     """Shape (4,), by ascending size; the first `counts.n_queues` are in use. Fields as in `_QUEUE`."""
     cuts: NDArray[np.float64]
@@ -235,6 +238,7 @@ def new_pooled(
     return PooledState(
         rows=np.zeros(rows, _ROW).view(np.recarray),
         book=np.zeros((rows, MOST_QUEUES), np.int64),
+        adapter_book=np.zeros((adapters + 1, MOST_QUEUES), np.int64),
         queues=queues,
         cuts=np.full(MOST_QUEUES, np.inf),
         wrs=wrs,
