@@ -79,7 +79,7 @@ class QueueConfig(SpecModel):
         description="What the tokens left go by: the minima, the mean load, or the rate of each queue.",
     )
     adapter_charge: AdapterCharge = Field(
-        default="per_request",
+        default="shared",
         description="Who takes an adapter's weights, counted in tokens, from the quota: every request, the "
         "first of those in execution that share it, or none.",
     )
@@ -127,7 +127,7 @@ class Queues(SparseModel):
 
     wrs: Wrs = Field(description="How the size of a request is computed.")
     adapter_charge: AdapterCharge = Field(
-        default="per_request",
+        default="shared",
         description="Who takes an adapter's weights, counted in tokens, from the quota, beside prompt and "
         "predicted output: every request, the first of those in execution that share it, or none.",
     )

@@ -123,7 +123,7 @@ configs = st.builds(
     quota_size=st.sampled_from(["max", "p99", "mean"]),
     rest=st.sampled_from(["minimum", "load", "rate"]),
     percentile=st.none() | st.just(0.99),
-    adapter_charge=st.sampled_from(["per_request", "none"]),
+    adapter_charge=st.sampled_from(["shared", "per_request", "none"]),
 )
 
 
@@ -148,9 +148,9 @@ def test_every_request_has_one_queue_with_enough_tokens(sample: RequestSample, w
     assert len(queues.classes) <= wanted.max_queues
     assert sum(each.quota_tokens for each in queues.classes) == MANY_TOKENS
     queue, charges = queue_of(queues, sample), sample.charges(wanted.adapter_charge)
+    least = sample.loads(queue, 2.0, wanted.quota_size, wanted.adapter_charge)
     for number, each in enumerate(queues.classes):
         assert each.quota_tokens >= charges[queue == number].max()
-    least = queue_loads(charges, sample.execution_s, queue, 2.0, wanted.quota_size)
     for load, each in zip(least, queues.classes, strict=True):
         assert each.quota_tokens >= load.least_tokens(10.0, wanted.percentile)
 
@@ -162,8 +162,7 @@ def test_tokens_are_missing_exactly_if_the_minima_do_not_fit(
     def made(kv_tokens: int) -> Queues:
         return design_queues(sample, rate_rps=0.5, kv_tokens=kv_tokens, bound_s=20.0, config=wanted)
 
-    queue, charges = queue_of(made(MANY_TOKENS), sample), sample.charges(wanted.adapter_charge)
-    loads = queue_loads(charges, sample.execution_s, queue, 0.5, wanted.quota_size)
+    loads = sample.loads(queue_of(made(MANY_TOKENS), sample), 0.5, wanted.quota_size, wanted.adapter_charge)
     needed = sum(max(load.least_tokens(20.0, wanted.percentile), load.largest_tokens) for load in loads)
     queues = made(max(len(loads), needed + spare))
     assert (queues.missing_tokens or 0) == max(0, needed - max(len(loads), needed + spare))

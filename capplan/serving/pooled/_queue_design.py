@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.serving.pooled._quotas import allocate_quotas, queue_loads
+from capplan.serving.pooled._quotas import QueueLoad, allocate_quotas, queue_loads
 from capplan.serving.pooled._size_clusters import (
     choose_clustering,
     classify,
@@ -25,6 +25,7 @@ from capplan.spec import (
     QueueClass,
     QueueConfig,
     Queues,
+    QuotaSize,
     SizeForm,
     Wrs,
 )
@@ -56,6 +57,18 @@ class RequestSample:
         """Return the tokens that each request takes from a quota during execution."""
         tokens = self.prompt_tokens + self.output_tokens
         return tokens if adapter_charge == "none" else tokens + self.adapter_tokens[self.adapter]
+
+    def loads(
+        self, queue: Ints, rate_rps: float, size: QuotaSize, adapter_charge: AdapterCharge
+    ) -> tuple[QueueLoad, ...]:
+        """Return the load of each queue; its largest request brings its adapter, if that is charged."""
+        own = self.charges("none" if adapter_charge == "shared" else adapter_charge)
+        found = queue_loads(own, self.execution_s, queue, rate_rps, size)
+        whole = self.charges(adapter_charge)
+        return tuple(
+            replace(load, largest_tokens=int(whole[queue == number].max()))
+            for number, load in enumerate(found)
+        )
 
 
 def base_model_bytes(adapter_bytes: Ints) -> int:
@@ -155,8 +168,7 @@ def design_queues(
         classes = equal_ranges(sample, config)
         return classes.queues(equal_quotas(kv_tokens, classes.count), config.adapter_charge)
     classes = clustered_classes(sample, config)
-    charges = sample.charges(config.adapter_charge)
-    loads = queue_loads(charges, sample.execution_s, classes.queue, rate_rps, config.quota_size)
+    loads = sample.loads(classes.queue, rate_rps, config.quota_size, config.adapter_charge)
     made = allocate_quotas(loads, kv_tokens, bound_s, percentile=config.percentile, rest=config.rest)
     queues = classes.queues(made.tokens, config.adapter_charge)
     return queues.replace(missing_tokens=made.missing) if made.missing else queues

@@ -25,12 +25,22 @@ from capplan.serving.pooled._queue_design import (
     equal_quotas,
     equal_ranges,
 )
-from capplan.serving.pooled._quotas import allocate_quotas, queue_loads
+from capplan.serving.pooled._quotas import allocate_quotas
 from capplan.serving.pooled._size_clusters import cluster_sizes
 from capplan.serving.pooled._size_queues import rebin
 from capplan.serving.pooled._state import DEGREE_1, DEGREE_2, OUTPUT_ONLY, RESIDENT, WINDOW
 from capplan.serving.state import NONE, Limits, State
-from capplan.spec import Cache, ModelArch, QueueConfig, Queues, Scheduler, TargetModules, Wrs, require_room
+from capplan.spec import (
+    AdapterCharge,
+    Cache,
+    ModelArch,
+    QueueConfig,
+    Queues,
+    Scheduler,
+    TargetModules,
+    Wrs,
+    require_room,
+)
 
 Ints = NDArray[np.int64]
 
@@ -246,8 +256,9 @@ def _with_quotas(
     sample: RequestSample, classes: SizeClasses, rate_rps: float, tokens: int, config: QueueConfig
 ) -> NewQueues:
     """Return the classes with quotas; minima beyond the pool are scaled down."""
-    charges = sample.charges("per_request")
-    loads = queue_loads(charges, sample.execution_s, classes.queue, rate_rps, config.quota_size)
+    # Tokens of adapters are 0 unless they are charged, as the queues of a plan may say.
+    charge: AdapterCharge = "shared" if config.adapter_charge == "shared" else "per_request"
+    loads = sample.loads(classes.queue, rate_rps, config.quota_size, charge)
     known = ~np.isnan(sample.execution_s)
     bound_s = BOUND_OVER_EXECUTION * float(sample.execution_s[known].mean())
     made = allocate_quotas(loads, tokens, bound_s, percentile=config.percentile, rest=config.rest)
