@@ -163,6 +163,11 @@ def test_words_about_a_failure_are_left_out_at_the_deadline(workload: Make) -> N
     assert broken_when_spread(replace(problem, deadline=Countdown(checks=[2]))) == ""
 
 
+def test_words_about_a_failure_pass_over_gpus_without_adapters(workload: Make) -> None:
+    problem = make_problem(workload(*FEW, slo={"ttft_p99_s": 0.001}), 8, None)
+    assert "TTFT p99" in broken_when_spread(problem)
+
+
 def test_the_best_reported_answer_is_returned_at_the_deadline(workload: Make) -> None:
     problem = make_problem(workload(*FEW), 4, None)
     capplan = find_solver("capplan")
