@@ -11,11 +11,23 @@ from ._kernel_fits import (
     read_crossover,
     read_kernel_table,
 )
-from ._memory import KvBudget, disk_load_ms, gpu_load_ms, kv_budget, kv_tokens, load_share, require_kv_tokens
+from ._memory import (
+    LOADING_FORM,
+    MEMORY_FORM,
+    KvBudget,
+    assumed_model,
+    disk_load_ms,
+    gpu_load_ms,
+    kv_budget,
+    kv_tokens,
+    load_share,
+    require_kv_tokens,
+)
 from ._profile_for import ProfileRoute, best_profile
 from ._roofline import Assumptions, Efficiencies, EngineChoice, efficiencies_of, roofline_profile
 from ._step_latency import (
     ADDITIVE,
+    GRAPH_TOKENS,
     TABLE,
     StepFeatures,
     StepRanks,
@@ -39,7 +51,10 @@ __all__ = [
     "ADDITIVE_KERNEL",
     "COLUMNS",
     "DRAWS",
+    "GRAPH_TOKENS",
     "LEFT_OUT",
+    "LOADING_FORM",
+    "MEMORY_FORM",
     "TABLE",
     "TOPPINGS_BGMV",
     "TOPPINGS_MBGMV",
@@ -57,6 +72,7 @@ __all__ = [
     "StepRanks",
     "Surrogate",
     "SurrogateAnswer",
+    "assumed_model",
     "best_profile",
     "coefficient_array",
     "comparable_rows",

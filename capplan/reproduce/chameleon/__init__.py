@@ -1,8 +1,5 @@
 """Chameleon (MICRO 2025): its setting, systems and figures."""
 
-from collections.abc import Mapping
-from typing import Final
+from capplan.reproduce.chameleon._figures import FIGURES as EXPERIMENTS
 
-from capplan.reproduce._lab import Experiment
-
-EXPERIMENTS: Final[Mapping[str, Experiment]] = {}
+__all__ = ["EXPERIMENTS"]

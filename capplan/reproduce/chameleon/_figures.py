@@ -1,0 +1,460 @@
+"""Experiments by figure; loads are relative to S-LoRA's knee on the same seed, workload and platform."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import fmean
+from typing import Any, Final
+
+from capplan.reproduce._lab import Experiment, Lab
+from capplan.reproduce._results import Curve, Findings
+from capplan.reproduce.chameleon._cases import Case, Numbers, alone, bound_s, knee_rps, measures
+from capplan.reproduce.chameleon._setting import (
+    A40,
+    BASELINE,
+    TRACE,
+    Platform,
+    load_ms,
+    load_share,
+    medium_ktokens,
+    prefill_ms,
+    setting,
+)
+
+CHAMELEON: Final = "chameleon"
+LOADS: Final = ("low", "medium", "high")
+COUNTS: Final = (10, 50, 100, 150, 200)
+A100: Final = "a100-80g"
+CURVE: Final = (0.5, 0.7, 0.85, 0.95, 1.05, 1.15, 1.25, 1.35, 1.5)
+"""Loads of curves over S-LoRA's knee."""
+SYSTEMS: Final[Mapping[str, str]] = {
+    BASELINE: "S-LoRA",
+    "no-cache": "NoCache",
+    "no-sched": "NoSched",
+    CHAMELEON: "Chameleon",
+}
+Values = Sequence[float]
+
+
+def _folder(lab: Lab) -> str:
+    return lab.trace(TRACE).removesuffix(TRACE)
+
+
+def _cases(lab: Lab, system: str, rps: Sequence[float], **fields: Any) -> list[Case]:
+    return [
+        Case(system, seed, rate, traces=_folder(lab), **fields)
+        for seed, rate in zip(lab.seeds, rps, strict=True)
+    ]
+
+
+def _knees(lab: Lab, systems: Sequence[str], **fields: Any) -> list[list[float]]:
+    """Return the highest load within the SLO per system and seed."""
+    start = [setting().slora_knee_rps] * len(lab.seeds)
+    cases = [case for system in systems for case in _cases(lab, system, start, **fields)]
+    return _by(len(lab.seeds), lab.each(knee_rps, cases))
+
+
+def _by(size: int, values: Sequence[Any]) -> list[list[Any]]:
+    return [list(values[at : at + size]) for at in range(0, len(values), size)]
+
+
+def _slora_knees(lab: Lab, platform: Platform = A40) -> list[float]:
+    return _knees(lab, [BASELINE], mix=platform.mix, platform=platform)[0]
+
+
+def _over_knee(load: str | float) -> float:
+    """Return a load over S-LoRA's knee; a name stands for the paper's load."""
+    return setting().loads_rps[load] / setting().slora_knee_rps if isinstance(load, str) else load
+
+
+def _at(
+    lab: Lab,
+    systems: Sequence[str],
+    loads: Sequence[str | float],
+    mix: str = "",
+    platform: Platform = A40,
+) -> dict[tuple[str, str | float], list[Numbers]]:
+    """Return the numbers per seed of each system at each load."""
+    knees = _slora_knees(lab, platform)
+    keys = [(system, load) for system in systems for load in loads]
+    cases = [
+        case
+        for system, load in keys
+        for case in _cases(
+            lab,
+            system,
+            [_over_knee(load) * knee for knee in knees],
+            mix=mix or platform.mix,
+            platform=platform,
+        )
+    ]
+    return dict(zip(keys, _by(len(lab.seeds), lab.each(measures, cases)), strict=True))
+
+
+def _all_of(found: Sequence[Numbers], key: str) -> list[float]:
+    return [each[key] for each in found]
+
+
+def _ratios(above: Values, below: Values) -> list[float]:
+    return [a / b if b else float("inf") for a, b in zip(above, below, strict=True)]
+
+
+def _cuts(ours: Sequence[Numbers], theirs: Sequence[Numbers], key: str = "ttft_p99_s") -> list[float]:
+    """Return the cut in percent per seed."""
+    return [100.0 * (1.0 - a[key] / b[key]) for a, b in zip(ours, theirs, strict=True)]
+
+
+def _mean(found: Sequence[Numbers], key: str = "ttft_p99_s") -> float:
+    return fmean(_all_of(found, key))
+
+
+def _rises(values: Sequence[Values]) -> bool:
+    means = [fmean(each) for each in values]
+    return all(low < high for low, high in pairwise(means))
+
+
+def _curves(lab: Lab, systems: Sequence[str], key: str) -> list[Curve]:
+    found = _at(lab, systems, CURVE)
+    return [
+        Curve(name=SYSTEMS[system], x=CURVE, y=tuple(_mean(found[system, load], key) for load in CURVE))
+        for system in systems
+    ]
+
+
+def _setting(lab: Lab) -> Findings:
+    here, largest = A40, setting().largest_rank
+    ttft_ms = load_ms(here, largest) + prefill_ms(here, 1e3 * medium_ktokens(), largest)
+    base_ms = prefill_ms(here, 1e3 * medium_ktokens(), 0)
+    (slo,) = lab.each(bound_s, _cases(lab, BASELINE, [1.0] * len(lab.seeds))[:1])
+    rates = [setting().loads_rps["full"]] * len(lab.seeds)
+    full = lab.each(measures, _cases(lab, "no-sched", rates))
+    return Findings(
+        {
+            "slo": slo,
+            "full": _all_of(full, "full"),
+            "load_share": 100.0 * load_share(here, largest),
+            "adapter_share": 100.0 * (1.0 - base_ms / ttft_ms),
+        }
+    )
+
+
+def _ttft_by_rank(_lab: Lab) -> Findings:
+    ranks, inputs = setting().ranks, (128, 256, 512, 1024, 2048)
+    curves = [
+        Curve(
+            name=f"rank {rank}",
+            x=tuple(map(float, inputs)),
+            y=tuple(prefill_ms(A40, tokens, rank) for tokens in inputs),
+        )
+        for rank in ranks
+    ]
+    columns = list(zip(*(curve.y for curve in curves), strict=True))
+    added = [column[-1] - column[0] for column in columns]
+    return Findings(
+        {
+            "rank": all(low < high for column in columns for low, high in pairwise(column)),
+            "input": all(low < high for low, high in pairwise(added)),
+        },
+        curves,
+    )
+
+
+def _link(lab: Lab) -> Findings:
+    rates = [setting().loads_rps["medium"]] * len(lab.seeds)
+    counts = (1, 50, 500)
+    cases = [case for count in counts for case in _cases(lab, BASELINE, rates, mix=f"pcie-{count}")]
+    one, some, many = _by(len(lab.seeds), lab.each(measures, cases))
+    p99 = [_all_of(found, "ttft_p99_s") for found in (one, some, many)]
+    return Findings(
+        {
+            "lora50": _ratios(p99[1], p99[0]),
+            "lora500": _ratios(p99[2], p99[0]),
+            "order": _rises([_all_of(found, "link") for found in (one, some, many)]),
+        }
+    )
+
+
+def _tensor_parallel_loads(_lab: Lab) -> Findings:
+    def share(rank: int, tp: int) -> float:
+        return 100.0 * load_share(Platform(A100, "llama-3.1-70b", tp), rank)
+
+    ranks, degrees = (8, 32, 128), (2, 4, 8)
+    by_rank = all(share(low, tp) < share(high, tp) for tp in degrees for low, high in pairwise(ranks))
+    by_tp = all(share(rank, low) < share(rank, high) for rank in ranks for low, high in pairwise(degrees))
+    return Findings({"tp4": share(32, 4), "rises": by_rank and by_tp})
+
+
+def _one_by_one(lab: Lab) -> Findings:
+    rates = [0.02] * len(lab.seeds)
+    cases = [
+        case for mix in ("up", "base") for case in _cases(lab, BASELINE, rates, mix=mix, horizon_s=50_000.0)
+    ]
+    lora, base = _by(len(lab.seeds), lab.each(alone, cases))
+    added = {key: _mean(lora, key) - _mean(base, key) for key in ("p50", "p99")}
+    return Findings(
+        {"tail": _mean(lora, "p99") >= 3.0 * _mean(lora, "p50"), "adapters": added["p99"] > added["p50"]}
+    )
+
+
+def _knee_and_tail(lab: Lab) -> Findings:
+    slora, ours, no_sched, no_cache = _knees(lab, [BASELINE, CHAMELEON, "no-sched", "no-cache"])
+    found = _at(lab, [BASELINE, CHAMELEON], LOADS)
+    cuts = [_cuts(found[CHAMELEON, load], found[BASELINE, load]) for load in LOADS]
+    return Findings(
+        {
+            "slora": slora,
+            "chameleon": _ratios(ours, slora),
+            "no_sched": _ratios(no_sched, slora),
+            "no_cache": _ratios(no_cache, slora),
+            **dict(zip(LOADS, cuts, strict=True)),
+            "rises": _rises(cuts),
+        },
+        _curves(lab, list(SYSTEMS), "ttft_p99_s"),
+    )
+
+
+def _token_gaps(lab: Lab) -> Findings:
+    found = _at(lab, [BASELINE, CHAMELEON], LOADS)
+    gaps = {key: _mean(numbers, "tbt_p99_ms") for key, numbers in found.items()}
+    return Findings(
+        {
+            "slora_high": _all_of(found[BASELINE, "high"], "tbt_p99_ms"),
+            "chameleon_high": _all_of(found[CHAMELEON, "high"], "tbt_p99_ms"),
+            "lower": all(gaps[CHAMELEON, load] < gaps[BASELINE, load] for load in LOADS),
+            "below": max(gaps.values()) < 150.0,
+        },
+        _curves(lab, [BASELINE, CHAMELEON], "tbt_p99_ms"),
+    )
+
+
+def _medians(lab: Lab) -> Findings:
+    found = _at(lab, [BASELINE, CHAMELEON], LOADS)
+    cuts = {load: _cuts(found[CHAMELEON, load], found[BASELINE, load], "ttft_p50_s") for load in LOADS}
+    return Findings(cuts, _curves(lab, [BASELINE, CHAMELEON], "ttft_p50_s"))
+
+
+def _hits(lab: Lab) -> Findings:
+    found = _at(lab, [BASELINE, CHAMELEON], ["medium"])
+    slora, ours = (_all_of(found[system, "medium"], "load_wait_ms_p99") for system in (BASELINE, CHAMELEON))
+    return Findings(
+        {
+            "hits": _all_of(found[CHAMELEON, "medium"], "hits"),
+            "slora": slora,
+            "chameleon": ours,
+            "less": fmean(slora) >= 3.0 * fmean(ours),
+        }
+    )
+
+
+def _schedulers(lab: Lab) -> Findings:
+    systems = (BASELINE, "sjf", "no-cache", CHAMELEON)
+    found = _at(lab, systems, ["high"])
+    fifo, sjf, no_cache, ours = (_mean(found[system, "high"]) for system in systems)
+    (slo,) = lab.each(bound_s, _cases(lab, BASELINE, [1.0] * len(lab.seeds))[:1])
+    return Findings(
+        {
+            "violated": min(fifo, sjf) > slo,
+            "no_cache": no_cache < min(fifo, sjf),
+            "chameleon": ours < no_cache,
+        }
+    )
+
+
+def _queueing(lab: Lab) -> Findings:
+    systems = (BASELINE, "sjf", CHAMELEON)
+    found = _at(lab, systems, ["high"])
+    slora, sjf, ours = (found[system, "high"] for system in systems)
+    small, large = ([each["queue_shares"][at] for each in slora] for at in (0, -1))
+    sjf_small, sjf_large = ([each["queue_s"][at] for each in sjf] for at in (0, -1))
+    return Findings(
+        {
+            "fifo_small": small,
+            "fifo_large": large,
+            "fifo_order": fmean(small) > fmean(large),
+            "sjf_small": sjf_small,
+            "sjf_large": sjf_large,
+            "sjf_ratio": _ratios(sjf_large, sjf_small),
+            "chameleon": [max(each["queue_shares"]) for each in ours],
+        }
+    )
+
+
+def _evictions(lab: Lab) -> Findings:
+    names = ("lru", "fairshare", CHAMELEON)
+    found = _at(lab, [BASELINE, *names], ["medium"])
+    cuts = {name: _cuts(found[name, "medium"], found[BASELINE, "medium"]) for name in names}
+    skewed = _at(lab, ["gdsf", CHAMELEON], ["traces"], mix="pp")
+    key = "largest_rank_ttft_p99_s"
+    return Findings(
+        {
+            **cuts,
+            "order": _rises([cuts[name] for name in names]),
+            "rank128": _cuts(found[CHAMELEON, "medium"], found["fairshare", "medium"], key),
+            "gdsf": _mean(skewed["gdsf", "traces"]) > _mean(skewed[CHAMELEON, "traces"]),
+            "evictions": _all_of(found[CHAMELEON, "medium"], "evictions"),
+        }
+    )
+
+
+def _prefetch(lab: Lab) -> Findings:
+    found = _at(lab, ["histogram", CHAMELEON], ["medium"])
+    return Findings({"cut": _cuts(found["histogram", "medium"], found[CHAMELEON, "medium"])})
+
+
+def _predictors(lab: Lab) -> Findings:
+    names = ("predictor-100", CHAMELEON, "predictor-60", "output-only-100", "output-only-60")
+    found = _at(lab, names, ["medium"], mix="up-burst")
+    exact, at80, at60, output_exact, output60 = (found[name, "medium"] for name in names)
+    growth = {
+        "at80": _cuts(at80, exact),
+        "at60": _cuts(at60, exact),
+        "output60": _cuts(output60, output_exact),
+    }
+    rows = {name: [-cut for cut in cuts] for name, cuts in growth.items()}
+    return Findings({**rows, "sensitive": fmean(rows["output60"]) > fmean(rows["at60"])})
+
+
+def _adapters(lab: Lab) -> Findings:
+    systems = (BASELINE, CHAMELEON)
+    (slo,) = lab.each(bound_s, _cases(lab, BASELINE, [1.0] * len(lab.seeds))[:1])
+    most: dict[tuple[str, str], int] = {}
+    curves = []
+    for mix, name in (("up", "uniform"), ("pp", "power")):
+        by_count = {count: _at(lab, systems, ["traces"], mix=f"{mix}-{count}") for count in COUNTS}
+        for system in systems:
+            p99 = tuple(_mean(by_count[count][system, "traces"]) for count in COUNTS)
+            within = [count for count, value in zip(COUNTS, p99, strict=True) if value <= slo]
+            most[name, system] = max(within, default=0)
+            curves.append(Curve(name=f"{SYSTEMS[system]}, {name}", x=tuple(map(float, COUNTS)), y=p99))
+    by_mix = {mix: _at(lab, systems, ["traces"], mix=mix) for mix in ("uu", "up", "pp")}
+    best = [
+        min(by_mix, key=lambda mix, system=system: _mean(by_mix[mix][system, "traces"])) for system in systems
+    ]
+    rows: dict[str, float | bool] = {}
+    for name in ("uniform", "power"):
+        theirs, ours = (most[name, system] for system in systems)
+        rows |= {f"{name}_slora": theirs, f"{name}_chameleon": ours, name: ours >= max(1, 5 * theirs)}
+    rows["order"] = most["power", CHAMELEON] >= most["uniform", CHAMELEON] > 0
+    return Findings({**rows, "best": best == ["pp", "pp"]}, curves)
+
+
+def _other_lengths(lab: Lab) -> Findings:
+    rows: dict[str, Values | None] = {"wildchat_ratio": None}
+    for mix, name in (("up", "azure"), ("lmsys", "lmsys")):
+        found = _at(lab, [BASELINE, CHAMELEON], ["traces"], mix=mix)
+        (slo,) = lab.each(bound_s, _cases(lab, BASELINE, [1.0] * len(lab.seeds), mix=mix)[:1])
+        slora, ours = (_all_of(found[system, "traces"], "ttft_p99_s") for system in (BASELINE, CHAMELEON))
+        rows[f"{name}_slora"], rows[f"{name}_chameleon"] = ([p99 / slo for p99 in of] for of in (slora, ours))
+        if name != "azure":
+            rows[f"{name}_ratio"] = _ratios(slora, ours)
+    return Findings(rows)
+
+
+def _static(lab: Lab) -> Findings:
+    loads = ("medium", "high")
+    found = _at(lab, ["static", CHAMELEON], loads)
+    return Findings({load: _cuts(found[CHAMELEON, load], found["static", load]) for load in loads})
+
+
+def _knee_ratio(lab: Lab, platform: Platform) -> list[float]:
+    slora, ours = _knees(lab, [BASELINE, CHAMELEON], mix=platform.mix, platform=platform)
+    return _ratios(ours, slora)
+
+
+def _models(lab: Lab) -> Findings:
+    rows: dict[str, Values] = {}
+    for size in ("7b", "13b", "30b"):
+        platform = Platform(A100, f"llama-{size}")
+        rows[f"knee_{size}"] = _knee_ratio(lab, platform)
+        found = _at(lab, [BASELINE, CHAMELEON], LOADS, platform=platform)
+        cuts = [_cuts(found[CHAMELEON, load], found[BASELINE, load]) for load in LOADS]
+        rows[f"cut_{size}"] = [fmean(of_seed) for of_seed in zip(*cuts, strict=True)]
+    return Findings(rows)
+
+
+def _memory(lab: Lab) -> Findings:
+    sizes = (24, 48, 80)
+    ratios = [_knee_ratio(lab, Platform(A100, memory_gib=float(gib) if gib < 80 else None)) for gib in sizes]
+    rows = {f"{gib}gb": found for gib, found in zip(sizes, ratios, strict=True)}
+    curve = Curve(name=SYSTEMS[CHAMELEON], x=tuple(map(float, sizes)), y=tuple(map(fmean, ratios)))
+    return Findings({**rows, "rises": _rises(ratios)}, [curve])
+
+
+def _parallel(lab: Lab) -> Findings:
+    cuts = []
+    for tp in (1, 2, 4):
+        found = _at(lab, [BASELINE, CHAMELEON], ["high"], platform=Platform(A100, tp=tp))
+        cuts.append(_cuts(found[CHAMELEON, "high"], found[BASELINE, "high"]))
+    return Findings({"tp1": cuts[0], "tp2": cuts[1], "tp4": cuts[2], "order": _rises(cuts)})
+
+
+def _sentences(lab: Lab) -> Findings:
+    found = _at(lab, [CHAMELEON, "predictor-0"], ["medium", "high"])
+    (knees,) = _knees(lab, [CHAMELEON])
+    hour = lab.each(measures, _cases(lab, CHAMELEON, [0.95 * knee for knee in knees], horizon_s=3600.0))
+    return Findings(
+        {
+            "squashed": _all_of(found[CHAMELEON, "high"], "squashed"),
+            "starved": _all_of(hour, "ttft_max_s"),
+            "lost": _all_of(found["predictor-0", "medium"], "rejected"),
+        }
+    )
+
+
+def _why(lab: Lab) -> Findings:
+    names = ("no-sched", "charge-each", "charge-none", "one-queue", "four-queues", "mean-size", "oracle")
+    ours, fifo, *others = _knees(lab, [CHAMELEON, *names])
+    ratios = [_ratios(fifo, ours), *(_ratios(other, ours) for other in others)]
+    blocking, fifo_blocking, ten, slora_ten = _knees(
+        lab, ["blocking", "no-sched-blocking", "ten-steps", "slora-ten-steps"]
+    )
+    at_knee, with_mean = _by(
+        len(lab.seeds),
+        lab.each(measures, [case for name in (CHAMELEON, "mean-size") for case in _cases(lab, name, ours)]),
+    )
+    overload = [1.1 * knee for knee in fifo]
+    hour = {
+        row: lab.each(measures, _cases(lab, name, overload, horizon_s=3600.0, overdue_s=overdue_s))
+        for row, name, overdue_s in (
+            ("small_fifo", "no-sched", 0.0),
+            ("small_queues", CHAMELEON, 0.0),
+            ("small_unguarded", CHAMELEON, 1e6),
+        )
+    }
+    return Findings(
+        {
+            **{name.replace("-", "_"): found for name, found in zip(names, ratios, strict=True)},
+            "scaled": _all_of(at_knee, "scaled"),
+            "scaled_mean": _all_of(with_mean, "scaled"),
+            "blocking": _ratios(blocking, fifo_blocking),
+            "ten_steps": _ratios(ten, slora_ten),
+            **{row: [each["ttft_p99_s_of_sizes"][0] for each in found] for row, found in hour.items()},
+        }
+    )
+
+
+FIGURES: Final[Mapping[str, Experiment]] = {
+    "setting": _setting,
+    "fig3": _ttft_by_rank,
+    "fig4": _link,
+    "fig5": _tensor_parallel_loads,
+    "fig7": _one_by_one,
+    "fig11": _knee_and_tail,
+    "fig12": _token_gaps,
+    "fig13": _medians,
+    "fig14": _hits,
+    "fig15": _schedulers,
+    "fig16": _queueing,
+    "fig17": _evictions,
+    "fig18": _prefetch,
+    "fig19": _predictors,
+    "fig20": _adapters,
+    "fig21": _other_lengths,
+    "fig22": _static,
+    "fig23": _models,
+    "fig24": _memory,
+    "fig25": _parallel,
+    "text": _sentences,
+    "why": _why,
+}
