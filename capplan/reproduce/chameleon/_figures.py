@@ -68,28 +68,35 @@ def _over_knee(load: str | float) -> float:
     return setting().loads_rps[load] / setting().slora_knee_rps if isinstance(load, str) else load
 
 
-def _at(
-    lab: Lab,
-    systems: Sequence[str],
-    loads: Sequence[str | float],
-    mix: str = "",
-    platform: Platform = A40,
-) -> dict[tuple[str, str | float], list[Numbers]]:
-    """Return the numbers per seed of each system at each load."""
+def _numbers(
+    lab: Lab, points: Sequence[tuple[str, str | float, str]], platform: Platform
+) -> list[list[Numbers]]:
+    """Return the numbers per seed of each point, a system, a load and a workload."""
     knees = _slora_knees(lab, platform)
-    keys = [(system, load) for system in systems for load in loads]
     cases = [
         case
-        for system, load in keys
+        for system, load, mix in points
         for case in _cases(
-            lab,
-            system,
-            [_over_knee(load) * knee for knee in knees],
-            mix=mix or platform.mix,
-            platform=platform,
+            lab, system, [_over_knee(load) * knee for knee in knees], mix=mix, platform=platform
         )
     ]
-    return dict(zip(keys, _by(len(lab.seeds), lab.each(measures, cases)), strict=True))
+    return _by(len(lab.seeds), lab.each(measures, cases))
+
+
+def _at(
+    lab: Lab, systems: Sequence[str], loads: Sequence[str | float], mix: str = "", platform: Platform = A40
+) -> dict[tuple[str, str | float], list[Numbers]]:
+    """Return the numbers per seed of each system at each load."""
+    keys = [(system, load) for system in systems for load in loads]
+    found = _numbers(lab, [(*key, mix or platform.mix) for key in keys], platform)
+    return dict(zip(keys, found, strict=True))
+
+
+def _of_mixes(lab: Lab, systems: Sequence[str], mixes: Sequence[str]) -> dict[tuple[str, str], list[Numbers]]:
+    """Return the numbers per seed of each system under each workload, at the load of Figs. 20 and 21."""
+    keys = [(system, mix) for system in systems for mix in mixes]
+    found = _numbers(lab, [(system, "traces", mix) for system, mix in keys], A40)
+    return dict(zip(keys, found, strict=True))
 
 
 def _all_of(found: Sequence[Numbers], key: str) -> list[float]:
@@ -284,14 +291,14 @@ def _evictions(lab: Lab) -> Findings:
     names = ("lru", "fairshare", CHAMELEON)
     found = _at(lab, [BASELINE, *names], ["medium"])
     cuts = {name: _cuts(found[name, "medium"], found[BASELINE, "medium"]) for name in names}
-    skewed = _at(lab, ["gdsf", CHAMELEON], ["traces"], mix="pp")
+    skewed = _of_mixes(lab, ["gdsf", CHAMELEON], ["pp"])
     key = "largest_rank_ttft_p99_s"
     return Findings(
         {
             **cuts,
             "order": _rises([cuts[name] for name in names]),
             "rank128": _cuts(found[CHAMELEON, "medium"], found["fairshare", "medium"], key),
-            "gdsf": _mean(skewed["gdsf", "traces"]) > _mean(skewed[CHAMELEON, "traces"]),
+            "gdsf": _mean(skewed["gdsf", "pp"]) > _mean(skewed[CHAMELEON, "pp"]),
             "evictions": _all_of(found[CHAMELEON, "medium"], "evictions"),
         }
     )
@@ -318,21 +325,20 @@ def _predictors(lab: Lab) -> Findings:
 def _adapters(lab: Lab) -> Findings:
     systems = (BASELINE, CHAMELEON)
     (slo,) = lab.each(bound_s, _cases(lab, BASELINE, [1.0] * len(lab.seeds))[:1])
+    kinds, mixes = {"uniform": "up", "power": "pp"}, ("uu", "up", "pp")
+    by_count = [f"{mix}-{count}" for mix in kinds.values() for count in COUNTS]
+    found = _of_mixes(lab, systems, [*mixes, *by_count])
     most: dict[tuple[str, str], int] = {}
     curves = []
-    for mix, name in (("up", "uniform"), ("pp", "power")):
-        by_count = {count: _at(lab, systems, ["traces"], mix=f"{mix}-{count}") for count in COUNTS}
+    for name, mix in kinds.items():
         for system in systems:
-            p99 = tuple(_mean(by_count[count][system, "traces"]) for count in COUNTS)
+            p99 = tuple(_mean(found[system, f"{mix}-{count}"]) for count in COUNTS)
             within = [count for count, value in zip(COUNTS, p99, strict=True) if value <= slo]
             most[name, system] = max(within, default=0)
             curves.append(Curve(name=f"{SYSTEMS[system]}, {name}", x=tuple(map(float, COUNTS)), y=p99))
-    by_mix = {mix: _at(lab, systems, ["traces"], mix=mix) for mix in ("uu", "up", "pp")}
-    best = [
-        min(by_mix, key=lambda mix, system=system: _mean(by_mix[mix][system, "traces"])) for system in systems
-    ]
+    best = [min(mixes, key=lambda mix, system=system: _mean(found[system, mix])) for system in systems]
     rows: dict[str, float | bool] = {}
-    for name in ("uniform", "power"):
+    for name in kinds:
         theirs, ours = (most[name, system] for system in systems)
         rows |= {f"{name}_slora": theirs, f"{name}_chameleon": ours, name: ours >= max(1, 5 * theirs)}
     rows["order"] = most["power", CHAMELEON] >= most["uniform", CHAMELEON] > 0
@@ -340,14 +346,18 @@ def _adapters(lab: Lab) -> Findings:
 
 
 def _other_lengths(lab: Lab) -> Findings:
+    systems, mixes = (BASELINE, CHAMELEON), {"azure": "up", "lmsys": "lmsys"}
+    found = _of_mixes(lab, systems, list(mixes.values()))
     rows: dict[str, Values | None] = {"wildchat_ratio": None}
-    for mix, name in (("up", "azure"), ("lmsys", "lmsys")):
-        found = _at(lab, [BASELINE, CHAMELEON], ["traces"], mix=mix)
+    for name, mix in mixes.items():
         (slo,) = lab.each(bound_s, _cases(lab, BASELINE, [1.0] * len(lab.seeds), mix=mix)[:1])
-        slora, ours = (_all_of(found[system, "traces"], "ttft_p99_s") for system in (BASELINE, CHAMELEON))
-        rows[f"{name}_slora"], rows[f"{name}_chameleon"] = ([p99 / slo for p99 in of] for of in (slora, ours))
-        if name != "azure":
-            rows[f"{name}_ratio"] = _ratios(slora, ours)
+        slora, ours = (_all_of(found[system, mix], "ttft_p99_s") for system in systems)
+        rows |= {
+            f"{name}_slora": [p99 / slo for p99 in slora],
+            f"{name}_chameleon": [p99 / slo for p99 in ours],
+        }
+        rows[f"{name}_ratio"] = _ratios(slora, ours)
+    del rows["azure_ratio"]
     return Findings(rows)
 
 
