@@ -125,11 +125,15 @@ def measures(case: Case) -> Numbers:
 
 
 def alone(case: Case) -> Numbers:
-    """Return percentiles of E2E of requests one by one, at the rate of the case."""
+    """Return percentiles of requests one by one, at the rate of the case."""
     scenario = case.scenario()
     trace = run(scenario)
-    e2e_s = (trace.finish_ns - scenario.requests.arrival_ns)[trace.finish_ns != NEVER] / NS_PER_S
-    return {"p50": _percentile(e2e_s, 50), "p99": _percentile(e2e_s, 99)}
+    times_ns, done = {"ttft": trace.first_ns, "e2e": trace.finish_ns}, trace.finish_ns != NEVER
+    return {
+        f"{name}_p{percent}_s": _percentile((until - scenario.requests.arrival_ns)[done] / NS_PER_S, percent)
+        for name, until in times_ns.items()
+        for percent in (50, 99)
+    }
 
 
 def _ttft_s(case: Case, scenario: Scenario, trace: TwinTrace) -> NDArray[np.float64]:
