@@ -311,10 +311,10 @@ def load_ms(platform: Platform, rank: int) -> float:
     return gpu_load_ms(profile(platform).loading, rank, setting().largest_rank)
 
 
-def load_share(platform: Platform, rank: int) -> float:
-    """Return the share of a medium prompt's TTFT, the one of Fig. 2, that its adapter's load takes."""
+def load_share(platform: Platform, rank: int, tokens: float | None = None) -> float:
+    """Return the share of a prompt's TTFT that its adapter's load takes; None: the medium prompt of Fig. 2."""
     load = load_ms(platform, rank)
-    return load / (load + prefill_ms(platform, 1e3 * medium_ktokens(), rank))
+    return load / (load + prefill_ms(platform, tokens or 1e3 * medium_ktokens(), rank))
 
 
 @lru_cache(maxsize=64)
