@@ -346,7 +346,7 @@ def _adapters(lab: Lab) -> Findings:
             within = [count for count, value in zip(COUNTS, p99, strict=True) if value <= slo]
             most[name, system] = max(within, default=0)
             curves.append(Curve(name=f"{SYSTEMS[system]}, {name}", x=tuple(map(float, COUNTS)), y=p99))
-    best = [min(mixes, key=lambda mix, system=system: _mean(found[system, mix])) for system in systems]
+    best = [min((_mean(found[system, mix]), mix) for mix in mixes)[1] for system in systems]
     rows: dict[str, float | bool] = {}
     for name in kinds:
         theirs, ours = (most[name, system] for system in systems)
@@ -433,7 +433,7 @@ def _why(lab: Lab) -> Findings:
         len(lab.seeds),
         lab.each(measures, [case for name in (CHAMELEON, "mean-size") for case in _cases(lab, name, ours)]),
     )
-    by_model = {}
+    by_model: dict[str, Values] = {}
     for size, names_of in (("30b", ("no-sched", "one-queue")), ("13b", ("no-sched",))):
         platform = Platform(A100, f"llama-{size}")
         whole, *found = _knees(lab, [CHAMELEON, *names_of], mix=platform.mix, platform=platform)

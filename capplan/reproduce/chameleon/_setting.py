@@ -312,7 +312,7 @@ def load_ms(platform: Platform, rank: int) -> float:
 
 
 def load_share(platform: Platform, rank: int, tokens: float | None = None) -> float:
-    """Return the share of a prompt's TTFT that its adapter's load takes; None: the medium prompt of Fig. 2."""
+    """Return the share of TTFT that the load of an adapter takes; None: for the medium prompt of Fig. 2."""
     load = load_ms(platform, rank)
     return load / (load + prefill_ms(platform, tokens or 1e3 * medium_ktokens(), rank))
 
