@@ -433,6 +433,11 @@ def _why(lab: Lab) -> Findings:
         len(lab.seeds),
         lab.each(measures, [case for name in (CHAMELEON, "mean-size") for case in _cases(lab, name, ours)]),
     )
+    rates = [_over_knee("medium") * knee for knee in slora_ten]
+    systems = ("slora-ten-steps", "ten-steps")
+    cases = [case for name in systems for case in _cases(lab, name, rates)]
+    slora_after, ours_after = _by(len(lab.seeds), lab.each(measures, cases))
+    waits = (_all_of(found, "load_wait_ms_p99") for found in (slora_after, ours_after))
     by_model: dict[str, Values] = {}
     for size, names_of in (("30b", ("no-sched", "one-queue")), ("13b", ("no-sched",))):
         platform = Platform(A100, f"llama-{size}")
@@ -453,6 +458,10 @@ def _why(lab: Lab) -> Findings:
     return Findings(
         {
             **{name.replace("-", "_"): found for name, found in zip(names, ratios, strict=True)},
+            "ten_cut": _cuts(ours_after, slora_after),
+            "ten_gaps": _all_of(slora_after, "tbt_p99_ms"),
+            "ten_waits": _ratios(*waits),
+            "ten_hits": _all_of(ours_after, "hits"),
             **by_model,
             "scaled": _all_of(at_knee, "scaled"),
             "scaled_mean": _all_of(with_mean, "scaled"),
