@@ -202,12 +202,12 @@ def _one_by_one(lab: Lab) -> Findings:
         case for mix in ("up", "base") for case in _cases(lab, BASELINE, rates, mix=mix, horizon_s=50_000.0)
     ]
     lora, base = _by(len(lab.seeds), lab.each(alone, cases))
-    added = {key: _mean(lora, key) - _mean(base, key) for key in lora[0]}
+    added = [{key: ours[key] - plain[key] for key in ours} for ours, plain in zip(lora, base, strict=True)]
     return Findings(
         {
             "tail": _mean(lora, "e2e_p99_s") >= 3.0 * _mean(lora, "e2e_p50_s"),
-            "ttft": added["ttft_p99_s"] > added["ttft_p50_s"],
-            "adapters": added["e2e_p99_s"] > added["e2e_p50_s"],
+            "ttft": [each["ttft_p99_s"] > each["ttft_p50_s"] for each in added],
+            "adapters": [each["e2e_p99_s"] > each["e2e_p50_s"] for each in added],
         }
     )
 
@@ -304,7 +304,7 @@ def _evictions(lab: Lab) -> Findings:
     return Findings(
         {
             **cuts,
-            "order": _rises([cuts[name] for name in names]),
+            "order": [lru < fair < ours for lru, fair, ours in zip(*cuts.values(), strict=True)],
             "rank128": _cuts(found[CHAMELEON, "medium"], found["fairshare", "medium"], key),
             "gdsf": _mean(high["gdsf", "up"]) > _mean(high[CHAMELEON, "up"]),
             "evictions": _all_of(found[CHAMELEON, "medium"], "evictions"),
@@ -447,13 +447,15 @@ def _why(lab: Lab) -> Findings:
             for name, knees in zip(names_of, found, strict=True)
         }
     overload = [1.1 * knee for knee in fifo]
+    runs = {
+        "fifo": ("no-sched", 0.0),
+        "queues": (CHAMELEON, 0.0),
+        "unguarded": (CHAMELEON, 1e6),
+        "oracle": ("oracle", 0.0),
+    }
     hour = {
         row: lab.each(measures, _cases(lab, name, overload, horizon_s=3600.0, overdue_s=overdue_s))
-        for row, name, overdue_s in (
-            ("small_fifo", "no-sched", 0.0),
-            ("small_queues", CHAMELEON, 0.0),
-            ("small_unguarded", CHAMELEON, 1e6),
-        )
+        for row, (name, overdue_s) in runs.items()
     }
     return Findings(
         {
@@ -467,7 +469,14 @@ def _why(lab: Lab) -> Findings:
             "scaled_mean": _all_of(with_mean, "scaled"),
             "blocking": _ratios(blocking, fifo_blocking),
             "ten_steps": _ratios(ten, slora_ten),
-            **{row: [each["ttft_p99_s_of_sizes"][0] for each in found] for row, found in hour.items()},
+            **{
+                f"small_{row}": [each["ttft_p99_s_of_sizes"][0] for each in found]
+                for row, found in hour.items()
+            },
+            **{
+                f"wait_{row}": [each["queue_s"][0] for each in hour[row]]
+                for row in ("fifo", "queues", "oracle")
+            },
         }
     )
 
