@@ -96,6 +96,9 @@ class Recipe(SpecModel):
     free: Mapping[str, Free] = Field(default={})
     assumed: Mapping[str, Text] = Field(default={}, description="What is assumed, by key.")
     assumed_by_all: tuple[Text, ...] = ()
+    changed: tuple[Text, ...] = Field(
+        default=(), description="What was changed after rows had been seen, and by which words of the paper."
+    )
     figures: tuple[Figure, ...] = Field(min_length=1)
 
     @model_validator(mode="after")

@@ -59,6 +59,12 @@ def _setting(recipe: Recipe, reproduction: Reproduction) -> page.Section:
         parts.append(
             page.folded(counted(len(recipe.assumed), "assumption"), page.definitions(dict(recipe.assumed)))
         )
+    if recipe.changed:
+        parts.append(
+            page.folded(
+                "Changed after rows had been seen", *(page.paragraph(each) for each in recipe.changed)
+            )
+        )
     return page.section(recipe.title, *parts, intro=f"{reproduction.command}, {reproduction.date}")
 
 

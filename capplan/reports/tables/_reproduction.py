@@ -100,6 +100,9 @@ def reproduction_markdown(recipe: Recipe, reproduction: Reproduction) -> str:
         lines += [*_table(("", "value", "fixed by"), free), ""]
     if recipe.assumed:
         lines += ["Assumed:", "", *(f"- {text.strip()}" for text in recipe.assumed.values()), ""]
+    if recipe.changed:
+        lines += ["Changed after rows had been seen, by the paper's words:", ""]
+        lines += [*(f"- {text.strip()}" for text in recipe.changed), ""]
     for result in reproduction.results:
         lines += _figure(recipe.figure(result.figure), result)
     return "\n".join(lines).rstrip() + "\n"
