@@ -13,30 +13,35 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.common import command_line, cpu_timed, emit, in_fresh_process, peak_mib, records_table
-from benchmarks.papers.toppings.cluster import ClusterSetting, profile_with, simulation
+from capplan import Workload
+from capplan.reproduce.toppings import simulation
 from capplan.serving.routers import ROUTERS
-from capplan.spec import Kernel
-from capplan.twin.cluster import ClusterResult, simulate_cluster
+from capplan.twin.cluster import ClusterResult, Instance, simulate_cluster
 
 HOUR_S: Final = 3600.0
 
 
-def timed(setting: ClusterSetting, router: str, duration_s: float) -> tuple[float, ClusterResult]:
+Setting = tuple[Workload, list[Instance]]
+
+
+def timed(setting: Setting, router: str, duration_s: float) -> tuple[float, ClusterResult]:
     def call() -> ClusterResult:
-        engines = setting.engines(profile_with(Kernel.BGMV))
-        return simulate_cluster(setting.workload, engines, router=router, duration_s=duration_s)
+        load, engines = setting
+        return simulate_cluster(load, engines, router=router, duration_s=duration_s)
 
     return cpu_timed(call)
 
 
 def router_table(duration_s: float) -> str:
     setting, rows = simulation(), []
+    load, engines = setting
+    name = f"{len(engines)} instances, {load.total_rate_rps:.0f} req/s, {len(load.adapters):,} adapters"
     for router in ROUTERS:
         cpu_s, result = timed(setting, router, duration_s)
-        per_look_ns = 1e9 * cpu_s / result.submitted / setting.instances
+        per_look_ns = 1e9 * cpu_s / result.submitted / len(engines)
         rows.append(
             {
-                f"{setting.name}, {duration_s:,.0f} s": router,
+                f"{name}, {duration_s:,.0f} s": router,
                 "CPU s": f"{cpu_s:.1f}",
                 "ns per request and instance": f"{per_look_ns:.0f}",
                 "requests": f"{result.submitted:,}",

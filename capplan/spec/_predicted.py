@@ -111,6 +111,15 @@ class SizePrediction(SpecModel):
         default=None,
         description="Queueing time / time from arrival to last token; null where none completed.",
     )
+    queue_mean_s: NonNegative | None = Field(
+        default=None, description="Mean time from arrival to first admission; null where none completed."
+    )
+    interruption_mean_count: NonNegative | None = Field(
+        default=None, description="Mean pauses of a request's decoding; null where none completed."
+    )
+    interruption_mean_share: Fraction | None = Field(
+        default=None, description="Mean share of these pauses in a request's time; null where none completed."
+    )
 
 
 class SchedulingPrediction(SpecModel):

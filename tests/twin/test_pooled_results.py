@@ -70,6 +70,9 @@ def test_metrics_of_a_run_add_up(cache: str) -> None:
     assert sum(size.finished for size in pool.sizes) == result.completed
     assert 0.0 <= pool.queue_share <= 1.0
     assert all(0.0 <= size.queue_share <= 1.0 for size in pool.sizes)
+    for metric in ("interruption_count", "interruption_share"):
+        parts = [size.finished * getattr(size, metric).mean for size in pool.sizes if size.finished]
+        assert sum(parts) / result.completed == pytest.approx(getattr(result, f"{metric}_mean"))
     assert pool.load_wait_ms.mean <= pool.missed_load_wait_ms.mean
     assert 0.0 < pool.link_utilization <= 1.0
     assert pool.evictions <= result.adapter_loads

@@ -201,3 +201,23 @@ def test_a_family_combines_its_parameters_and_keeps_their_types():
 def test_a_broken_preset_file_is_located(change, message):
     with pytest.raises(InputError, match=message):
         read_presets(FAMILY.replace(*change), "paper.yaml")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["toppings-s4", "real-mooncake-conversations", "real-mooncake-synthetic", "real-servegen-reasoning"],
+)
+def test_presets_of_long_prompts_leave_their_recorded_lengths_room(name, tmp_path):
+    w = loaded(name, tmp_path)
+    lengths = w.length_pairs or w.trace
+    tokens = lengths.prompt_tokens.astype(int) + lengths.output_tokens
+    assert tokens[lengths.prompt_tokens < w.engine.max_model_len].sum() > 0.9 * tokens.sum()
+
+
+def test_chats_have_the_means_of_lmsys_and_outputs_in_the_ratio_of_the_slos(tmp_path):
+    lmsys, wildchat = (loaded(f"chameleon-{name}", tmp_path) for name in ("lmsys", "wildchat"))
+    outputs = [length_table(w.output_tokens, 8192).mean_tokens for w in (lmsys, wildchat)]
+    assert length_table(lmsys.prompt_tokens, 8192).mean_tokens == pytest.approx(69.5, rel=0.01)
+    assert outputs[0] == pytest.approx(214.5, rel=0.01)
+    assert outputs[1] / outputs[0] == pytest.approx(3.3 / 3.5, rel=1e-3)
+    assert [w.slo.latency_bounds()["ttft_p99_s"] for w in (lmsys, wildchat)] == [3.5, 3.3]

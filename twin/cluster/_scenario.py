@@ -367,13 +367,14 @@ def _held(workload: Workload, instances: Sequence[Instance]) -> list[NDArray[np.
     """Return the numbers of the adapters that each instance holds, in the order of the workload."""
     number = {adapter.name: i for i, adapter in enumerate(workload.adapters, start=1)}
     everything = np.arange(1, len(number) + 1)
+    traffic = workload.traffic
     held = []
     for i, instance in enumerate(instances):
         if instance.adapters is None:
             held.append(everything)
             continue
         for name in instance.adapters:
-            if name not in workload.traffic:
+            if name not in traffic:
                 raise InputError("must be an adapter of the workload", name, f"instances[{i}].adapters")
         if not instance.adapters:
             raise InputError("must hold at least one adapter", {}, f"instances[{i}].adapters")

@@ -1,7 +1,7 @@
 from ._core import run
 from ._extrapolation import MODELS, SLACK, Extrapolation, extrapolations, merged, values_of
 from ._group_metrics import Attainment, GroupMetrics
-from ._metrics import PoolMetrics, SimulationResult, bound_value, pool_metrics, summarize
+from ._metrics import PoolMetrics, SimulationResult, SizeMetrics, bound_value, pool_metrics, summarize
 from ._paired import PAIRED_SEEDS, PairedOrder, mean_with_error, paired_difference, paired_order
 from ._per_request import (
     FINISHED,
@@ -57,6 +57,7 @@ __all__ = [
     "Scenario",
     "SimulateSettings",
     "SimulationResult",
+    "SizeMetrics",
     "TwinTrace",
     "bound_value",
     "build_scenario",

@@ -57,6 +57,10 @@ class SizeMetrics:
     e2e_s: LatencyStats
     queue_share: float
     """Sum of queueing times over the sum of E2E; NaN without requests."""
+    interruption_count: LatencyStats
+    """Pauses of decoding per request."""
+    interruption_share: LatencyStats
+    """Share of these pauses in E2E."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,14 @@ def pool_metrics(scenario: Scenario, trace: TwinTrace, overhead_s: float) -> Poo
     queue_s = (trace.admitted_ns - requests.arrival_ns) / NS_PER_S
     ttft_s = (trace.first_ns - requests.arrival_ns) / NS_PER_S + overhead_s
     e2e_s = (trace.finish_ns - requests.arrival_ns) / NS_PER_S + overhead_s
+    share = np.divide(trace.interrupted_ns / NS_PER_S, e2e_s, out=np.zeros(done.size), where=e2e_s > 0.0)
+    by_request = {
+        "queue_s": queue_s,
+        "ttft_s": ttft_s,
+        "e2e_s": e2e_s,
+        "interruption_count": trace.interruptions.astype(np.float64),
+        "interruption_share": share,
+    }
     wait_ms = trace.held_up_ns[done & (requests.adapter > 0)] / NS_PER_MS
     size = size_classes(scenario, trace)
     names = _NAMES[max(0, int(size.max(initial=0)))]
@@ -130,7 +142,7 @@ def pool_metrics(scenario: Scenario, trace: TwinTrace, overhead_s: float) -> Poo
         missed_load_wait_ms=latency_stats(wait_ms[wait_ms > 0]),
         queue_s=latency_stats(queue_s[done]),
         queue_share=_share(queue_s[done], e2e_s[done]),
-        sizes=_by_size(size, names, done, queue_s, ttft_s, e2e_s) if size.size else (),
+        sizes=_by_size(size, names, done, by_request) if size.size else (),
         squashes=int(counts.squashes),
         bypasses=int(counts.bypasses),
         overruns=int(counts.overruns),
@@ -166,12 +178,7 @@ def size_classes(scenario: Scenario, trace: TwinTrace) -> NDArray[np.int64]:
 
 
 def _by_size(
-    size: NDArray[np.int64],
-    names: Sequence[str],
-    done: NDArray[np.bool_],
-    queue_s: Floats,
-    ttft_s: Floats,
-    e2e_s: Floats,
+    size: NDArray[np.int64], names: Sequence[str], done: NDArray[np.bool_], by_request: Mapping[str, Floats]
 ) -> tuple[SizeMetrics, ...]:
     found = []
     for number, name in enumerate(names):
@@ -181,10 +188,8 @@ def _by_size(
                 name=name,
                 submitted=int(np.count_nonzero(size == number)),
                 finished=int(np.count_nonzero(mine)),
-                queue_s=latency_stats(queue_s[mine]),
-                ttft_s=latency_stats(ttft_s[mine]),
-                e2e_s=latency_stats(e2e_s[mine]),
-                queue_share=_share(queue_s[mine], e2e_s[mine]),
+                queue_share=_share(by_request["queue_s"][mine], by_request["e2e_s"][mine]),
+                **{metric: latency_stats(values[mine]) for metric, values in by_request.items()},
             )
         )
     return tuple(found)

@@ -386,6 +386,9 @@ def _scheduling(results: Sequence[SimulationResult]) -> SchedulingPrediction | N
                 name=name,
                 ttft_p99_s=_mean(size.ttft_s.p99 for size in sizes),
                 queue_share=_mean(size.queue_share for size in sizes),
+                queue_mean_s=_mean(size.queue_s.mean for size in sizes),
+                interruption_mean_count=_mean(size.interruption_count.mean for size in sizes),
+                interruption_mean_share=_mean(size.interruption_share.mean for size in sizes),
             )
             for name, sizes in by_name.items()
         ),

@@ -11,7 +11,7 @@ from capplan.spec import Cache, Predictor, QueueConfig, Scheduler, SpecModel
 
 if TYPE_CHECKING:
     from capplan.spec import Group, Queues
-    from capplan.twin.instance import PoolMetrics
+    from capplan.twin.instance import PoolMetrics, SizeMetrics
 
 _SIZES = {
     "degree2": "lengths x adapter",
@@ -29,6 +29,22 @@ _CHARGES = {
     "shared": "prompt, output and adapter once",
     "none": "prompt and output",
 }
+
+
+_BY_SIZE: Final = (
+    "TTFT p99, s",
+    "queueing mean, s",
+    "queueing, share of E2E",
+    "interruptions mean",
+    "interrupted share of E2E, mean",
+)
+_SIZE_CELLS: Final[tuple[Callable[[SizeMetrics], str], ...]] = (  # of the metrics of `_BY_SIZE`
+    lambda size: number(size.ttft_s.p99, 3),
+    lambda size: number(size.queue_s.mean, 3),
+    lambda size: percent(size.queue_share),
+    lambda size: number(size.interruption_count.mean, 1),
+    lambda size: percent(size.interruption_share.mean),
+)
 
 
 def queues_table(queues: Queues) -> Table:
@@ -91,8 +107,18 @@ def sizes_table(group: Group) -> Table | None:
     predicted = group.predicted.scheduling
     if predicted is None or not predicted.sizes:
         return None
-    rows = [(each.name, number(each.ttft_p99_s, 3), percent(each.queue_share)) for each in predicted.sizes]
-    return Table(("requests by size", "TTFT p99, s", "queueing, share of E2E"), rows)
+    rows = [
+        (
+            each.name,
+            number(each.ttft_p99_s, 3),
+            number(each.queue_mean_s, 3),
+            percent(each.queue_share),
+            number(each.interruption_mean_count, 1),
+            percent(each.interruption_mean_share),
+        )
+        for each in predicted.sizes
+    ]
+    return Table(("requests by size", *_BY_SIZE), rows)
 
 
 def _occurs(metric: str, scheduler: Scheduler, cache: Cache) -> bool:
@@ -138,15 +164,8 @@ def pool_rows(
     ]
     for name in dict.fromkeys(size.name for pool in known for size in pool.sizes):
         found = [next((s for s in pool.sizes if s.name == name), None) if pool else None for pool in pools]
-        rows.append(
-            (f"{name}: TTFT p99, s", *(number(None if s is None else s.ttft_s.p99, 3) for s in found))
-        )
-        rows.append(
-            (
-                f"{name}: queueing, share of E2E",
-                *(percent(None if s is None else s.queue_share) for s in found),
-            )
-        )
+        for metric, cell in zip(_BY_SIZE, _SIZE_CELLS, strict=True):
+            rows.append((f"{name}: {metric}", *(DASH if each is None else cell(each) for each in found)))
     for metric, name, decimals in _POOL_ROWS:
         if pair is not None and not _occurs(metric, *pair):
             continue

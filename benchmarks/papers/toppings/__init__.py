@@ -1,1 +1,0 @@
-"""Toppings (USENIX ATC 2025): its baseline engine, servers by loading policy, routers of a cluster."""
