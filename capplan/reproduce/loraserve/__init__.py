@@ -1,8 +1,5 @@
 """LoRAServe: its setting, systems and figures."""
 
-from collections.abc import Mapping
-from typing import Final
+from capplan.reproduce.loraserve._figures import EXPERIMENTS
 
-from capplan.reproduce._lab import Experiment
-
-EXPERIMENTS: Final[Mapping[str, Experiment]] = {}
+__all__ = ["EXPERIMENTS"]
