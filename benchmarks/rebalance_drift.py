@@ -1,9 +1,9 @@
 """Re-balancing under drift: ``python -m benchmarks.rebalance_drift --traces DIR --out DIR``.
 
-Four instances of LoRAServe's stand-in setting in the cluster twin, behind `smooth-shares`. Two workloads of
-an hour, with the lengths of the Azure conversations of 2023: LoRAServe's Shifting Skew trace (25 adapters of
-ranks 8 to 128, whose popularity moves from the largest rank to the smallest), and a drift of 60 adapters,
-whose Zipf popularity moves on by one adapter a minute.
+Four instances of an H100 with S-LoRA's kernels as assumed in `standin`, in the cluster twin, behind
+`smooth-shares`. Two workloads of an hour, with the lengths of the Azure conversations of 2023: LoRAServe's
+Shifting Skew trace (25 adapters of ranks 8 to 128, whose popularity moves from the largest rank to the
+smallest), and a drift of 60 adapters, whose Zipf popularity moves on by one adapter a minute.
 
 The frozen placement is LoRAServe's by the declared rates. It is also the preference of `least-work-left` with
 all adapters on all instances, which moves nothing. All others begin with it: re-balanced by Algorithm
@@ -26,16 +26,16 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.common import H100_LLAMA, command_line, markdown, preset_workload
-from benchmarks.papers.loraserve.hardware import standin
-from benchmarks.papers.loraserve.lab import mean_and_range
-from benchmarks.papers.loraserve.load import at_rate
-from benchmarks.papers.loraserve.systems import LIMITS, OFF_PLAN, RANK_RAISE, Scene
-from capplan import Workload, load_profile
+from benchmarks.common import H100_LLAMA, command_line, markdown, preset_workload, read_or_make
+from capplan import Profile, Workload, load_profile
+from capplan.models._step_latency import GRAPH_TOKENS
+from capplan.planner.problem._operating_points import OperatingPoints
+from capplan.planner.problem._setup import make_problem
+from capplan.profiling.load._requests import scaled
 from capplan.serving import adapter_bytes
 from capplan.serving.rebalancing import AdapterDemand, Replan, ReplanRequest, place
 from capplan.serving.routers import LeastWorkLeft
-from capplan.spec import STATE_PERIOD_S, Adapter, Forecast, RebalanceSettings, Trace
+from capplan.spec import STATE_PERIOD_S, Adapter, Coefficient, Forecast, Kernel, RebalanceSettings, Trace
 from capplan.twin.cluster import ClusterResult, Instance, Rebalancing, simulate_cluster
 from capplan.twin.instance import REJECTED
 
@@ -43,8 +43,19 @@ SERVERS: Final = 4
 HOUR_S: Final = 3600.0
 BOUND_S: Final = 10.0
 RANKS: Final = (8, 16, 32, 64, 128)
-MAX_MODEL_LEN: Final = 16384
-"""Positions of the instances; the longest conversation has 14,089 tokens."""
+LIMITS: Final[Mapping[str, Any]] = {
+    "max_num_seqs": 256,
+    "max_num_batched_tokens": 8192,  # S-LoRA computes a prompt in one batch or rejects it
+    "max_model_len": 16384,  # the longest conversation has 14,089 tokens
+    "gpu_memory_utilization": 0.9,
+}
+OFF_PLAN: Final = 1.25
+RANK_RAISE: Final = 1.5
+"""Factors of `least-work-left`."""
+PREFILL_RATIO: Final = 2.7
+"""Prefill of 2,000 tokens at rank 128 over that at rank 8 (LoRAServe, section III-A1)."""
+BYTES_PER_S: Final = 2.0e12
+"""Memory bandwidth of an H100 with 64 GB of HBM2, rounded."""
 DRIFTING: Final = 60
 SHIFT_S: Final = 60.0
 """Time after which the popularity of the drifting adapters moves on by one of them."""
@@ -105,6 +116,54 @@ class Found:
     stored: float
 
 
+def standin() -> Profile:
+    """Return the shipped profile with costs of ranks in place of those of slots and adapters.
+
+    Decode reads the padded q, k, v and o weights of each request.
+    """
+    shipped = load_profile(H100_LLAMA)
+    step, arch, tokens = shipped.step_latency, shipped.model, 2000
+    base = {name: step.value(name) for name in ("base_ms", "ms_per_ktoken", "ms_per_ktoken_beyond_graphs")}
+    alone_ms = np.dot(list(base.values()), [1.0, tokens / 1e3, (tokens - GRAPH_TOKENS) / 1e3])
+    low, high = (tokens * rank / 1e3 for rank in (min(RANKS), max(RANKS)))
+    wide, narrow = (
+        arch.hidden_size + arch.heads * arch.head_dim,
+        arch.hidden_size + arch.kv_heads * arch.head_dim,
+    )
+    values = {
+        **dict.fromkeys(step.coefficients, 0.0),
+        **base,
+        "ms_per_kv_ktoken": step.value("ms_per_kv_ktoken"),
+        "ms_per_decode_krank": 1e6 * arch.layers * 2 * (wide + narrow) * arch.dtype_bytes / BYTES_PER_S,
+        "ms_per_prefill_krank": float(alone_ms) * (PREFILL_RATIO - 1.0) / (high - PREFILL_RATIO * low),
+    }
+    return shipped.replace(
+        engine=shipped.engine.replace(name="s-lora", version="c1ddf48", rules="slora", kernel=Kernel.BGMV),
+        step_latency=step.replace(coefficients={name: Coefficient(value=ms) for name, ms in values.items()}),
+    )
+
+
+def operating_points(workload: Workload, profile: Profile) -> dict[str, float]:
+    """Return LoRAServe's operating points."""
+    engine = workload.engine.model_copy(update={"max_num_batched_tokens": LIMITS["max_num_batched_tokens"]})
+    changes = {"engine": engine, "headroom": 0.0, "gpus": None, "slo": workload.slo.replace(stable=False)}
+    steady = at_rate(workload, 1.0).model_copy(update={**changes, "base_model": profile.model.hf_ids[0]})
+    points = OperatingPoints(make_problem(steady, SERVERS, profile))(
+        adapter.rank for adapter in workload.adapters
+    )
+    return {str(rank): point for rank, point in points.items()}
+
+
+def at_rate(workload: Workload, rps: float) -> Workload:
+    return scaled(workload, rps / workload.total_rate_rps)
+
+
+def mean_and_range(values: Sequence[float], digits: int = 1) -> str:
+    """Return mean and range, in words."""
+    spread = f" ({min(values):.{digits}f} to {max(values):.{digits}f})" if len(set(values)) > 1 else ""
+    return f"{fmean(values):.{digits}f}{spread}"
+
+
 def shifting(traces: Path, rps: float, _seed: int) -> Workload:
     """Return LoRAServe's Shifting Skew trace, whose arrivals differ by the seed of the simulation."""
     return at_rate(preset_workload("loraserve-poisson-shifting", traces=str(traces)), rps)
@@ -141,7 +200,7 @@ def run(workload: Workload, points: Mapping[int, float], system: str, seed: int)
     """Simulate a system."""
     settings = SYSTEMS[system]
     replan = arbitrary_labels(seed) if system == ARBITRARY else None
-    profile = standin(load_profile(H100_LLAMA))
+    profile = standin()
     tokens = sum(lengths.mean_tokens for lengths in workload.lengths_of(workload.adapters[0]))
     demands = [
         AdapterDemand(a.name, a.rank, a.rate_rps * tokens, adapter_bytes(profile.model, a.rank))
@@ -150,8 +209,7 @@ def run(workload: Workload, points: Mapping[int, float], system: str, seed: int)
     shares: Sequence[Mapping[str, float]] = place(demands, points, SERVERS).shares
     if system == LOOKING:
         shares = [{each.name: own.get(each.name, 0.0) for each in demands} for own in shares]
-    limits: dict[str, Any] = {**LIMITS, "max_model_len": MAX_MODEL_LEN}
-    instances = [Instance(profile, len(demands), max(RANKS), adapters=dict(own), **limits) for own in shares]
+    instances = [Instance(profile, len(demands), max(RANKS), adapters=dict(own), **LIMITS) for own in shares]
     result = simulate_cluster(
         workload,
         instances,
@@ -179,10 +237,10 @@ def p95_ttft_s(result: ClusterResult) -> float:
 
 def table(name: str, traces: Path, out: Path, rates_rps: Sequence[float], seeds: int) -> str:
     """Return the table of a workload: P95 TTFT at each rate, the rest at the last one."""
-    profile = standin(load_profile(H100_LLAMA))
     make = WORKLOADS[name]
-    scene = Scene(name.replace(" ", "-"), make(traces, rates_rps[-1], 0), profile, SERVERS, out)
-    points = scene.points()
+    path = out / f"{name.replace(' ', '-')}.operating-points.json"
+    known = read_or_make(path, lambda: operating_points(make(traces, rates_rps[-1], 0), standin()))
+    points = {int(rank): point for rank, point in known.items()}
     rows = []
     for system in SYSTEMS:
         found = [

@@ -41,6 +41,11 @@ class Scene:
     tp: int = 4
     engine: str = "authors"
 
+    @property
+    def horizon_s(self) -> float:
+        """Length of the trace."""
+        return setting().mixes[self.mix].horizon_s
+
     def load(self, rps: float, seed: int) -> Workload:
         """Return the requests at a rate."""
         return mixed(self.mix, self.arrivals, self.copies, rps, seed)
@@ -90,7 +95,8 @@ def operating_point(case: Point) -> float:
 
     def holds(rps: float) -> bool:
         load = alone(rps)
-        return p95_s(_static(load, [_instance(scene, load)], "round-robin", seed=0)) <= given.bound_s
+        result = _static(load, [_instance(scene, load)], "round-robin", 0, scene.horizon_s)
+        return p95_s(result, scene.horizon_s) <= given.bound_s
 
     return highest(holds, 8.0, _STEP, given.precision) * _tokens(alone(1.0))
 
@@ -98,17 +104,14 @@ def operating_point(case: Point) -> float:
 def highest_rps(run: Run) -> float:
     """Return the highest load within the bound, searched from that of the run."""
     given = setting()
-    return highest(
-        lambda rps: p95_s(_serve(replace(run, rps=rps))) <= given.bound_s, run.rps, _STEP, given.precision
-    )
+    return highest(lambda rps: _holds(replace(run, rps=rps)), run.rps, _STEP, given.precision)
 
 
 def fewest_servers(run: Run) -> int:
     """Return the fewest servers that keep the bound, searched from those of the run."""
 
     def holds(servers: int) -> bool:
-        there = replace(run, scene=replace(run.scene, servers=servers))
-        return p95_s(_serve(there)) <= setting().bound_s
+        return _holds(replace(run, scene=replace(run.scene, servers=servers)))
 
     servers = run.scene.servers
     while servers > 1 and holds(servers - 1):
@@ -118,25 +121,29 @@ def fewest_servers(run: Run) -> int:
     return servers
 
 
+def _holds(run: Run) -> bool:
+    return p95_s(serve(run), run.scene.horizon_s) <= setting().bound_s
+
+
 def served(run: Run) -> dict[str, Any]:
     """Return the latencies of a run, and what its servers used.
 
     ``p95_s`` and ``tbt_ms`` over all requests; ``server_p95_s`` by server; ``emptiest`` by time step: the
     fewest adapters that a server used, and their ranks.
     """
-    result, given = _serve(run), setting()
+    result, horizon_s = serve(run), run.scene.horizon_s
     requests, servers = result.requests, range(run.scene.servers)
     rank = np.array([0, *(adapter.rank for adapter in run.scene.load(run.rps, run.seed).adapters)])
-    window = requests.arrival_s // given.window_s
+    window = requests.arrival_s // setting().window_s
     emptiest = []
     for step in np.unique(window):
         used = [np.unique(requests.adapter[(window == step) & (requests.instance == at)]) for at in servers]
         fewest = min(used, key=len)
         emptiest.append((len(fewest), len({*rank[fewest].tolist()})))
     return {
-        "p95_s": p95_s(result),
+        "p95_s": p95_s(result, horizon_s),
         "tbt_ms": result.itl_ms_mean,
-        "server_p95_s": [p95_s(result, requests.instance == number) for number in servers],
+        "server_p95_s": [p95_s(result, horizon_s, requests.instance == at) for at in servers],
         "emptiest": emptiest,
     }
 
@@ -148,54 +155,63 @@ def alone(case: Alone) -> dict[str, float]:
     ]
     lengths = LengthsOf(prompt=Lengths(mean=case.prompt_tokens), output=Lengths(mean=case.output_tokens))
     load = of_lengths(lengths, adapters)
-    scene = Scene("", model=case.model, tp=case.tp, engine=case.engine)
-    result = _static(load, [_instance(scene, load)], "round-robin", case.seed)
+    scene, horizon_s = Scene("", model=case.model, tp=case.tp, engine=case.engine), setting().alone_s
+    result = _static(load, [_instance(scene, load)], "round-robin", case.seed, horizon_s)
     return {
-        "p95_s": p95_s(result, result.requests.adapter == 1),
+        "p95_s": p95_s(result, horizon_s, result.requests.adapter == 1),
         "ttft_ms": 1e3 * result.ttft_s_mean,
         "tbt_ms": result.itl_ms_mean,
     }
 
 
-def p95_s(result: ClusterResult, of: NDArray[np.bool_] | None = None) -> float:
+def p95_s(result: ClusterResult, horizon_s: float, of: NDArray[np.bool_] | None = None) -> float:
     """Return the P95 TTFT, without requests that arrive too late to exceed the bound.
 
     A request without an answer counts with its wait so far, a rejected one as infinite.
     """
-    given, requests = setting(), result.requests
-    waited_s = np.where(np.isnan(requests.ttft_s), given.horizon_s - requests.arrival_s, requests.ttft_s)
+    requests = result.requests
+    waited_s = np.where(np.isnan(requests.ttft_s), horizon_s - requests.arrival_s, requests.ttft_s)
     waited_s[requests.status == REJECTED] = np.inf
-    counted = requests.arrival_s < given.horizon_s - given.bound_s
+    counted = requests.arrival_s < horizon_s - setting().bound_s
     if of is not None:
         counted &= of
     return float(np.percentile(waited_s[counted], 95, method="higher")) if counted.any() else 0.0
 
 
-def _serve(run: Run) -> ClusterResult:
-    scene, given, load = run.scene, setting(), run.scene.load(run.rps, run.seed)
+def serve(run: Run) -> ClusterResult:
+    """Simulate a run."""
+    scene, load = run.scene, run.scene.load(run.rps, run.seed)
     if run.system != LORASERVE:
         router = "plan-shares" if run.system in (CONTIGUOUS, RANDOM) else run.system
-        return _static(load, [_instance(scene, load, own) for own in _held(run, load)], router, run.seed)
+        instances = [_instance(scene, load, own) for own in held(run, load)]
+        return _static(load, instances, router, run.seed, scene.horizon_s)
     model, tokens, points = server(scene.model, scene.tp, scene.engine).model, _tokens(load), dict(run.points)
+    mix = setting().mixes[scene.mix]
+    now = {
+        rank: first / share
+        for rank, first, share in zip(setting().ranks, mix.first or mix.shares, mix.shares, strict=True)
+    }
     demands = [
-        AdapterDemand(each.name, each.rank, each.rate_rps * tokens, adapter_bytes(model, each.rank))
-        for each in load.adapters
+        AdapterDemand(a.name, a.rank, a.rate_rps * now[a.rank] * tokens, adapter_bytes(model, a.rank))
+        for a in load.adapters
     ]
     return simulate_cluster(
         load,
         [_instance(scene, load, own) for own in place(demands, points, scene.servers).shares],
         router="plan-shares",
-        duration_s=given.horizon_s,
+        duration_s=scene.horizon_s,
         seed=run.seed,
-        rebalance=Rebalancing(RebalanceSettings(every_s=given.window_s, forecast="linear"), points),
+        rebalance=Rebalancing(RebalanceSettings(every_s=setting().window_s, forecast="linear"), points),
     )
 
 
-def _static(load: Workload, instances: Sequence[Instance], router: Any, seed: int) -> ClusterResult:
-    return simulate_cluster(load, instances, router=router, duration_s=setting().horizon_s, seed=seed)
+def _static(
+    load: Workload, instances: Sequence[Instance], router: Any, seed: int, horizon_s: float
+) -> ClusterResult:
+    return simulate_cluster(load, instances, router=router, duration_s=horizon_s, seed=seed)
 
 
-def _held(run: Run, load: Workload) -> list[Mapping[str, float] | None]:
+def held(run: Run, load: Workload) -> list[Mapping[str, float] | None]:
     """Return the adapters of each server; None: all."""
     servers, names = run.scene.servers, [adapter.name for adapter in load.adapters]  # in order of rank
     if run.system not in (CONTIGUOUS, RANDOM):
@@ -208,15 +224,13 @@ def _held(run: Run, load: Workload) -> list[Mapping[str, float] | None]:
 
 def _instance(scene: Scene, load: Workload, adapters: Mapping[str, float] | None = None) -> Instance:
     given = setting()
-    pool = given.engines[scene.engine].pool_tokens
     return Instance(
         server(scene.model, scene.tp, scene.engine),
         a_max=len(load.adapters),
         s_max=max(adapter.rank for adapter in load.adapters),
         max_num_seqs=given.max_num_seqs,
-        max_num_batched_tokens=pool // given.batches_of_pool if pool else given.roofline_batch_tokens,
+        max_num_batched_tokens=given.engines[scene.engine].batch_tokens,
         max_model_len=given.max_model_len,
-        gpu_memory_utilization=1.0 if pool else 0.9,
         adapters=adapters,
     )
 

@@ -43,7 +43,7 @@ SKEWS: Final = ("uniform", "shifting", "exponential")
 SIX: Final = {
     f"{arrivals}-{skew}": Scene(skew, arrivals) for arrivals in ("poisson", "deterministic") for skew in SKEWS
 }
-PRODUCTION: Final = {count: Scene(f"production-{count}", engine="production") for count in (50, 100, 200)}
+PRODUCTION: Final = {count: Scene(f"production-{count}") for count in (50, 100, 200)}
 EXPONENTS: Final = {1 / 3: "skew-third", 1.0: "skew-1", 2.0: "skew-2", 3.0: "skew-3"}
 LOW, HIGH = 8, 128
 LONG_TOKENS: Final = 2000
@@ -366,9 +366,9 @@ def fig20(lab: Lab) -> Findings:
 def fig21(lab: Lab) -> Findings:
     """Weak scaling."""
     clusters = (4, 8, 12)
-    scenes = [replace(SIX["poisson-uniform"], servers=servers, copies=servers // 4) for servers in clusters]
+    scenes = [replace(SIX["poisson-uniform"], servers=servers, copies=servers // 2) for servers in clusters]
     found = [table[LORASERVE] for table in rates(lab, scenes, (LORASERVE,))]
-    at = [(scene, LORASERVE, 32.0 * scene.copies) for scene in scenes]
+    at = [(scene, LORASERVE, 8.0 * scene.servers) for scene in scenes]
     p95_s = [[run["p95_s"] for (run,) in own] for own in each_run(lab, served, at)]
     four, eight, twelve = found
     return Findings(

@@ -12,7 +12,7 @@ from pydantic import Field
 from capplan.datasets import gpu_sheet, model_arch
 from capplan.models import EngineChoice, roofline_profile
 from capplan.reproduce._recipe import read_recipe
-from capplan.serving import kv_bytes_per_token, lora_elements_per_rank, weight_bytes
+from capplan.serving import lora_elements_per_rank
 from capplan.spec import (
     ATTENTION_MODULES,
     Adapter,
@@ -32,6 +32,7 @@ from capplan.spec import (
 )
 from capplan.workload import draw_requests
 
+_PER_RANK: Final = "ms_per_prefill_krank"
 _MEASURED: Final = ("llama-7b", 4)
 """Model of the authors' runs, and its tensor parallelism, up to which their step holds."""
 
@@ -47,14 +48,13 @@ class Terms(SpecModel):
 
 
 class Engine(SpecModel):
-    """What an engine costs beside time per token and rank."""
+    """What an engine costs beside time per token and rank, and its largest batch of prompts."""
 
     step_ms: Positive | None = Field(
         default=None, description="Step of Llama-7B with at most 4 GPUs; absent: that of the sweep."
     )
-    pool_tokens: Count | None = Field(
-        default=None, description="Of KV and adapters; absent: no measurement, the roofline and all memory."
-    )
+    batch_tokens: Count
+    analytic: bool = Field(default=False, description="Whether all times are those of the roofline.")
 
 
 class LengthsOf(SpecModel):
@@ -71,6 +71,10 @@ class Mix(SpecModel):
     adapters: tuple[Count, ...]
     lengths: Text
     swing: float | None = Field(default=None, description="Of `ShiftingSkew`.")
+    first: tuple[Positive, ...] | None = Field(
+        default=None, description="Shares at the start; absent: always."
+    )
+    horizon_s: Positive
     dealt: bool = Field(default=False, description="Whether requests of a rank go round its adapters.")
 
 
@@ -80,16 +84,15 @@ class Setting(SpecModel):
     gpu: Text
     sweeps: Mapping[str, Terms] = Field(description="By model.")
     engines: Mapping[str, Engine]
-    batches_of_pool: Count = Field(description="The pool over the largest batch of prompts.")
+    decode_share: Positive = Field(description="Decode time by rank, the sweep's over the roofline's.")
     max_num_seqs: Count
     max_model_len: Count
-    roofline_batch_tokens: Count
     ranks: tuple[Count, ...]
     lengths: Mapping[str, LengthsOf]
     mixes: Mapping[str, Mix]
     servers: Count
     bound_s: Positive = Field(description="Of the P95 TTFT.")
-    horizon_s: Positive
+    alone_s: Positive = Field(description="Horizon of one server in section III.")
     window_s: Positive = Field(description="Time step of LoRAServe.")
     draws: Count = Field(description="Random placements per seed.")
     precision: Positive = Field(description="Of highest loads.")
@@ -109,9 +112,12 @@ def server(model: str, tp: int, engine: str) -> Profile:
     both matrices of an adapter, so work by rank is divided by the GPUs.
     """
     plain, chosen, terms = _roofline(model, tp), setting().engines[engine], setting().sweeps[model]
-    if chosen.pool_tokens is None:
+    if chosen.analytic:
         return plain
     step, swept = plain.step_latency, _roofline(model, terms.tp).step_latency
+    cut = terms.tp / tp
+    measured = model == _MEASURED[0] and tp <= _MEASURED[1]
+    cut = terms.tp / tp
     measured = model == _MEASURED[0] and tp <= _MEASURED[1]
     elements = [
         lora_elements_per_rank(plain.model, tp, ATTENTION_MODULES, fully_sharded=cut) for cut in (True, False)
@@ -121,16 +127,12 @@ def server(model: str, tp: int, engine: str) -> Profile:
         "ms_per_prefill": terms.prompt_ms,
         "ms_per_ktoken": terms.ms_per_ktoken * _token_ms(step) / _token_ms(swept),
         "ms_per_ktoken_beyond_graphs": 0.0,
-        "ms_per_prefill_krank": terms.ms_per_krank * terms.tp / tp,
-        "ms_per_decode_krank": step.value("ms_per_decode_krank") * elements[0] / elements[1],
+        "ms_per_prefill_krank": terms.ms_per_krank * cut,
+        "ms_per_decode_krank": setting().decode_share * swept.value("ms_per_decode_krank") * cut,
     }
-    taken = plain.gpu.memory_bytes - weight_bytes(plain.model, tp)
-    reserved = taken - (chosen.pool_tokens + 0.5) * kv_bytes_per_token(plain.model, tp)
-    memory = dict.fromkeys(plain.memory.coefficients, 0.0) | {"slot_factor": 1.0, "reserved_bytes": reserved}
     return plain.replace(
         name=f"loraserve/{model}-tp{tp}-{engine}",
         step_latency=_with(step, values),
-        memory=_with(plain.memory, memory),
         host=_with(plain.host, {"request_ms": 0.0}),
     )
 
@@ -175,7 +177,7 @@ def mixed(mix: str, arrivals: str, copies: int, rps: float, seed: int) -> Worklo
         for rank, rate_rps in zip(given.ranks, by_rank, strict=True)
     ]
     drawn = draw_requests(
-        of_lengths(given.lengths[own.lengths], ranks, process), given.horizon_s, seed, given.max_model_len
+        of_lengths(given.lengths[own.lengths], ranks, process), own.horizon_s, seed, given.max_model_len
     )
     dealt = np.empty(drawn.adapter.size, np.int64)
     for number, (count, first) in enumerate(zip(counts, np.cumsum([0, *counts]), strict=False), start=1):
@@ -183,7 +185,7 @@ def mixed(mix: str, arrivals: str, copies: int, rps: float, seed: int) -> Worklo
         dealt[own_rows] = first + np.arange(own_rows.size) % count
     names = [adapters[i].name for i in dealt]
     arrival_s = drawn.arrival_ns / 1e9
-    trace = Trace.from_arrays(arrival_s, names, drawn.prompt_tokens, drawn.output_tokens, given.horizon_s)
+    trace = Trace.from_arrays(arrival_s, names, drawn.prompt_tokens, drawn.output_tokens, own.horizon_s)
     return load.model_copy(update={"trace": trace})
 
 

@@ -1,1 +1,0 @@
-"""LoRAServe's evaluation, simulated."""
