@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,11 +14,12 @@ from capplan.reproduce._search import highest
 from capplan.reproduce.loraserve._setting import LengthsOf, mixed, of_lengths, server, setting
 from capplan.serving import adapter_bytes
 from capplan.serving.rebalancing import AdapterDemand, place
-from capplan.spec import Adapter, Lengths, RebalanceSettings, Workload
+from capplan.spec import Adapter, Lengths, RebalanceSettings, Renewal, Workload
 from capplan.twin.cluster import ClusterResult, Instance, Rebalancing, simulate_cluster
 from capplan.twin.instance import REJECTED
 
 LORASERVE: Final = "loraserve"
+OWN_RANK: Final = "loraserve-own-rank"
 TOPPINGS: Final = "toppings-rank-blind"
 RANK_AWARE: Final = "toppings"
 CONTIGUOUS: Final = "slora-contiguous"
@@ -73,7 +74,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Alone:
-    """One server with an adapter of each rank, requests of fixed lengths, Poisson arrivals."""
+    """One server with an adapter of each rank, requests of fixed lengths."""
 
     ranks: tuple[int, ...]
     rps: float
@@ -83,6 +84,7 @@ class Alone:
     model: str = "llama-7b"
     tp: int = 4
     engine: str = "authors"
+    arrivals: Literal["poisson", "deterministic"] = "poisson"
 
 
 def operating_point(case: Point) -> float:
@@ -154,7 +156,7 @@ def alone(case: Alone) -> dict[str, float]:
         Adapter(name=f"r{rank}", rank=rank, rate_rps=case.rps / len(case.ranks)) for rank in case.ranks
     ]
     lengths = LengthsOf(prompt=Lengths(mean=case.prompt_tokens), output=Lengths(mean=case.output_tokens))
-    load = of_lengths(lengths, adapters)
+    load = of_lengths(lengths, adapters, Renewal(process=case.arrivals))
     scene, horizon_s = Scene("", model=case.model, tp=case.tp, engine=case.engine), setting().alone_s
     result = _static(load, [_instance(scene, load)], "round-robin", case.seed, horizon_s)
     return {
@@ -181,7 +183,7 @@ def p95_s(result: ClusterResult, horizon_s: float, of: NDArray[np.bool_] | None 
 def serve(run: Run) -> ClusterResult:
     """Simulate a run."""
     scene, load = run.scene, run.scene.load(run.rps, run.seed)
-    if run.system != LORASERVE:
+    if run.system not in (LORASERVE, OWN_RANK):
         router = "plan-shares" if run.system in (CONTIGUOUS, RANDOM) else run.system
         instances = [_instance(scene, load, own) for own in held(run, load)]
         return _static(load, instances, router, run.seed, scene.horizon_s)
@@ -195,14 +197,33 @@ def serve(run: Run) -> ClusterResult:
         AdapterDemand(a.name, a.rank, a.rate_rps * now[a.rank] * tokens, adapter_bytes(model, a.rank))
         for a in load.adapters
     ]
+    solve, solver = (_at_own_rank, "capplan") if run.system == OWN_RANK else (_algorithm_1, "loraserve")
+    settings = RebalanceSettings(every_s=setting().window_s, forecast="linear", solver=solver)
+    first = solve(demands, points, [()] * scene.servers)
     return simulate_cluster(
         load,
-        [_instance(scene, load, own) for own in place(demands, points, scene.servers).shares],
+        [_instance(scene, load, own) for own in first],
         router="plan-shares",
         duration_s=scene.horizon_s,
         seed=run.seed,
-        rebalance=Rebalancing(RebalanceSettings(every_s=setting().window_s, forecast="linear"), points),
+        rebalance=Rebalancing(
+            settings, points, replan=lambda now: solve(now.adapters, now.operating_points, now.stored)
+        ),
     )
+
+
+def _algorithm_1(
+    demands: Sequence[AdapterDemand], points: Mapping[int, float], stored: Sequence[Collection[str]]
+) -> Sequence[Mapping[str, float]]:
+    return place(demands, points, len(stored), stored=stored).shares
+
+
+def _at_own_rank(
+    demands: Sequence[AdapterDemand], points: Mapping[int, float], stored: Sequence[Collection[str]]
+) -> Sequence[Mapping[str, float]]:
+    """Return the placement if an adapter's work did not depend on the largest rank beside it."""
+    work = [replace(each, tok_s=each.tok_s / points[each.rank]) for each in demands]
+    return _algorithm_1(work, dict.fromkeys(points, 1.0), stored)
 
 
 def _static(

@@ -13,6 +13,7 @@ from capplan.reproduce._results import Curve, Findings
 from capplan.reproduce.loraserve._cases import (
     CONTIGUOUS,
     LORASERVE,
+    OWN_RANK,
     RANDOM,
     RANK_AWARE,
     TOPPINGS,
@@ -71,7 +72,7 @@ def each_run(
     for scene, system, rps in listed:
         draws = setting().draws if system == RANDOM else 1
         sizes.append(draws)
-        known = points[scene] if system == LORASERVE else ()
+        known = points[scene] if system in (LORASERVE, OWN_RANK) else ()
         for at, seed in enumerate(lab.seeds):
             load = rps if isinstance(rps, float) else rps[at]
             cases += [Run(scene, system, known, load, seed, draw) for draw in range(draws)]
@@ -156,7 +157,17 @@ def _prefills(
 ) -> list[dict[str, float]]:
     """Return TTFT and time between tokens at rank 128 over rank 8, one request at a time."""
     cases = [
-        Alone((rank,), IDLE_RPS, 0, tokens, setting().max_model_len - LONG_TOKENS, model, tp, "sweeps")
+        Alone(
+            (rank,),
+            IDLE_RPS,
+            0,
+            tokens,
+            setting().max_model_len - LONG_TOKENS,
+            model,
+            tp,
+            "sweeps",
+            "deterministic",
+        )
         for model, tp in servers
         for rank in (LOW, HIGH)
     ]
@@ -170,7 +181,7 @@ def fig3(lab: Lab) -> Findings:
     (found,) = _prefills(lab, [("llama-7b", 1)])
     sizes = (250, 500, 1000, 1500, LONG_TOKENS)
     cases = [
-        Alone((rank,), IDLE_RPS, 0, tokens, 48, tp=1, engine="sweeps")
+        Alone((rank,), IDLE_RPS, 0, tokens, 48, tp=1, engine="sweeps", arrivals="deterministic")
         for rank in setting().ranks
         for tokens in sizes
     ]
@@ -279,7 +290,10 @@ def fig17(lab: Lab) -> Findings:
 def fig18(lab: Lab) -> Findings:
     """30 req/s of production, 100 adapters."""
     scene, adapters = PRODUCTION[100], 100
-    own, toppings, contiguous, random = each_run(lab, served, [(scene, system, 30.0) for system in SHOWN])
+    systems = (*SHOWN, OWN_RANK)
+    own, toppings, contiguous, random, at_own = each_run(
+        lab, served, [(scene, each, 30.0) for each in systems]
+    )
     emptiest = [run["emptiest"] for (run,) in own]
     worst = [
         [fmean(max(run["server_p95_s"]) for run in draws) for draws in found]
@@ -293,6 +307,7 @@ def fig18(lab: Lab) -> Findings:
     return Findings(
         {
             "storage": [adapters / fmean(used for used, _ in steps) for steps in emptiest],
+            "own-rank": [adapters / fmean(used for used, _ in run["emptiest"]) for (run,) in at_own],
             "hot": [float(fmean(ranks == 1 for _, ranks in steps) > 0.5) for steps in emptiest],
             "timeouts": [float(min(others) > bound_s) for _, *others in zip(*worst, strict=True)],
             "even": [float(each < min(others)) for each, *others in zip(*spread, strict=True)],

@@ -12,9 +12,7 @@ from pydantic import Field
 from capplan.datasets import gpu_sheet, model_arch
 from capplan.models import EngineChoice, roofline_profile
 from capplan.reproduce._recipe import read_recipe
-from capplan.serving import lora_elements_per_rank
 from capplan.spec import (
-    ATTENTION_MODULES,
     Adapter,
     Coefficient,
     Count,
@@ -32,7 +30,6 @@ from capplan.spec import (
 )
 from capplan.workload import draw_requests
 
-_PER_RANK: Final = "ms_per_prefill_krank"
 _MEASURED: Final = ("llama-7b", 4)
 """Model of the authors' runs, and its tensor parallelism, up to which their step holds."""
 
@@ -117,11 +114,6 @@ def server(model: str, tp: int, engine: str) -> Profile:
     step, swept = plain.step_latency, _roofline(model, terms.tp).step_latency
     cut = terms.tp / tp
     measured = model == _MEASURED[0] and tp <= _MEASURED[1]
-    cut = terms.tp / tp
-    measured = model == _MEASURED[0] and tp <= _MEASURED[1]
-    elements = [
-        lora_elements_per_rank(plain.model, tp, ATTENTION_MODULES, fully_sharded=cut) for cut in (True, False)
-    ]
     values = {
         "base_ms": (chosen.step_ms if measured else None) or terms.step_ms,
         "ms_per_prefill": terms.prompt_ms,
