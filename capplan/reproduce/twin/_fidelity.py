@@ -173,7 +173,7 @@ def _workload(case: Scenario) -> tuple[Workload, Profile]:
     profile = load_profile(setting().models[case.model])
     random = np.random.default_rng((case.adapters, len(case.ranks)))
     rates_rps = random.choice(setting().rates_rps[case.rates], case.adapters)
-    arrivals = {"arrivals": Unpredictable(every_s=_WINDOW_S)} if case.unpredictable else {}
+    arrivals: dict[str, Any] = {"arrivals": Unpredictable(every_s=_WINDOW_S)} if case.unpredictable else {}
     adapters = numbered(random.choice(case.ranks, case.adapters), rates_rps)
     lengths = _mean_lengths(published_model(case.model).key)
     return Workload(base_model=profile.model.hf_ids[0], adapters=adapters, **lengths, **arrivals), profile

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby, islice, pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -131,7 +131,7 @@ def vllm_points(reference: Path, panel: str, profile: str) -> list[Point]:
             row.total_throughput,
             row.throughput_over_offered,
         )
-        for row in table.itertuples()
+        for row in _rows(table)
     ]
 
 
@@ -143,7 +143,7 @@ def slora_points(measured: Path) -> list[Point]:
     given = setting().motivation
     table = pd.read_csv(measured / SLORA_RUNS).sort_values(["rate_per_adapter", "adapters"])
     points = []
-    for row in table.itertuples():
+    for row in _rows(table):
         rate_rps = row.rate_per_adapter
         if row.duration > _WHOLE_S:
             rate_rps = row.num_prompts / row.duration / row.adapters
@@ -161,6 +161,10 @@ def slora_points(measured: Path) -> list[Point]:
         share = row.request_throughput / (rate_rps * row.adapters)
         points.append(Point(f"{row.rate_per_adapter:g} req/s", case, tok_s, share))
     return points
+
+
+def _rows(table: pd.DataFrame) -> list[Any]:
+    return list(table.itertuples())
 
 
 def max_pack(adapters: Sequence[int], tok_s: Sequence[float], share: Sequence[float]) -> tuple[int, float]:
@@ -208,7 +212,8 @@ def lines(lab: Lab, points: Sequence[Point]) -> list[Simulated]:
     """Simulate measured runs, line by line. A server that does not start has no throughput."""
     cases = [replaced(point.case, seed) for seed in lab.seeds for point in points]
     found = iter(lab.each(packed, cases))
-    by_seed = [[next(found) or {"tok_s": 0.0, "share": 0.0} for _ in points] for _ in lab.seeds]
+    nothing = {"tok_s": 0.0, "share": 0.0}
+    by_seed = [[each or nothing for each in islice(found, len(points))] for _ in lab.seeds]
     numbered_points = list(enumerate(points))
     simulated = []
     for name, members in groupby(numbered_points, key=lambda each: each[1].line):

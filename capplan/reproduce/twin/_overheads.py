@@ -245,7 +245,7 @@ def fig7(lab: Lab) -> Findings:
     found = iter(lab.each(scheduling, cases))
     by_seed = [{point: next(found) for point in points} for _ in lab.seeds]
     most = max(adapters)
-    values = {
+    values: dict[str, Any] = {
         "few-slots": [each[most, 8] for each in by_seed],
         "many-slots": [max(each[point] for point in points if point[1] >= 128) for each in by_seed],
         "grows": [

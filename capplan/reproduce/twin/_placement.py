@@ -50,7 +50,7 @@ class Placed:
 
 def solver_of(name: str) -> Solver:
     """Return the solver of a system of the recipe, with the estimator that the paper gives it."""
-    chosen = dict(system(name))
+    chosen: dict[str, Any] = dict(system(name))
     return replace(find_solver(chosen.pop("solver")), **chosen)
 
 
@@ -109,8 +109,10 @@ def answers(lab: Lab, curve: str, systems: Sequence[str]) -> dict[str, list[Answ
     ]
     found: dict[str, list[dict[int, SolverResult]]] = {name: [{} for _ in lab.seeds] for name in systems}
     for case, row in zip(cases, lab.each(placed, cases), strict=True):
-        known = {name: tuple(each) if isinstance(each, list) else each for name, each in row.items()}
-        known = {name: float("nan") if each is None else each for name, each in known.items()}
+        known: dict[str, Any] = {
+            name: tuple(each) if isinstance(each, list) else float("nan") if each is None else each
+            for name, each in row.items()
+        }
         found[case.system][lab.seeds.index(case.cell.draw)][case.cell.adapters] = SolverResult(**known)
     return {name: list(each) for name, each in found.items()}
 
@@ -163,7 +165,7 @@ def fig10(lab: Lab) -> Findings:
     names = (PROPOSED, *MAXBASES)
     left, right = (answers(lab, f"fig10-{side}", names) for side in ("left", "right"))
     ours, others = left[PROPOSED], [left[name] for name in MAXBASES]
-    starves = [
+    beyond = [
         all(any(starves(draw[at][count]) for count in _declined(found)) for draw in others)
         for at, found in enumerate(ours)
     ]
@@ -177,9 +179,9 @@ def fig10(lab: Lab) -> Findings:
         _last_throughput(side[PROPOSED][at]) >= _last_throughput(side[name][at])
         for side, name, at in product((left, right), MAXBASES, range(len(lab.seeds)))
     ]
-    values = {
+    values: dict[str, Any] = {
         "valid": _valid(left[PROPOSED]) and _valid(right[PROPOSED]),
-        "left": starves,
+        "left": beyond,
         "right": [one < float("inf") and one <= other for one, other in zip(*first, strict=True)],
         "slots": fewer,
         "throughput": throughput,
@@ -212,7 +214,7 @@ def fig11(lab: Lab) -> Findings:
     first, second = found[curves[0]][PROPOSED], found[curves[1]][PROPOSED]
     one_gpu = [_most(draw, lambda row: holds(row) and row.gpus == 1) for draw in first]
     four = [_first(draw, lambda row: row.answered and row.gpus == FOUR) for draw in first]
-    every = [(each[PROPOSED], name, each[name]) for each in found.values() for name in names[1:]]
+    every = [(each[PROPOSED], name, each[name]) for each in found.values() for name in (*MAXBASES, "Random")]
     fewest = all(
         ours.gpus <= row.gpus
         for proposed, _, others in every
@@ -232,7 +234,7 @@ def fig11(lab: Lab) -> Findings:
         for draw in draws
         for row in draw.values()
     ]
-    values = {
+    values: dict[str, Any] = {
         "one-gpu": one_gpu,
         "four-gpus": [count for count in four if count < float("inf")] or None,
         "low-rates": [holds(draw[max(draw)]) for draw in second],
@@ -272,7 +274,7 @@ def fig12(lab: Lab) -> Findings:
     all_used = [
         row.gpus == FOUR for _, dlora, latency, _ in pairs for row in (dlora, latency) if row.answered
     ]
-    values = {
+    values: dict[str, Any] = {
         "gpus": all(
             ours.gpus < dlora.gpus if small else ours.gpus <= dlora.gpus for ours, dlora, small in held
         ),

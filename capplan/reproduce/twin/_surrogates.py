@@ -119,14 +119,13 @@ def table3(lab: Lab) -> Findings:
             Family(model, *each, str(dataset), folder, text) for each in product(FAMILIES, lab.seeds[:1])
         ]
     values: dict[str, Any] = {}
-    longest: dict[str, float] = {}
+    ms: dict[tuple[str, str], list[float]] = {}
     for case, found in zip(cases, lab.each(trained, cases), strict=True):
         for name in ("smape", "f1"):
             values.setdefault(f"{case.model}-{case.family}-{name}", []).append(found[name])
-        times = [found["throughput-ms"], found["starvation-ms"]]
-        longest[case.family] = max(longest.get(case.family, 0.0), *times)
-    slowest = max(longest, key=lambda name: longest[name]) == "svm"
-    fast = max(longest["knn"], longest["forest"])
+        ms[case.model, case.family] = [found["throughput-ms"], found["starvation-ms"]]
+    slowest = [max(FAMILIES, key=lambda family: ms[model, family][0]) == "svm" for model in profiles]
+    fast = max(each for (_, family), times in ms.items() if family != "svm" for each in times)
     return Findings(values | {"time": fast, "svm-slowest": slowest})
 
 
@@ -165,7 +164,7 @@ def small_tree(case: SmallTree) -> Mapping[str, float]:
 def _looped(answer: Any) -> Any:
     """Return a compiled loop over rows, long enough to hide the call."""
 
-    @numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
+    @numba.njit(error_model="numpy")
     def over(rows: Any) -> float:
         total = 0.0
         for at in range(rows.shape[0]):
