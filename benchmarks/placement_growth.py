@@ -19,8 +19,7 @@ from typing import Final
 import numpy as np
 
 from benchmarks.common import command_line, in_fresh_process, numbered_adapters, records_table, resident_mib
-from benchmarks.papers.placement_grid import RATES_RPS, SIZES
-from benchmarks.papers.placement_records import busy_gpus_of, workload_of
+from benchmarks.placement_records import busy_gpus_of, workload_of
 from capplan import Problem, Workload
 from capplan.errors import CapplanError
 from capplan.planner.problem._bound import lower_bound_gpus
@@ -30,6 +29,7 @@ from capplan.planner.solvers import find_solver
 from capplan.planner.solvers._base import DEFAULT_TIME_LIMIT_S
 from capplan.planner.solvers._solve import SolverRun, solve
 from capplan.planner.verification._verify import FRESH_SEEDS, make_verifier
+from capplan.reproduce.twin._setting import setting
 from capplan.spec import write_text_atomic
 
 PROBLEMS: Final = ("96x1", "384x4", "1000x16", "2000x64", "10000x256")
@@ -41,7 +41,9 @@ REPEATED = 2000
 def workload(adapters: int, gpus: int, load: float, spread: float = 0.0) -> Workload:
     """Return a workload with the rates of the mixed set, each times 1 - `spread` to 1 + `spread`."""
     random = np.random.default_rng((adapters, gpus))
-    rank, weight = random.choice(SIZES["mixed"], adapters), random.choice(RATES_RPS["mixed"], adapters)
+    given = setting().placement
+    rank = random.choice(given.ranks["mixed"], adapters)
+    weight = random.choice(given.rates_rps["mixed"], adapters)
     weight = weight * random.uniform(1.0 - spread, 1.0 + spread, adapters)
     unscaled = workload_of("llama", numbered_adapters(rank, weight))
     rate_rps = weight * load * gpus / busy_gpus_of(unscaled) * (1.0 - unscaled.headroom)

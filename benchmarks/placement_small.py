@@ -20,9 +20,10 @@ from typing import Final
 import numpy as np
 
 from benchmarks.common import command_line, emit, numbered_adapters, records_table, user_errors
-from benchmarks.papers.placement_records import MODELS, Record, Settings, Store, busy_gpus_of, workload_of
+from benchmarks.placement_records import Record, Settings, Store, busy_gpus_of, workload_of
 from capplan import EngineConfig, Lengths, Workload
 from capplan.planner import SolverResult
+from capplan.reproduce.twin._setting import setting
 from capplan.twin._sweep import in_parallel
 
 OURS, YARDSTICK = "capplan", "milp"
@@ -192,7 +193,7 @@ def large_case(settings: Settings, number: int) -> Case:
 
 def _workload(random: np.random.Generator, adapters: int, slots: int | None, load: float) -> Workload:
     """Draw a workload whose tokens keep `load` GPUs busy."""
-    model = str(random.choice(list(MODELS)))
+    model = str(random.choice(list(setting().models)))
     ranks = random.choice(RANKS, int(random.integers(1, len(RANKS) + 1)), replace=False)
     weight = np.exp(random.choice((0.0, 0.7, 1.5)) * random.standard_normal(adapters))
     kinds = [_lengths(random) for _ in range(int(random.choice((1, 1, 3))))]

@@ -14,59 +14,11 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.common import command_line
 from capplan import Profile, load_profile
-from capplan.datasets.published._runs import GROUPS, PROMPT_TOKENS, PUBLISHED, PublishedModel
-from capplan.datasets.published._tables import TABLES, write_tables
-from capplan.models._memory import assumed_model
-from capplan.models.calibration import Hardware, assumed_profile, fit_memory, read_steps
+from capplan.datasets.published import GROUPS, PROMPT_TOKENS, PUBLISHED, PublishedModel, write_tables
+from capplan.models.calibration import fit_memory, read_steps
 from capplan.models.calibration._step_model import step_ranges
+from capplan.reproduce.twin._profiles import base_profile, published_profile
 from capplan.spec import write_text_atomic
-from capplan.twin.calibration import CalibrationOptions, CalibrationTables, calibrate
-
-FORM = "additive-without-ranks-and-requests"
-FREE = ("length_correlation", "request_ms", "scrape_us_per_series", "scrape_us_per_series_adapter")
-HOST = {
-    "request_ms": 5.0,
-    "client_itl_factor": 1.0,
-    "scrape_interval_s": 2.0,  # pause of the client of the runs between two scrapes
-    "scrape_us_per_series": 5.0,
-    "scrape_us_per_series_adapter": 0.2,
-    "scrape_share": 1.0,
-}
-
-
-def base_profile(model: PublishedModel) -> Profile:
-    """Return GPU, model and engine of the shipped profile, with assumed coefficients."""
-    shipped = load_profile(model.profile)
-    hardware = Hardware(gpu=shipped.gpu.name, gpu_memory_bytes=shipped.gpu.memory_bytes)
-    assumed = assumed_profile(shipped.model, hardware)
-    return assumed.replace(engine=shipped.engine, host=assumed_model("per-request", HOST))
-
-
-def published_profile(
-    reference: Path, model: PublishedModel, groups: tuple[str, ...] = GROUPS, workers: int = 1
-) -> Profile:
-    """Return the profile of a model calibrated to the published tables.
-
-    Parameters
-    ----------
-    reference
-        Folder with the published tables.
-    model
-        The model.
-    groups
-        Groups of runs to fit to. Memory, loading and profiled steps are separate measurements.
-    workers
-        Threads of the simulations.
-    """
-    provenance = load_profile(model.profile).provenance
-    options = CalibrationOptions(name=model.profile, form=FORM, free=FREE, workers=workers)
-    with TemporaryDirectory() as folder:
-        write_tables(reference, model, Path(folder), groups)
-        tables = CalibrationTables(*(str(Path(folder) / name) for name in TABLES))
-        profile = calibrate(base_profile(model), tables, options).profile
-    chosen = "" if groups == GROUPS else f" {' '.join(groups)}"
-    command = f"python -m benchmarks.shipped_profiles REFERENCE_DIR OUT_DIR{chosen}"
-    return profile.replace(provenance=provenance.replace(command=command))
 
 
 def with_facts(profile: Profile, fresh: Profile, reference: Path, model: PublishedModel) -> Profile:

@@ -18,16 +18,9 @@ import numpy as np
 from scipy.stats import t as student
 
 from benchmarks.common import command_line, emit, records_table
-from capplan import EngineArgs, Lengths, Profile, load_profile, load_surrogate
+from capplan import Lengths, Profile, load_profile, load_surrogate
 from capplan.datasets import surrogate_path
-from capplan.datasets.published._runs import (
-    MAX_NUM_SEQS,
-    PUBLISHED,
-    TOKEN_BUDGET,
-    UTILIZATION,
-    PublishedModel,
-    published_runs,
-)
+from capplan.datasets.published import PUBLISHED, PublishedModel, published_runs
 from capplan.models import Surrogate
 from capplan.models.calibration import smape
 from capplan.models.surrogates import FEATURES, KINDS, feature_vector, profile_digest, unsupported_workload
@@ -43,7 +36,8 @@ from capplan.models.training._evaluation import (
     throughput_errors,
 )
 from capplan.profiling.load._requests import scaled
-from capplan.spec import DEFAULT_MAX_MODEL_LEN, allowed_lora_rank
+from capplan.reproduce.twin._surrogates import engine_args
+from capplan.spec import allowed_lora_rank
 from capplan.twin.dataset import Sample, draw
 
 PAPER = MappingProxyType(
@@ -70,21 +64,7 @@ class Measured(NamedTuple):
 
 def measured(reference: Path, model: PublishedModel, profile: Profile) -> Measured:
     runs = published_runs(reference, model)
-    features = [
-        feature_vector(
-            run.workload,
-            profile,
-            EngineArgs(
-                max_loras=run.a_max,
-                max_lora_rank=run.s_max,
-                max_num_seqs=MAX_NUM_SEQS,
-                max_num_batched_tokens=TOKEN_BUDGET,
-                gpu_memory_utilization=UTILIZATION,
-                max_model_len=DEFAULT_MAX_MODEL_LEN,
-            ),
-        )
-        for run in runs
-    ]
+    features = [feature_vector(run.workload, profile, engine_args(run)) for run in runs]
     return Measured(
         np.array(features),
         np.array([unsupported_workload(run.workload, profile) is None for run in runs]),

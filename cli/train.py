@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from capplan.spec import Profile
 
 
-_TABLE3: Final = "python -m benchmarks.papers.surrogate_table3"
+_TABLE3: Final = "capplan reproduce twin table3"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +50,7 @@ class TrainArgs:
         None, metavar="KIND[,KIND...]", help="Surrogates to train: best, forest, tree; default: all."
     )
     budget: int = typer.Option(12, metavar="N", min=1, help="Settings tried for each family and task.")
-    paper_space: bool = typer.Option(
-        False, "--paper-space", help="Moved to python -m benchmarks.papers.surrogate_table3."
-    )
+    paper_space: bool = typer.Option(False, "--paper-space", help="Moved to capplan reproduce twin table3.")
     workers: int | None = typer.Option(
         None, metavar="N", min=1, help="Processes, then threads; default: one per core."
     )

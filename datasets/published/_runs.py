@@ -72,6 +72,8 @@ class PublishedRun:
     s_max: int
     throughput_tok_s: float
     offered_tok_s: float
+    sent_share: float
+    """Requests sent over those expected at the nominal rates; NaN if they were not counted."""
     starved: bool
     itl_ms_mean: float
     itl_is_reliable: bool
@@ -140,6 +142,7 @@ def _run(row: pd.Series) -> PublishedRun:
         s_max=int(row.s_max),
         throughput_tok_s=float(row.total_throughput),
         offered_tok_s=float(row.offered_tok_s),
+        sent_share=float(row.arrivals_sent) / float(row.arrivals_expected),
         starved=bool(row.starved),
         itl_ms_mean=float(row.itl_mean_ms),
         itl_is_reliable=bool(row.itl_median_ms >= 1.0),

@@ -17,7 +17,7 @@ from ._files import KINDS, load_surrogate, profile_digest, surrogate_bytes
 from ._greedy_fill import AdapterQueue, FillRules, Scratch, SlotNumbers, fill_gpu, scratch_arrays
 from ._surrogate import COVERAGE, Surrogate, SurrogateAnswer
 from ._tree import LOG_OVER_EXPECTED, Tree
-from ._tree_export import EXPECTED, DecisionRule, decision_rules, export_python, export_svg
+from ._tree_export import EXPECTED, DecisionRule, compile_tree, decision_rules, export_python, export_svg
 
 __all__ = [
     "COVERAGE",
@@ -41,6 +41,7 @@ __all__ = [
     "Tree",
     "common_inputs",
     "compile_surrogate",
+    "compile_tree",
     "decision_rules",
     "export_python",
     "export_svg",

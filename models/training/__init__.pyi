@@ -1,4 +1,4 @@
-from ._candidates import FAMILIES, PAPER_FAMILIES
+from ._candidates import FAMILIES, PAPER_FAMILIES, RelativeRegressor, Task
 from ._data import (
     MANIFEST,
     OUTCOMES,
@@ -6,12 +6,14 @@ from ._data import (
     DatasetResult,
     Manifest,
     Shard,
+    TrainingTable,
     content_digest,
     read_manifest,
     read_tables,
     require_columns,
     schema,
 )
+from ._evaluation import grouped_folds, macro_f1, predictions
 from ._length_predictor import PredictorOptions, train_predictor
 from ._train import Trained, TrainingOptions, train_surrogates
 
@@ -24,10 +26,16 @@ __all__ = [
     "DatasetResult",
     "Manifest",
     "PredictorOptions",
+    "RelativeRegressor",
     "Shard",
+    "Task",
     "Trained",
     "TrainingOptions",
+    "TrainingTable",
     "content_digest",
+    "grouped_folds",
+    "macro_f1",
+    "predictions",
     "read_manifest",
     "read_tables",
     "require_columns",

@@ -1,0 +1,28 @@
+from ._runs import (
+    GROUPS,
+    LENGTHS,
+    MAX_NUM_SEQS,
+    PROMPT_TOKENS,
+    PUBLISHED,
+    TOKEN_BUDGET,
+    UTILIZATION,
+    PublishedModel,
+    PublishedRun,
+    published_runs,
+)
+from ._tables import TABLES, write_tables
+
+__all__ = [
+    "GROUPS",
+    "LENGTHS",
+    "MAX_NUM_SEQS",
+    "PROMPT_TOKENS",
+    "PUBLISHED",
+    "TABLES",
+    "TOKEN_BUDGET",
+    "UTILIZATION",
+    "PublishedModel",
+    "PublishedRun",
+    "published_runs",
+    "write_tables",
+]
