@@ -366,6 +366,7 @@ def _main_instance(placement: Placement, adapter: int) -> int:
 def _held(workload: Workload, instances: Sequence[Instance]) -> list[NDArray[np.int64]]:
     """Return the numbers of the adapters that each instance holds, in the order of the workload."""
     number = {adapter.name: i for i, adapter in enumerate(workload.adapters, start=1)}
+    traffic = workload.traffic
     everything = np.arange(1, len(number) + 1)
     held = []
     for i, instance in enumerate(instances):
@@ -373,7 +374,7 @@ def _held(workload: Workload, instances: Sequence[Instance]) -> list[NDArray[np.
             held.append(everything)
             continue
         for name in instance.adapters:
-            if name not in workload.traffic:
+            if name not in traffic:
                 raise InputError("must be an adapter of the workload", name, f"instances[{i}].adapters")
         if not instance.adapters:
             raise InputError("must hold at least one adapter", {}, f"instances[{i}].adapters")
