@@ -1,0 +1,135 @@
+"""Fractional designs of factors with levels: which configurations, and what follows from their responses."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Levels: TypeAlias = tuple[str, ...]
+"""A level of every factor, in the order of the recipe."""
+Array: TypeAlias = NDArray[np.float64]
+_PRIOR: Final = 1e-3
+"""Information of every term before the first configuration."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Factors with their levels, and the combinations that are possible."""
+
+    levels: Mapping[str, Sequence[str]]
+    possible: tuple[Levels, ...]
+
+    @cached_property
+    def _parts(self) -> Mapping[frozenset[str], Array]:
+        """Terms by their factors; the effects of a factor's levels sum to 0."""
+        main = {frozenset([name]): self._coded(place) for place, name in enumerate(self.levels)}
+        both = {
+            one | other: (left[:, :, None] * right[:, None, :]).reshape(len(self.possible), -1)
+            for (one, left), (other, right) in combinations(main.items(), 2)
+        }
+        return {frozenset(): np.ones((len(self.possible), 1)), **main, **both}
+
+    @cached_property
+    def terms(self) -> Array:
+        """Terms of each possible combination: the mean, main effects, interactions of two factors."""
+        return np.hstack(list(self._parts.values()))
+
+    def order(self) -> NDArray[np.int64]:
+        """Return the number of factors of each term."""
+        return np.concatenate([np.full(part.shape[1], len(names)) for names, part in self._parts.items()])
+
+    def is_of(self, names: Collection[str]) -> NDArray[np.bool_]:
+        """Return which terms are of exactly these factors."""
+        return np.concatenate(
+            [np.full(part.shape[1], own == set(names)) for own, part in self._parts.items()]
+        )
+
+    def _coded(self, place: int) -> Array:
+        known = list(self.levels.values())[place]
+        code = np.vstack([np.eye(len(known) - 1), -np.ones(len(known) - 1)])
+        return code[[known.index(levels[place]) for levels in self.possible]]
+
+    def design(self, first: Sequence[Levels], count: int) -> list[int]:
+        """Return positions of so many possible combinations, a D-optimal choice one after the other."""
+        chosen = [self.possible.index(levels) for levels in first]
+        taken = self.terms[chosen]
+        inverse = np.linalg.inv(_PRIOR * np.eye(self.terms.shape[1]) + taken.T @ taken)
+        while len(chosen) < count:
+            gain = np.einsum("ij,jk,ik->i", self.terms, inverse, self.terms)
+            gain[chosen] = -1.0
+            chosen.append(int(gain.argmax()))
+            along = inverse @ self.terms[chosen[-1]]
+            inverse -= np.outer(along, along) / (1.0 + along @ self.terms[chosen[-1]])
+        return chosen
+
+    def pairs(self, factor: str, low: str, high: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return positions of the combinations with a level, and of those with another instead."""
+        place, position = list(self.levels).index(factor), {each: i for i, each in enumerate(self.possible)}
+        found = [
+            (i, position[changed])
+            for i, each in enumerate(self.possible)
+            if each[place] == low and (changed := (*each[:place], high, *each[place + 1 :])) in position
+        ]
+        return np.array([i for i, _ in found]), np.array([j for _, j in found])
+
+
+@dataclass(frozen=True)
+class Effects:
+    """Effects on a response, which was found at some of the possible combinations."""
+
+    factors: Factors
+    chosen: Sequence[int]
+    response: Array
+    """By chosen combination and seed."""
+
+    @cached_property
+    def _inverse(self) -> Array:
+        return np.linalg.pinv(self.factors.terms[self.chosen])
+
+    @cached_property
+    def fitted(self) -> Array:
+        """Response of every possible combination by least squares, by seed."""
+        return self.factors.terms @ (self._inverse @ self.response)
+
+    @cached_property
+    def fitted_by_main_effects(self) -> Array:
+        """What main effects alone explain of it."""
+        return self._explained(self.factors.order() < 2)
+
+    def _explained(self, kept: NDArray[np.bool_]) -> Array:
+        terms = self.factors.terms[:, kept]
+        return np.asarray(terms @ np.linalg.lstsq(terms, self.fitted, rcond=None)[0])
+
+    def left_out(self) -> Array:
+        """Return the errors of chosen combinations if each is left out, if the others have all terms."""
+        terms = self.factors.terms[self.chosen]
+        leverage = np.einsum("ij,ji->i", terms, self._inverse)
+        known = leverage < 1.0 - 1e-6
+        wrong = self.response - self.fitted[self.chosen]
+        return wrong[known] / (1.0 - leverage[known])[:, None]
+
+    def main(self, factor: str, level: str) -> Array:
+        """Return the mean difference of a level from the first one, by seed."""
+        low, high = self.factors.pairs(factor, self.factors.levels[factor][0], level)
+        return (self.fitted[high] - self.fitted[low]).mean(axis=0)
+
+    def together(self, one: tuple[str, str], other: tuple[str, str]) -> Array:
+        """Return what two levels add together beyond the sum of what each adds alone, by seed."""
+        low, high = self.factors.pairs(one[0], self.factors.levels[one[0]][0], one[1])
+        start, end = self.factors.pairs(other[0], self.factors.levels[other[0]][0], other[1])
+        moved = dict(zip(start.tolist(), end.tolist(), strict=True))
+        rows = [(i, j) for i, j in zip(low.tolist(), high.tolist(), strict=True) if i in moved and j in moved]
+        plain, changed = (np.array(column) for column in zip(*rows, strict=True))
+        both = [np.array([moved[i] for i in column.tolist()]) for column in (changed, plain)]
+        fitted = self.fitted
+        return (fitted[both[0]] - fitted[both[1]] - fitted[changed] + fitted[plain]).mean(axis=0)
+
+    def size(self, one: str, other: str) -> Array:
+        """Return the root mean square, over the possible combinations, of what no other term explains."""
+        return np.sqrt(((self.fitted - self._explained(~self.factors.is_of({one, other}))) ** 2).mean(axis=0))
