@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,15 +68,20 @@ class Factors:
             inverse -= np.outer(along, along) / (1.0 + along @ self.terms[chosen[-1]])
         return chosen
 
-    def pairs(self, factor: str, low: str, high: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return positions of the combinations with a level, and of those with another instead."""
-        place, position = list(self.levels).index(factor), {each: i for i, each in enumerate(self.possible)}
-        found = [
-            (i, position[changed])
-            for i, each in enumerate(self.possible)
-            if each[place] == low and (changed := (*each[:place], high, *each[place + 1 :])) in position
-        ]
-        return np.array([i for i, _ in found]), np.array([j for _, j in found])
+    def changed(self, factor: str, level: str) -> NDArray[np.int64]:
+        """Return the position of each possible combination with this level instead of the factor's first.
+
+        It is -1 where that is not possible, or the combination has not the first level.
+        """
+        place, first = list(self.levels).index(factor), self.levels[factor][0]
+        position = {each: i for i, each in enumerate(self.possible)}
+        instead = [(*each[:place], level, *each[place + 1 :]) for each in self.possible]
+        return np.array(
+            [
+                position.get(new, -1) if each[place] == first else -1
+                for each, new in zip(self.possible, instead, strict=True)
+            ]
+        )
 
 
 @dataclass(frozen=True)
@@ -90,12 +95,12 @@ class Effects:
 
     @cached_property
     def _inverse(self) -> Array:
-        return np.linalg.pinv(self.factors.terms[self.chosen])
+        return _floats(np.linalg.pinv(self.factors.terms[self.chosen]))
 
     @cached_property
     def fitted(self) -> Array:
         """Response of every possible combination by least squares, by seed."""
-        return self.factors.terms @ (self._inverse @ self.response)
+        return _floats(self.factors.terms @ (self._inverse @ self.response))
 
     @cached_property
     def fitted_by_main_effects(self) -> Array:
@@ -104,7 +109,7 @@ class Effects:
 
     def _explained(self, kept: NDArray[np.bool_]) -> Array:
         terms = self.factors.terms[:, kept]
-        return np.asarray(terms @ np.linalg.lstsq(terms, self.fitted, rcond=None)[0])
+        return _floats(terms @ np.linalg.lstsq(terms, self.fitted, rcond=None)[0])
 
     def left_out(self) -> Array:
         """Return the errors of chosen combinations if each is left out, if the others have all terms."""
@@ -112,24 +117,27 @@ class Effects:
         leverage = np.einsum("ij,ji->i", terms, self._inverse)
         known = leverage < 1.0 - 1e-6
         wrong = self.response - self.fitted[self.chosen]
-        return wrong[known] / (1.0 - leverage[known])[:, None]
+        return _floats(wrong[known] / (1.0 - leverage[known])[:, None])
 
     def main(self, factor: str, level: str) -> Array:
         """Return the mean difference of a level from the first one, by seed."""
-        low, high = self.factors.pairs(factor, self.factors.levels[factor][0], level)
-        return (self.fitted[high] - self.fitted[low]).mean(axis=0)
+        new = self.factors.changed(factor, level)
+        plain = np.flatnonzero(new >= 0)
+        return _floats((self.fitted[new[plain]] - self.fitted[plain]).mean(axis=0))
 
     def together(self, one: tuple[str, str], other: tuple[str, str]) -> Array:
         """Return what two levels add together beyond the sum of what each adds alone, by seed."""
-        low, high = self.factors.pairs(one[0], self.factors.levels[one[0]][0], one[1])
-        start, end = self.factors.pairs(other[0], self.factors.levels[other[0]][0], other[1])
-        moved = dict(zip(start.tolist(), end.tolist(), strict=True))
-        rows = [(i, j) for i, j in zip(low.tolist(), high.tolist(), strict=True) if i in moved and j in moved]
-        plain, changed = (np.array(column) for column in zip(*rows, strict=True))
-        both = [np.array([moved[i] for i in column.tolist()]) for column in (changed, plain)]
-        fitted = self.fitted
-        return (fitted[both[0]] - fitted[both[1]] - fitted[changed] + fitted[plain]).mean(axis=0)
+        left, right = self.factors.changed(*one), self.factors.changed(*other)
+        plain = np.flatnonzero((left >= 0) & (right >= 0) & (right[left] >= 0))
+        fitted, left_alone, right_alone = self.fitted, left[plain], right[plain]
+        beyond = fitted[right[left_alone]] - fitted[left_alone] - fitted[right_alone] + fitted[plain]
+        return _floats(beyond.mean(axis=0))
 
     def size(self, one: str, other: str) -> Array:
         """Return the root mean square, over the possible combinations, of what no other term explains."""
-        return np.sqrt(((self.fitted - self._explained(~self.factors.is_of({one, other}))) ** 2).mean(axis=0))
+        own = self.fitted - self._explained(~self.factors.is_of({one, other}))
+        return _floats(np.sqrt((own**2).mean(axis=0)))
+
+
+def _floats(values: Any) -> Array:
+    return np.asarray(values, np.float64)

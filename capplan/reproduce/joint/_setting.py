@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from itertools import product
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from capplan import Adapter, Profile, Workload
 from capplan.errors import InputError
 from capplan.reproduce._recipe import read_recipe
 from capplan.reproduce._search import highest
 from capplan.reproduce.joint._design import Levels
 from capplan.serving import adapter_bytes
 from capplan.serving.rebalancing import AdapterDemand, place, place_near
-from capplan.spec import ArrivalProcess, Lengths, Popularity, RebalanceSettings, SpecModel
+from capplan.spec import (
+    Adapter,
+    ArrivalProcess,
+    Lengths,
+    Popularity,
+    Profile,
+    RebalanceSettings,
+    SpecModel,
+    Workload,
+)
 from capplan.twin.cluster import ClusterResult, Instance, Rebalancing, simulate_cluster
 from capplan.twin.instance import REJECTED
 
+Shares: TypeAlias = Sequence[Mapping[str, float] | None]
+"""Adapters and their shares on every GPU; None: all, in equal shares."""
 BASE: Final = "slora"
 """System whose highest load is that to which loads are relative."""
 _PRECISION: Final = 0.02
@@ -213,9 +223,7 @@ def _served(case: SystemCase, rps: float) -> Counted:
     return Counted.of(answer, given)
 
 
-def _instances(
-    given: Setting, load: Workload, fields: Mapping[str, Any], shares: Sequence[Mapping[str, float] | None]
-) -> list[Instance]:
+def _instances(given: Setting, load: Workload, fields: Mapping[str, Any], shares: Shares) -> list[Instance]:
     made = partial(
         Instance,
         engine_profile(given.load_ms),
@@ -242,25 +250,29 @@ def _demands(load: Workload) -> list[AdapterDemand]:
     ]
 
 
-def _at_random(load: Workload, case: SystemCase) -> list[Mapping[str, float]]:
+def _at_random(load: Workload, case: SystemCase) -> Shares:
     """Return equally many adapters on every GPU."""
     names = np.random.default_rng(case.seed).permutation([each.name for each in load.adapters])
     return [dict.fromkeys(own.tolist(), 1.0) for own in np.array_split(names, case.gpus)]
 
 
-def _by_loraserve(load: Workload, case: SystemCase) -> Sequence[Mapping[str, float]]:
+def _by_loraserve(load: Workload, case: SystemCase) -> Shares:
     return place(_demands(load), dict(case.points), case.gpus).shares
 
 
-def _by_capplan(load: Workload, case: SystemCase) -> Sequence[Mapping[str, float]]:
+def _by_capplan(load: Workload, case: SystemCase) -> Shares:
     empty = [dict[str, float]() for _ in range(case.gpus)]
     return place_near(_demands(load), dict(case.points), empty, empty, price_per_gb=0.0)
 
 
-PLACEMENTS: Final = {
+def _everywhere(_: Workload, case: SystemCase) -> Shares:
+    return [None] * case.gpus
+
+
+PLACEMENTS: Final[Mapping[str, Callable[[Workload, SystemCase], Shares]]] = {
     "random": _at_random,
     "loraserve": _by_loraserve,
     "capplan": _by_capplan,
-    "everywhere": lambda _, case: [None] * case.gpus,
+    "everywhere": _everywhere,
 }
-"""Placements by the level's name: adapters and their shares on every GPU; None: all."""
+"""Placements by the level of their factor."""
