@@ -36,7 +36,8 @@ def test_effects_are_those_of_the_response(small: Factors) -> None:
         return 3.0 + {"a0": 0.0, "a1": -1.0, "a2": 2.0}[a] - (b == "b1") + (c == "c1") + together
 
     chosen = small.design([small.possible[0]], 14)
-    found = Effects(small, chosen, np.array([[response(small.possible[i])] * 2 for i in chosen]))
+    values = np.array([[response(small.possible[i])] * 2 for i in chosen])
+    found = Effects(small, chosen, values, shrinkage=0.0)
     np.testing.assert_allclose(found.fitted[:, 0], [response(each) for each in small.possible])
     np.testing.assert_allclose(found.main("b", "b1"), -1.0)
     np.testing.assert_allclose(found.main("a", "a2"), 2.0)
@@ -45,3 +46,11 @@ def test_effects_are_those_of_the_response(small: Factors) -> None:
     np.testing.assert_allclose(found.together(("a", "a1"), ("b", "b1")), 0.0, atol=1e-9)
     assert found.size("a", "c").min() > 0.1 > 1e-9 > found.size("a", "b").max()
     np.testing.assert_allclose(found.left_out(), 0.0, atol=1e-9)
+
+
+def test_a_response_without_interactions_is_found_with_shrinkage(small: Factors) -> None:
+    values = np.array(
+        [[float(levels[0] == "a1") - 2.0 * float(levels[2] == "c2")] for levels in small.possible]
+    )
+    chosen = small.design([small.possible[0]], 10)
+    np.testing.assert_allclose(Effects(small, chosen, values[chosen]).fitted, values, atol=1e-9)

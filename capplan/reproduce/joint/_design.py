@@ -16,6 +16,8 @@ Levels: TypeAlias = tuple[str, ...]
 Array: TypeAlias = NDArray[np.float64]
 _PRIOR: Final = 1e-3
 """Information of every term before the first configuration."""
+SHRINKAGE: Final = 1.0
+"""Information that an interaction is 0: that of one configuration."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +94,14 @@ class Effects:
     chosen: Sequence[int]
     response: Array
     """By chosen combination and seed."""
+    shrinkage: float = SHRINKAGE
+    """Information that an interaction is 0; there are almost as many terms as configurations."""
 
     @cached_property
     def _inverse(self) -> Array:
-        return _floats(np.linalg.pinv(self.factors.terms[self.chosen]))
+        taken = self.factors.terms[self.chosen]
+        shrunk = np.diag(np.sqrt(self.shrinkage) * (self.factors.order() == 2))
+        return _floats(np.linalg.pinv(np.vstack([taken, shrunk]))[:, : len(taken)])
 
     @cached_property
     def fitted(self) -> Array:
