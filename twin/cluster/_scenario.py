@@ -366,6 +366,7 @@ def _main_instance(placement: Placement, adapter: int) -> int:
 def _held(workload: Workload, instances: Sequence[Instance]) -> list[NDArray[np.int64]]:
     """Return the numbers of the adapters that each instance holds, in the order of the workload."""
     number = {adapter.name: i for i, adapter in enumerate(workload.adapters, start=1)}
+    traffic = workload.traffic
     everything = np.arange(1, len(number) + 1)
     traffic = workload.traffic
     held = []
