@@ -168,8 +168,7 @@ def launches(models: Sequence[str] | None = None) -> Iterator[tuple[str, Launch]
             *(LoraBatch("sgmv", 1, rank, PROMPT_TOKENS) for rank in RANKS),
         ]
         for batch in batches:
-            for _, _, launch in lora_launches(config, batch, META):
-                yield name, launch
+            yield from ((name, launch) for _, _, launch in lora_launches(config, batch, META))
         for splits in (1, 8):
             for launch in attention_launches(config, 64, 8192, META, splits):
                 yield name, launch
@@ -202,6 +201,7 @@ def variant(launch: Launch) -> str:
         "BLOCK_RANK": f"{config.get('BLOCK_RANK')} ranks",
         "GROUP": f"{config.get('GROUP')} queries",
         "SPLITS": f"in {config.get('SPLITS')}",
+        "BLOCKS": f"{config.get('MODULES')} modules",
         "SPLIT": "in parts" if config.get("SPLIT") else "whole",
         "PADDED": "padded" if config.get("PADDED") else "",
     }

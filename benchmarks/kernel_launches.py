@@ -14,12 +14,12 @@ from typing import Final
 import torch
 
 from capplan.datasets import hf_config
-from capplan.engine import ModelConfig, Segment
+from capplan.engine import ModelConfig
 from capplan.engine._input_batch import Prefill
 from capplan.engine._pool import KvCache, PagePool, kv_page_elements
-from capplan.engine.kernels import Kind, TritonLoRA
+from capplan.engine.kernels import Kind
 from capplan.engine.kernels._triton_attention import decode_launches, prompt_launch, prompt_tiles
-from capplan.engine.kernels._triton_lora import Launch
+from capplan.engine.kernels._triton_lora import Launch, StepLoRA
 from capplan.engine.lora import MODULES, AdapterLayout, B, RowTables
 from capplan.engine.lora._adapter import SITES
 from capplan.engine.lora._memory import StaticSlots
@@ -66,7 +66,10 @@ class LoraBatch:
 def lora_launches(
     config: ModelConfig, batch: LoraBatch, device: torch.device
 ) -> Iterator[tuple[str, str, Launch]]:
-    """Yield (half, site, launch) of every site; activations are views of wider tensors, as in a step."""
+    """Yield (half, site, launch) of every site; activations are views of wider tensors, as in a step.
+
+    The launches of tiles read what the first launch of all writes.
+    """
     dtype = getattr(torch, config.dtype)
     layout = AdapterLayout(config)
     memory = StaticSlots(layout, batch.adapters, batch.rank, dtype, device)
@@ -74,11 +77,11 @@ def lora_launches(
     for number in range(1, batch.adapters + 1):
         placement = memory.place(number, layout.ranks(batch.rank))
         tables.add(number, placement, memory.padding(number, batch.rank))
-    segments = [
-        Segment(number + 1, number * batch.tokens_each, (number + 1) * batch.tokens_each)
-        for number in range(batch.adapters)
-    ]
-    step = TritonLoRA(layout, tables, memory.storage, segments, batch.tokens, batch.kind)
+    numbers = torch.arange(batch.adapters, dtype=torch.int32, device=device)
+    numbers = numbers.repeat_interleave(batch.tokens_each, output_size=batch.tokens)
+    step = StepLoRA(layout, tables, memory.storage, numbers, batch.kind, batch.rank)
+    if batch.kind == "sgmv":
+        yield "tiles", "", step.tiles_launch()
     for site, modules in enumerate(SITES):
         width = sum(layout.sizes[module][B] for module in modules)
         x = torch.zeros((batch.tokens, layout.sizes[modules[0]][0]), dtype=dtype, device=device)

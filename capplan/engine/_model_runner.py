@@ -2,15 +2,15 @@
 
 A CUDA graph replays kernels on the memory that it was captured with. The inputs of a decode step are copied
 into static tensors, padded to one of a few numbers of requests; padding reads and writes the dump page.
-Kernels that depend on more than the contents of these tensors cannot be captured: adapters run token by token
-at their ranks.
+Kernels that depend on more than the contents of these tensors cannot be captured: tiles of tokens of an
+adapter are found on the GPU, within the graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -30,8 +30,13 @@ from capplan.engine.models._weights import Weights
 from capplan.engine.parallel._group import Collectives
 from capplan.serving import Limits
 
-Forward = Callable[[ModelInputs, torch.Tensor | None], torch.Tensor]
-"""Hidden states of a batch of decodes; the second argument is each token's row in the adapter tables."""
+if TYPE_CHECKING:
+    from capplan.engine.kernels import Kind
+
+GraphForward = Callable[[ModelInputs, torch.Tensor, "Kind | None"], torch.Tensor]
+"""Hidden states of a batch of decodes, of each token's row in the adapter tables, and of the kind of LoRA
+kernels, None without adapters.
+"""
 Replay = Callable[[], torch.Tensor]
 
 _GRAPH_SIZES: Final = (1, 2, 4, *range(8, 64, 8), *range(64, 512, 16))
@@ -156,8 +161,8 @@ class ModelRunner:
 class _StaticInputs(NamedTuple):
     inputs: ModelInputs
     decodes: Decodes
-    numbers: torch.Tensor | None
-    """Row of each token in the adapter tables; None: without adapters."""
+    numbers: torch.Tensor
+    """Row of each token in the adapter tables, -1 without one."""
     host_numbers: torch.Tensor
     """In pinned memory; not overwritten before the step's logits are back."""
     replay: Replay
@@ -172,6 +177,8 @@ class DecodeGraphs:
         The model.
     capture
         Captures a graph of a function; on the CPU it returns the function itself.
+    kind_of
+        Kind of LoRA kernels by tokens with an adapter, and adapters.
     number_of
         Adapter to its row in the adapter tables.
     max_requests, max_blocks
@@ -182,8 +189,9 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        forward: Forward,
+        forward: GraphForward,
         capture: Callable[[Replay], Replay],
+        kind_of: Callable[[int, int], Kind],
         number_of: Mapping[int, int],
         max_requests: int,
         max_blocks: int,
@@ -192,12 +200,13 @@ class DecodeGraphs:
     ) -> None:
         self._forward = forward
         self._capture = capture
+        self._kind_of = kind_of
         self._number_of = number_of
         self._sizes = [size for size in _GRAPH_SIZES if size < max_requests] + [max_requests]
         self._max_blocks = max_blocks
         self._dump_page = dump_page
         self._device = device
-        self._static: dict[tuple[int, bool], _StaticInputs] = {}
+        self._static: dict[tuple[int, Kind | None], _StaticInputs] = {}
 
     def can_run(self, inputs: ModelInputs) -> bool:
         """Return whether a step has decodes only."""
@@ -205,34 +214,42 @@ class DecodeGraphs:
 
     def capture_all(self) -> None:
         """Capture every graph, the largest first: the others share its memory."""
-        for size in reversed(self._sizes):
-            for with_adapters in (True, False):
-                self._captured(size, with_adapters)
+        for key in self._keys():
+            self._captured(*key)
 
     def measure(self, held: Callable[[Callable[[], object]], int]) -> int:
         """Return the bytes of all graphs: of the largest one, and of the others as much as of the second.
 
         Graphs share the memory of their tensors, which the largest one needs most of.
         """
-        first, second = [(size, has) for size in reversed(self._sizes) for has in (True, False)][:2]
-        graphs = 2 * len(self._sizes)
-        return held(lambda: self._captured(*first)) + (graphs - 1) * held(lambda: self._captured(*second))
+        first, second, *others = self._keys()
+        first_bytes = held(lambda: self._captured(*first))
+        return first_bytes + (1 + len(others)) * held(lambda: self._captured(*second))
+
+    def _keys(self) -> list[tuple[int, Kind | None]]:
+        """Return sizes and kinds of all graphs: with tokens of one adapter, of one each, and of none."""
+        return [
+            (size, kind)
+            for size in reversed(self._sizes)
+            for kind in dict.fromkeys((self._kind_of(size, 1), self._kind_of(size, size), None))
+        ]
 
     def run(self, inputs: ModelInputs) -> torch.Tensor:
         """Return the hidden state of every token, valid until the next run."""
         requests = inputs.tokens.shape[0]
         size = next(size for size in self._sizes if size >= requests)
-        static = self._captured(size, any(segment.adapter for segment in inputs.segments))
+        tokens = [segment.end - segment.start for segment in inputs.segments if segment.adapter]
+        static = self._captured(size, self._kind_of(sum(tokens), len(tokens)) if tokens else None)
         self._fill(static, inputs, requests)
         return static.replay()[:requests]
 
-    def _captured(self, size: int, with_adapters: bool) -> _StaticInputs:
-        key = size, with_adapters
+    def _captured(self, size: int, kind: Kind | None) -> _StaticInputs:
+        key = size, kind
         if key not in self._static:
             self._static[key] = self._new(*key)
         return self._static[key]
 
-    def _new(self, size: int, with_adapters: bool) -> _StaticInputs:
+    def _new(self, size: int, kind: Kind | None) -> _StaticInputs:
         def filled(value: int, *shape: int) -> torch.Tensor:
             return torch.full(shape, value, dtype=torch.int64, device=self._device)
 
@@ -252,9 +269,9 @@ class DecodeGraphs:
             segments=(),
             sampled=decodes.at,
         )
-        numbers = torch.full((size,), -1, dtype=torch.int32, device=self._device) if with_adapters else None
+        numbers = torch.full((size,), -1, dtype=torch.int32, device=self._device)
         host_numbers = torch.empty(size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        replay = self._capture(lambda: self._forward(inputs, numbers))
+        replay = self._capture(lambda: self._forward(inputs, numbers, kind))
         return _StaticInputs(inputs, decodes, numbers, host_numbers, replay)
 
     def _fill(self, static: _StaticInputs, inputs: ModelInputs, requests: int) -> None:
@@ -272,7 +289,7 @@ class DecodeGraphs:
         blocks = inputs.decodes.pages.shape[1]
         static.decodes.pages[:requests, :blocks].copy_(inputs.decodes.pages)
         static.decodes.pages[requests:, 0] = self._dump_page
-        if static.numbers is not None:
+        if any(segment.adapter for segment in inputs.segments):
             numbers = static.host_numbers.numpy()
             numbers[:] = -1
             for segment in inputs.segments:
@@ -361,17 +378,26 @@ def decode_graphs(
     layout, weights = lora.layout, lora.memory.storage
     if not options.chosen_graphs(weights.dtype):
         return None
-    from capplan.engine.kernels._triton_lora import TokenLoRA
+    from capplan.engine.kernels._triton_lora import StepLoRA, chosen_kind
 
-    def hidden(inputs: ModelInputs, numbers: torch.Tensor | None) -> torch.Tensor:
-        adapters = None
-        if numbers is not None:
-            adapters = TokenLoRA(layout, tables, weights, numbers, tables.max_rank)
+    kernel = options.chosen_lora_kernel(weights.dtype)
+
+    def hidden(inputs: ModelInputs, numbers: torch.Tensor, kind: Kind | None) -> torch.Tensor:
+        if kind is None:
+            return runner.hidden(inputs, None)
+        adapters = StepLoRA(layout, tables, weights, numbers, kind, tables.max_rank)
+        if kind == "sgmv":
+            adapters.tiles_launch().run()
         return runner.hidden(inputs, adapters)
+
+    def kind_of(tokens: int, adapters: int) -> Kind:
+        fixed: Kind | None = None if kernel == "triton" else cast("Kind", kernel)
+        return fixed or chosen_kind(tokens, adapters, options.sgmv_from_tokens)
 
     return DecodeGraphs(
         hidden,
         CudaCapture() if weights.device.type == "cuda" else lambda run: run,
+        kind_of,
         tables.number_of,
         limits.max_num_seqs,
         -(-limits.max_model_len // limits.block_size),

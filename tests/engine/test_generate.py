@@ -233,11 +233,11 @@ def test_every_kernel_gives_the_same_tokens(kernel: str, memory: str) -> None:
     assert tokens[0] == tokens[1]
 
 
-@pytest.mark.parametrize("memory", ["slots", "unified"])
-def test_padded_decode_steps_give_the_same_tokens(memory: str) -> None:
+@pytest.mark.parametrize(("memory", "kernel"), [("slots", "mbgmv"), ("unified", "sgmv"), ("slots", "triton")])
+def test_padded_decode_steps_give_the_same_tokens(memory: str, kernel: str) -> None:
     """Steps are padded as for CUDA graphs; nothing is captured on a CPU."""
     pytest.importorskip("triton", reason="the kernels need triton (extra `engine`)")
-    kernels = {"lora_kernel": "mbgmv", "attention_kernel": "triton", "cuda_graphs": True}
+    kernels = {"lora_kernel": kernel, "attention_kernel": "triton", "cuda_graphs": True}
     prompts, names = [[1, 2], [3], [4], [5, 6], [7]], ["a", "b", None, "c", "a"]
     tokens = []
     for settings in ({}, {**kernels, "memory": memory, "block_size": 8, "max_loras": 2, "rules": "vllm-0.8"}):

@@ -18,7 +18,7 @@ from tests.engine.engines import TINY_MODEL
 pytestmark = pytest.mark.long
 
 KERNELS = {
-    *("shrink_tokens", "expand_tokens", "shrink_tiles", "expand_tiles"),
+    *("shrink_tokens", "expand_tokens", "find_tiles", "shrink_tiles", "expand_tiles"),
     *("attend_pages", "merge_splits", "attend_prompts", "share_rows"),
 }
 WIDE = TINY_MODEL.replace(hidden_size=256, intermediate_size=64, head_dim=32, dtype="bfloat16")
@@ -33,7 +33,7 @@ def test_every_kernel_compiles_for_every_architecture_without_spilling() -> None
     assert {(row["kernel"], row["arch"]) for row in rows} == {(k, a) for k in KERNELS for a in (80, 90, 100)}
     assert {row["spilled_bytes"] for row in rows} == {0}
     assert min(row["occupancy"] for row in rows) >= 0.25
-    assert min(row["wide_loads"] for row in rows) > 0.4  # without known alignments, none
+    assert min(row["wide_loads"] for row in rows if row["kernel"] != "find_tiles") > 0.4  # unaligned: none
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, and no interpreter")

@@ -5,7 +5,7 @@ Inputs are fresh, everything that a kernel must not read is poisoned with NaN, a
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from capplan.engine.kernels._triton_attention import (
     prompt_launch,
     prompt_tiles,
 )
+from capplan.engine.kernels._triton_lora import TILE_TOKENS, StepLoRA
 from capplan.engine.kernels._triton_lora_kernels import shrink_tiles, shrink_tokens
 from capplan.engine.lora import MODULES, AdapterLayout, HostAdapter, RowTables
 from capplan.engine.lora._adapter import SITES, pack
@@ -123,23 +124,79 @@ def test_each_token_uses_its_own_adapter(where: str, kind: Kind, dtype: torch.dt
     ]
     tokens = int(ends[-1])
     applied = TritonLoRA(LAYOUT, tables, memory.storage, segments, tokens, kind)
-    for layer in [int(rng.integers(CONFIG.layers))]:
-        for site, modules in enumerate(SITES):
-            width = sum(LAYOUT.sizes[module][1] for module in modules)
-            x = torch.randn(tokens, LAYOUT.sizes[modules[0]][0] + 3, device=DEVICE).to(dtype)[:, :-3]
-            out = torch.randn(tokens, width, device=DEVICE).to(dtype)
-            right = out.double().clone()
-            for adapter, start, end in segments:
-                if adapter:
-                    right[start:end] = expected(adapters[adapter], layer, site, x[start:end], out[start:end])
-            applied._h.fill_(torch.nan)
-            applied.add(layer, site, x, out)
-            error = (out.double() - right).abs().max() / right.abs().max()
-            assert float(error) < TOLERANCE[dtype]
+    check_products(applied, adapters, segments, tokens, dtype)
+
+
+def check_products(
+    applied: StepLoRA,
+    adapters: Mapping[int, HostAdapter],
+    segments: Sequence[Segment],
+    tokens: int,
+    dtype: torch.dtype,
+) -> None:
+    """Compare the products at every site of a layer with float64; buffers hold NaN."""
+    layer = int(np.random.default_rng().integers(CONFIG.layers))
+    for site, modules in enumerate(SITES):
+        width = sum(LAYOUT.sizes[module][1] for module in modules)
+        x = torch.randn(tokens, LAYOUT.sizes[modules[0]][0] + 3, device=DEVICE).to(dtype)[:, :-3]
+        out = torch.randn(tokens, width, device=DEVICE).to(dtype)
+        right = out.double().clone()
+        for adapter, start, end in segments:
+            if adapter:
+                right[start:end] = expected(adapters[adapter], layer, site, x[start:end], out[start:end])
+        applied._h.fill_(torch.nan)
+        if applied._kind == "sgmv":
+            applied._parts.fill_(torch.nan)
+        applied.add(layer, site, x, out)
+        error = (out.double() - right).abs().max() / right.abs().max()
+        assert float(error) < TOLERANCE[dtype]
+
+
+LONG_RANK = 128
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    each=st.lists(
+        st.tuples(
+            st.integers(0, 40) | st.sampled_from([16, 17, 64, 65, 300]),
+            st.sampled_from([8, 16, 33, 64, LONG_RANK]),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    base=st.integers(0, 3),
+    padding=st.integers(0, 9),
+    dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16]),
+)
+def test_tiles_of_a_captured_step(
+    each: list[tuple[int, int]], base: int, padding: int, dtype: torch.dtype
+) -> None:
+    """Shapes are those of the largest adapters and the most tokens; some adapters have no token."""
+    rng = np.random.default_rng()
+    memory = StaticSlots(LAYOUT, len(each), LONG_RANK, dtype, DEVICE)
+    tables = RowTables(LAYOUT, len(each), LONG_RANK, DEVICE)
+    adapters, segments, numbers = {}, [], [-1] * base
+    for adapter, (tokens, rank) in enumerate(each, start=1):
+        adapters[adapter] = random_adapter(rng, rank, dtype)
+        placement = memory.place(adapter, adapters[adapter].ranks)
+        placement.copy_from(adapters[adapter])
+        tables.add(adapter, placement, memory.padding(adapter, LONG_RANK))
+        if tokens:
+            segments.append(Segment(adapter, len(numbers), len(numbers) + tokens))
+            numbers += [tables.number_of[adapter]] * tokens
+    numbers += [-1] * (padding + (not numbers))
+    row_of_token = torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+    applied = StepLoRA(LAYOUT, tables, memory.storage, row_of_token, "sgmv", LONG_RANK)
+    applied.tiles_launch().run()
+    count, *starts = applied._tiles.tolist()
+    assert starts[:count] == [at for _, start, end in segments for at in range(start, end, TILE_TOKENS)]
+    check_products(applied, adapters, segments, len(numbers), dtype)
+    assert not applied._arrived.any()
 
 
 @pytest.mark.parametrize(
-    ("least", "tokens_each", "tiled"), [(None, 7, False), (None, 8, True), (3, 3, True), (9, 8, False)]
+    ("least", "tokens_each", "tiled"), [(None, 1, False), (None, 2, True), (3, 3, True), (9, 8, False)]
 )
 def test_tiles_are_used_from_the_measured_tokens_per_adapter(
     least: int | None, tokens_each: int, tiled: bool
