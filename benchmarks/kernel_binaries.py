@@ -31,6 +31,7 @@ from benchmarks.kernel_launches import (
     attention_launches,
     gpu_models,
     lora_launches,
+    pointwise_launches,
     prompts_launch,
 )
 from capplan.engine.kernels._triton_lora import Launch
@@ -173,6 +174,7 @@ def launches(models: Sequence[str] | None = None) -> Iterator[tuple[str, Launch]
             for launch in attention_launches(config, 64, 8192, META, splits):
                 yield name, launch
         yield name, prompts_launch(config, 1, PROMPT_TOKENS, META)
+        yield from ((name, launch) for launch in pointwise_launches(config, PROMPT_TOKENS, META))
         x = torch.empty(PROMPT_TOKENS, config.hidden_size, dtype=torch.bfloat16, device=META)
         arrived, counter = (torch.empty(1, dtype=dtype, device=META) for dtype in (torch.int32, torch.int64))
         yield name, share_launch(x, x, arrived, counter, 1)

@@ -20,12 +20,12 @@ from capplan.engine._input_batch import Decodes, ModelInputs, StepInputs
 from capplan.engine._pool import KvCache
 from capplan.engine._settings import EngineOptions
 from capplan.engine.assist._lora import Assistance
-from capplan.engine.kernels._cpu import CompiledAttention, CompiledLoRA, CompiledNorms
+from capplan.engine.kernels._cpu import CompiledAttention, CompiledLoRA, CompiledPointwise
 from capplan.engine.kernels._torch_lora import GroupedLoRA, PaddedLoRA
 from capplan.engine.lora._manager import LoRAManager
 from capplan.engine.lora._memory import RowTables
 from capplan.engine.models._config import ModelConfig
-from capplan.engine.models._decoder import LoRALayers, Norms, RopeTable, TorchAttention, forward
+from capplan.engine.models._decoder import LoRALayers, Pointwise, RopeTable, TorchAttention, forward
 from capplan.engine.models._weights import Weights
 from capplan.engine.parallel._group import Collectives
 from capplan.serving import Limits
@@ -83,14 +83,14 @@ class ModelRunner:
         cache: KvCache,
         attention: Callable[[ModelInputs], TorchAttention],
         adapters: Callable[[ModelInputs], LoRALayers],
-        norms: Norms,
+        pointwise: Pointwise,
         collectives: Collectives,
     ) -> None:
         self._weights = weights
         self._pool = cache.pool
         self._attention = attention
         self.adapters = adapters
-        self._norms = norms
+        self._pointwise = pointwise
         self._collectives = collectives
         self._device = cache.pool.tensor.device
         self._hidden: torch.Tensor | None = None
@@ -155,7 +155,7 @@ class ModelRunner:
     def hidden(self, inputs: ModelInputs, adapters: LoRALayers | None) -> torch.Tensor:
         """Return the last hidden state of every token."""
         attention = self._attention(inputs)
-        return forward(self._weights, inputs.tokens, attention, adapters, self._norms, self._collectives)
+        return forward(self._weights, inputs.tokens, attention, adapters, self._pointwise, self._collectives)
 
 
 class _StaticInputs(NamedTuple):
@@ -336,10 +336,16 @@ def attention_factory(
     return lambda inputs: TritonAttention(config, cache, rope, inputs)
 
 
-def norms_for(options: EngineOptions, config: ModelConfig, dtype: torch.dtype) -> Norms:
-    """Return the norms of the attention backend."""
-    compiled = options.chosen_attention(dtype) == "compiled"
-    return CompiledNorms(config.rms_eps) if compiled else Norms(config.rms_eps)
+def pointwise_for(options: EngineOptions, config: ModelConfig, dtype: torch.dtype) -> Pointwise:
+    """Return the norms and the activation of the attention backend."""
+    kernel = options.chosen_attention(dtype)
+    if kernel == "torch":
+        return Pointwise(config.rms_eps)
+    if kernel == "compiled":
+        return CompiledPointwise(config.rms_eps)
+    from capplan.engine.kernels._triton_layers import TritonPointwise
+
+    return TritonPointwise(config.rms_eps)
 
 
 def lora_factory(

@@ -12,7 +12,13 @@ pytest.importorskip("triton", reason="the kernels need triton (extra `engine`)")
 
 import torch
 
-from benchmarks.kernel_launches import LoraBatch, attention_launches, lora_launches, prompts_launch
+from benchmarks.kernel_launches import (
+    LoraBatch,
+    attention_launches,
+    kernels_per_layer,
+    lora_launches,
+    prompts_launch,
+)
 from tests.engine.engines import TINY_MODEL
 
 pytestmark = pytest.mark.long
@@ -20,6 +26,7 @@ pytestmark = pytest.mark.long
 KERNELS = {
     *("shrink_tokens", "expand_tokens", "find_tiles", "shrink_tiles", "expand_tiles"),
     *("attend_pages", "merge_splits", "attend_prompts", "share_rows"),
+    *("norm_rows", "gate_rows", "rotate_heads"),
 }
 WIDE = TINY_MODEL.replace(hidden_size=256, intermediate_size=64, head_dim=32, dtype="bfloat16")
 
@@ -73,6 +80,12 @@ class TestTraffic:
         with counted() as traffic:
             launch.run()
         return traffic
+
+
+def test_kernels_per_layer_of_a_decode_step() -> None:
+    assert kernels_per_layer(WIDE, 300, None) == 9
+    assert kernels_per_layer(WIDE, 1, None) == 10  # contexts are split
+    assert kernels_per_layer(WIDE, 300, "sgmv") == 17
 
 
 def test_occupancy_is_that_of_the_scarcest_resource() -> None:

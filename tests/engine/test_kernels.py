@@ -17,21 +17,23 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="the kernels need triton (extra `engine`)")
 
 from capplan.engine import ModelConfig, Segment
-from capplan.engine._input_batch import Prefill
+from capplan.engine._input_batch import ModelInputs, Prefill
 from capplan.engine._pool import PagePool, kv_page_elements
 from capplan.engine.kernels import Kind, TritonLoRA
 from capplan.engine.kernels._triton_attention import (
+    TritonAttention,
     attention_splits,
     decode_launches,
     prompt_launch,
     prompt_tiles,
 )
+from capplan.engine.kernels._triton_layers import TritonPointwise
 from capplan.engine.kernels._triton_lora import TILE_TOKENS, StepLoRA
 from capplan.engine.kernels._triton_lora_kernels import shrink_tiles, shrink_tokens
 from capplan.engine.lora import MODULES, AdapterLayout, HostAdapter, RowTables
 from capplan.engine.lora._adapter import SITES, pack
 from capplan.engine.lora._memory import AdapterMemory, StaticSlots, UnifiedPages
-from capplan.engine.models._decoder import KvCache
+from capplan.engine.models._decoder import KvCache, Pointwise, RopeTable, TorchAttention
 
 pytestmark = pytest.mark.long
 
@@ -210,6 +212,51 @@ def test_tiles_are_used_from_the_measured_tokens_per_adapter(
     step = TritonLoRA(LAYOUT, tables, memory.storage, segments, segments[-1].end, sgmv_from_tokens=least)
     x = torch.zeros(segments[-1].end, LAYOUT.sizes[3][0], device=DEVICE)
     assert step.shrink_launch(0, 1, x).kernel is (shrink_tiles if tiled else shrink_tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norms_and_activation(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    wide, more = torch.randn(2, 5, 1203, generator=generator).to(DEVICE, dtype)
+    weight = torch.randn(1200, generator=generator).to(DEVICE, dtype)
+    x, ours, right = wide[:, 3:].clone(), TritonPointwise(1e-3), Pointwise(1e-3)
+    total = (x + more[:, 3:]).double()
+    pairs = [
+        (ours.norm(x, weight), right.norm(x.double(), weight.double())),
+        (ours.gate(wide[:, 3:]), right.gate(wide[:, 3:].double())),
+        (ours.add_norm(x, more[:, 3:], weight), right.norm(total, weight.double())),
+        (x, total),
+    ]
+    for mine, exact in pairs:
+        assert float((mine.double() - exact).abs().max() / exact.abs().max()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("heads", [(6, 2, 14), (4, 4, 20), (8, 1, 64), (34, 2, 32)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rotation_writes_keys_and_values_to_the_page_of_each_token(
+    heads: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """Everything else in memory stays as it is: NaN."""
+    tokens, block_size = 7, 5
+    generator = torch.Generator().manual_seed(1)
+    cache = paged_requests([40], heads, block_size, dtype, 0).cache
+    config = CONFIG.replace(heads=heads[0], kv_heads=heads[1], head_dim=heads[2])
+    spots = torch.randperm(8 * block_size, generator=generator)[:tokens].to(DEVICE)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    positions = torch.randint(64, (tokens,), generator=generator).to(DEVICE)
+    inputs = ModelInputs(
+        positions, positions, 1 + spots // block_size, spots % block_size, nothing, None, (), (), nothing
+    )
+    rope = RopeTable(config, 64, dtype, DEVICE)
+    qkv = torch.randn(tokens, (heads[0] + 2 * heads[1]) * heads[2], generator=generator).to(DEVICE, dtype)
+    found = []
+    for attention in (TorchAttention, TritonAttention):
+        cache.pool.tensor.fill_(torch.nan)
+        q = attention(config, cache, rope, inputs).rotate_and_store(1, qkv.clone())
+        found.append((q.double(), cache.pool.tensor.double()))
+    for theirs, ours in zip(*found, strict=True):
+        assert torch.equal(theirs.isnan(), ours.isnan())
+        assert float((theirs - ours).nan_to_num().abs().max()) < 4 * TOLERANCE[dtype]
 
 
 class PagedRequests(NamedTuple):

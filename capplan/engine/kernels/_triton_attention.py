@@ -20,6 +20,7 @@ import triton.language as tl
 
 from capplan.engine._input_batch import Decodes, Prefill
 from capplan.engine._pool import KvCache
+from capplan.engine.kernels._triton_layers import rotate_launch
 from capplan.engine.kernels._triton_lora import Launch, multiprocessors
 from capplan.engine.kernels._triton_lora_kernels import must_upcast, product
 from capplan.engine.models._decoder import TorchAttention
@@ -398,10 +399,17 @@ def _power_of_2(value: int) -> int:
 
 
 class TritonAttention(TorchAttention):
-    """Paged attention in Triton."""
+    """Paged attention in Triton, with rotation and cache writes in one launch."""
 
     _prompts: tuple[torch.Tensor, torch.Tensor] | None = None
     """Pages of all prompts, and their tiles."""
+
+    def rotate_and_store(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """Rotate queries and keys, store keys and values, and return queries, (tokens, heads, head_dim)."""
+        heads = qkv.view(qkv.shape[0], -1, self.cache.head_dim)
+        slots = self._inputs.pages, self._inputs.offsets
+        rotate_launch(self.cache, layer, heads, (self.cos, self.sin), slots).run()
+        return heads[:, : self._heads]
 
     def decode(self, layer: int, q: torch.Tensor, decodes: Decodes) -> torch.Tensor:
         """Attend with one query per request."""
