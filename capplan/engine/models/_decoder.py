@@ -121,7 +121,9 @@ class TorchAttention:
         """
         q = self.rotate_and_store(layer, qkv)
         decodes, prefills = self._inputs.decodes, self._inputs.prefills
-        if not prefills and decodes is not None:  # `decodes.at` is 0, 1, 2, ... then
+        if (
+            not prefills and self._inputs.prompts is None and decodes is not None
+        ):  # `decodes.at` is 0, 1, 2, ... then
             return self.decode(layer, q, decodes)
         out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
         if decodes is not None:
