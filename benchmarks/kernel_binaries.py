@@ -31,6 +31,7 @@ from benchmarks.kernel_launches import (
     attention_launches,
     gpu_models,
     lora_launches,
+    pointwise_launches,
     prompts_launch,
 )
 from capplan.engine.kernels._triton_lora import Launch
@@ -168,12 +169,12 @@ def launches(models: Sequence[str] | None = None) -> Iterator[tuple[str, Launch]
             *(LoraBatch("sgmv", 1, rank, PROMPT_TOKENS) for rank in RANKS),
         ]
         for batch in batches:
-            for _, _, launch in lora_launches(config, batch, META):
-                yield name, launch
+            yield from ((name, launch) for _, _, launch in lora_launches(config, batch, META))
         for splits in (1, 8):
             for launch in attention_launches(config, 64, 8192, META, splits):
                 yield name, launch
         yield name, prompts_launch(config, 1, PROMPT_TOKENS, META)
+        yield from ((name, launch) for launch in pointwise_launches(config, PROMPT_TOKENS, META))
         x = torch.empty(PROMPT_TOKENS, config.hidden_size, dtype=torch.bfloat16, device=META)
         arrived, counter = (torch.empty(1, dtype=dtype, device=META) for dtype in (torch.int32, torch.int64))
         yield name, share_launch(x, x, arrived, counter, 1)
@@ -202,6 +203,7 @@ def variant(launch: Launch) -> str:
         "BLOCK_RANK": f"{config.get('BLOCK_RANK')} ranks",
         "GROUP": f"{config.get('GROUP')} queries",
         "SPLITS": f"in {config.get('SPLITS')}",
+        "BLOCKS": f"{config.get('MODULES')} modules",
         "SPLIT": "in parts" if config.get("SPLIT") else "whole",
         "PADDED": "padded" if config.get("PADDED") else "",
     }

@@ -2,7 +2,7 @@
 
 Kernels run in Triton's interpreter at the shapes of three models. Every element that a lane loads or stores
 under its mask counts, in every program. The least possible is each element of activations, weights, keys and
-values once; indices do not count towards it.
+values once; indices do not count towards it. `--step` counts the adapters of a layer of decode steps instead.
 """
 
 from __future__ import annotations
@@ -27,11 +27,19 @@ from benchmarks.kernel_launches import (
     prompts_launch,
 )
 from capplan.engine.kernels._triton_lora import Launch
+from capplan.engine.lora import AdapterLayout
+from capplan.engine.lora._adapter import SITES, A
 
 BATCHES: Final = (
     LoraBatch("mbgmv", adapters=4, rank=16),
     LoraBatch("sgmv", adapters=1, rank=16, tokens_each=32),
 )
+STEPS: Final = tuple(
+    LoraBatch(kind, adapters, rank=16, tokens_each=256 // adapters)
+    for adapters in (8, 64)
+    for kind in ("mbgmv", "sgmv")
+)
+"""Decode steps of 256 requests."""
 CONTEXT: Final = 1024
 PARTS: Final = (1, 4)
 PROMPTS: Final = (2, 64)
@@ -42,6 +50,7 @@ PROMPTS: Final = (2, 64)
 class Traffic:
     """Bytes of one launch."""
 
+    finds_least: bool = True
     loaded: int = 0
     stored: int = 0
     _elements: list[NDArray[np.uint64]] = field(default_factory=list)
@@ -56,7 +65,7 @@ class Traffic:
             self.stored += addresses.size * size
         else:
             self.loaded += addresses.size * size
-        if kind.is_floating():
+        if kind.is_floating() and self.finds_least:
             # Sizes are powers of 2 up to 8 and direction is a bit: a key per element and use.
             keys = addresses * np.uint64(16) + np.uint64(8 * stores) + np.uint64(size.bit_length())
             self._elements.append(np.unique(keys))
@@ -70,10 +79,10 @@ class Traffic:
 
 
 @contextmanager
-def counted() -> Iterator[Traffic]:
+def counted(finds_least: bool = True) -> Iterator[Traffic]:
     """Count the bytes of kernels that the interpreter runs in the context."""
     builder: Any = interpreter.interpreter_builder
-    traffic = Traffic()
+    traffic = Traffic(finds_least)
     load, store = builder.create_masked_load, builder.create_masked_store
 
     def counting_load(pointers: Any, mask: Any, *rest: Any, **options: Any) -> Any:
@@ -97,7 +106,10 @@ def cases() -> Iterator[tuple[str, str, Launch]]:
     for model, config in gpu_models().items():
         for batch in BATCHES:
             tokens = f"tokens of {batch.adapters} adapters" if batch.adapters > 1 else "tokens of one adapter"
-            for _, site, launch in lora_launches(config, batch, device):
+            for half, site, launch in lora_launches(config, batch, device):
+                if half == "tiles":
+                    launch.run()
+                    continue
                 yield model, f"{site}; {batch.tokens} {tokens}", launch
         for parts in PARTS:
             for launch in attention_launches(config, 1, CONTEXT, device, parts):
@@ -123,11 +135,37 @@ def traffic_row(model: str, case: str, launch: Launch) -> dict[str, Any]:
     }
 
 
+def step_row(batch: LoraBatch) -> dict[str, Any]:
+    """Return the bytes of all adapters of a layer of Llama-3.1-8B, relative to the least.
+
+    The least is A, B and the activations of each site once, and its outputs read and written.
+    """
+    config = gpu_models()["Llama-3.1-8B"]
+    layout, itemsize = AdapterLayout(config), getattr(torch, config.dtype).itemsize
+    with counted(finds_least=False) as traffic:
+        for _, _, launch in lora_launches(config, batch, torch.device("cpu")):
+            launch.run()
+    weights = batch.adapters * layout.elements(layout.ranks(batch.rank))
+    sites = [[layout.sizes[module] for module in site] for site in SITES]
+    least = itemsize * (weights + batch.tokens * sum(s[0][A] + 2 * sum(b for _, b in s) for s in sites))
+    moved = traffic.loaded + traffic.stored
+    return {
+        "kernels": batch.kind,
+        "adapters": batch.adapters,
+        "tokens": batch.tokens,
+        "rank": batch.rank,
+        "MiB": round(moved / 2**20, 1),
+        "least MiB": round(least / 2**20, 1),
+        "ratio": round(moved / least, 3),
+    }
+
+
 def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON list instead of a table")
+    parser.add_argument("--step", action="store_true", help="adapters of a layer of decode steps")
     given = parser.parse_args()
-    rows = [traffic_row(*case) for case in cases()]
+    rows = [step_row(batch) for batch in STEPS] if given.step else [traffic_row(*case) for case in cases()]
     print(json.dumps(rows) if given.json else records_table(rows))
     return 0
 

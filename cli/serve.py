@@ -268,7 +268,7 @@ class ServeArgs:
         None,
         metavar="N",
         help="Mean tokens per adapter from which Triton's LoRA kernels work in tiles; default: as measured "
-        "in the profile of a plan's group, or 8, an assumption.",
+        "in the profile of a plan's group, or 2.",
     )
     seed: int = typer.Option(0, metavar="N", help="Seed of random weights and sampling.")
     steps_out: str | None = typer.Option(

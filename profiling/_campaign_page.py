@@ -26,6 +26,7 @@ PAGE: Final = "README.md"
 COPIES: Final = "copies.csv"
 CORRECTNESS: Final = "correctness.csv"
 DECODE: Final = "decode.csv"
+PROMPTS: Final = "prompts.csv"
 _KERNELS: Final = "kernels/kernels.parquet"
 _MIB: Final = 2**20
 _ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -43,7 +44,7 @@ def write_page(folder: Path, record: Mapping[str, Any], command: str) -> None:
     command
         That measures the tables.
     """
-    parts = (_correctness, _copies, _kernels, _decode, _engine, _profile, _validations)
+    parts = (_correctness, _copies, _kernels, _decode, _prompts, _engine, _profile, _validations)
     sections = [_machine(record), *(part(folder) for part in parts)]
     size = ", a few small cases: the numbers have no meaning" if record["tiny"] else ""
     head = f"# Campaign on {record['chip']}{size}\n\nWritten by `{command}` from the tables in this folder."
@@ -205,6 +206,39 @@ def _decode(folder: Path) -> Iterator[str]:
         for each in table
     ]
     head = ("TP", "adapters", "batch", "rank", "context", "least ms", "forward ms", "step ms", "ratio")
+    yield from _table(head, rows)
+
+
+def _prompts(folder: Path) -> Iterator[str]:
+    table = _csv(folder / PROMPTS)
+    if table is None:
+        return
+    yield "## A prompt beside decodes"
+    yield ""
+    yield (
+        "Least bytes at the copy's bandwidth, products with the model's matrices at the rate of a large "
+        "product, and the median forward pass over the longer of both."
+    )
+    yield ""
+    rows = [
+        (
+            *(str(each[name]) for name in ("adapters", "batch", "rank", "prompt")),
+            *(f"{each[name]:.3f}" for name in ("bytes_ms", "products_ms", "forward_ms", "step_ms")),
+            f"{each['step_over_least']:.2f}",
+        )
+        for each in table
+    ]
+    head = (
+        "adapters",
+        "batch",
+        "rank",
+        "prompt",
+        "bytes ms",
+        "products ms",
+        "forward ms",
+        "step ms",
+        "ratio",
+    )
     yield from _table(head, rows)
 
 

@@ -5,7 +5,8 @@
 Every slice takes less than nine minutes, and is worth keeping by itself. ``campaign.json`` in the folder
 records progress and machine, ``README.md`` shows the results. The same command resumes a campaign.
 ``--time-s`` ends it before a time limit of the machine, if necessary within a slice; a slice that cannot end
-in time is not started. ``--slices`` runs some slices only, and ``--slice-s`` shortens each.
+in time is not started. ``--part`` runs the slices of one part, within eight minutes; ``--slices`` runs some
+slices only, and ``--slice-s`` shortens each. The results are printed last.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from capplan.errors import CapplanError, InputError
@@ -29,6 +31,7 @@ from capplan.profiling._campaign_page import (
     CORRECTNESS,
     DECODE,
     PAGE,
+    PROMPTS,
     device_bytes_per_s,
     write_page,
 )
@@ -57,6 +60,17 @@ _LOADS: Final = (0.4, 0.9, 1.5)
 """Loads of the validations, as shares of the capacity."""
 _CORRECTNESS_S: Final = 240.0
 _DECODE_S: Final = 300.0
+PART_S: Final = 480.0
+"""Time limit of a part."""
+PARTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "steps": ("correctness", "copies", "decode", "prompts"),
+        "kernels": ("copies", "kernels-"),
+        "served": ("kernels-crossover", "engine-", "profile", "plan", "validation-"),
+        "more": ("copies", "decode-"),
+    }
+)
+"""Slices of each part by the beginnings of their names, in order of worth."""
 _RANKS: Final = 2
 """GPUs of the slice with tensor parallelism."""
 _LONG_TOKENS: Final = 16384
@@ -130,23 +144,27 @@ def _copies(setting: SliceSettings) -> SliceResult:
     return SliceResult(True, note)
 
 
-def _decode(points: Mapping[str, Any], setting: SliceSettings) -> SliceResult:
-    """Time decode steps of a grid against the bytes that they must move."""
-    from capplan.profiling.engine._decode import DecodeGrid, decode_rows
+def _decode(points: Mapping[str, Any], setting: SliceSettings, name: str = DECODE) -> SliceResult:
+    """Time steps of a grid against the bytes that they must move: decodes, or those beside a prompt."""
+    from capplan.profiling.engine._decode import DecodeGrid, decode_rows, prompt_rows
 
     grid = DecodeGrid(**points)
     model = "meta-llama/Llama-3.1-8B-Instruct"
     if setting.tiny:
         model, context = "tiny-llama", grid.context // 64
         grid = replace(grid, batches=(1, 4), adapters=(0, 2), rank=4, context=context, steps=8)
+        grid = replace(grid, prompt=16, prompts=2)
     bandwidth = device_bytes_per_s(setting.folder)
     if bandwidth is None:
         raise RuntimeError(f"{COPIES} is missing: the slice copies has failed")
-    file = setting.folder / DECODE
+    file = setting.folder / name
     rows = _read_table(file)
     same = {"tensor_parallel_size": grid.tensor_parallel_size, "context": grid.mean_context}
+    if name == PROMPTS:
+        same = {"prompt": grid.prompt}
+    measured = prompt_rows if name == PROMPTS else decode_rows
     known = {(row["adapters"], row["batch"]) for row in rows if same.items() <= row.items()}
-    found = decode_rows(model, setting.device, grid, bandwidth, known, setting.budget_s - _start_s(setting))
+    found = measured(model, setting.device, grid, bandwidth, known, setting.budget_s - _start_s(setting))
     for row in found:
         rows.append(row)
         known.add((row["adapters"], row["batch"]))
@@ -285,6 +303,13 @@ def slices(gpus: int = 1) -> tuple[Slice, ...]:
         Slice("copies", _copies, _COPIES_S),
         *kernels[:2],
         Slice("decode", partial(_decode, {}), _DECODE_S, least_s=_LEAST_ENGINE_S, after=("copies",)),
+        Slice(
+            "prompts",
+            partial(_decode, {"batches": (64,)}, name=PROMPTS),
+            _DECODE_S,
+            least_s=_LEAST_ENGINE_S,
+            after=("copies",),
+        ),
         Slice("kernels-crossover-4096", partial(_kernels, 4096, "crossover")),
     )
     engine = tuple(
@@ -455,6 +480,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", help="default: cuda")
     parser.add_argument("--out", type=Path, help="folder; default: datasets/<gpu>")
     parser.add_argument("--time-s", type=float, default=float("inf"), help="time limit in seconds")
+    parser.add_argument(
+        "--part", choices=list(PARTS), help=f"slices of one part, for at most {PART_S:g} s by default"
+    )
     parser.add_argument("--slices", metavar="NAMES", help="some slices only, separated by commas")
     longest = f"time limit of each slice in seconds; default: {MOST_SLICE_S:g}"
     parser.add_argument("--slice-s", type=float, default=MOST_SLICE_S, help=longest)
@@ -474,11 +502,16 @@ def _run(given: argparse.Namespace) -> bool:
     if given.device != "cpu" and not torch.cuda.is_available():
         raise InputError("must be cpu: this PyTorch sees no CUDA device", given.device, "--device")
     parts = _chosen(given.slices, slices(_gpus(given.device)))
+    if given.part is not None:
+        parts = [each for each in parts if each.name.startswith(PARTS[given.part])]
+        given.time_s = min(given.time_s, PART_S)
     campaign = Campaign(given.out or default_folder(given.device), given.device, parts, tiny=given.tiny)
     succeeded = campaign.run(given.time_s, _log, slice_s=given.slice_s)
     done = len(campaign.parts) - len(campaign.pending_parts())
     more = "" if done == len(campaign.parts) else "; the same command resumes it"
     _log(f"{done} of {len(campaign.parts)} slices done in {campaign.folder}{more}")
+    if (campaign.folder / PAGE).exists():
+        _log(f"{PAGE}\n{read_text(campaign.folder / PAGE)}")
     return succeeded
 
 

@@ -62,6 +62,8 @@ class ModelInputs(NamedTuple):
     segments: tuple[Segment, ...]
     sampled: torch.Tensor
     """Last token of each request that gets a new token."""
+    prompts: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Pages of all prompts, and their tiles, in place of `prefills` in a CUDA graph."""
 
 
 class StepInputs(NamedTuple):

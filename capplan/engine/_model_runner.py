@@ -1,41 +1,54 @@
-"""Model runner: kernel selection, forward pass of a step, CUDA graphs for decode steps.
+"""Model runner: kernel selection, forward pass of a step, CUDA graphs.
 
-A CUDA graph replays kernels on the memory that it was captured with. The inputs of a decode step are copied
-into static tensors, padded to one of a few numbers of requests; padding reads and writes the dump page.
-Kernels that depend on more than the contents of these tensors cannot be captured: adapters run token by token
-at their ranks.
+A CUDA graph replays kernels on the memory that it was captured with. The inputs of a step are copied into
+static tensors, padded to one of a few numbers of tokens; padding reads and writes the dump page. A graph of
+a step with prompts has room for decodes and for tiles of a few prompts, whose programs return at once if
+there are fewer.
+Kernels that depend on more than the contents of these tensors cannot be captured: tiles of tokens of an
+adapter are found on the GPU, within the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from capplan.engine._input_batch import Decodes, ModelInputs, StepInputs
+from capplan.engine._input_batch import Decodes, ModelInputs, Prefill, StepInputs
 from capplan.engine._pool import KvCache
 from capplan.engine._settings import EngineOptions
 from capplan.engine.assist._lora import Assistance
-from capplan.engine.kernels._cpu import CompiledAttention, CompiledLoRA, CompiledNorms
+from capplan.engine.kernels._cpu import CompiledAttention, CompiledLoRA, CompiledPointwise
 from capplan.engine.kernels._torch_lora import GroupedLoRA, PaddedLoRA
 from capplan.engine.lora._manager import LoRAManager
 from capplan.engine.lora._memory import RowTables
 from capplan.engine.models._config import ModelConfig
-from capplan.engine.models._decoder import LoRALayers, Norms, RopeTable, TorchAttention, forward
+from capplan.engine.models._decoder import LoRALayers, Pointwise, RopeTable, TorchAttention, forward
 from capplan.engine.models._weights import Weights
 from capplan.engine.parallel._group import Collectives
 from capplan.serving import Limits
 
-Forward = Callable[[ModelInputs, torch.Tensor | None], torch.Tensor]
-"""Hidden states of a batch of decodes; the second argument is each token's row in the adapter tables."""
+if TYPE_CHECKING:
+    from capplan.engine.kernels import Kind
+
+GraphForward = Callable[[ModelInputs, torch.Tensor, "Kind | None"], torch.Tensor]
+"""Hidden states of a batch of decodes, of each token's row in the adapter tables, and of the kind of LoRA
+kernels, None without adapters.
+"""
 Replay = Callable[[], torch.Tensor]
 
 _GRAPH_SIZES: Final = (1, 2, 4, *range(8, 64, 8), *range(64, 512, 16))
 """Padded numbers of requests, as in vLLM with a finer grid in the middle."""
+_PROMPT_SIZES: Final = (64, 128, 192, 256, 384, 512, 640, 768, 1024)
+"""Padded numbers of tokens of steps with prompts. In larger steps the products should outlast the
+launches, which is to be measured.
+"""
+_MOST_PROMPTS: Final = 8
+"""Of a step that runs as a graph."""
 
 
 class Runner(Protocol):
@@ -67,7 +80,7 @@ class ModelRunner:
     adapters
         Factory of the kernels of adapters on the device.
     graphs
-        CUDA graphs of decode steps; None: decode steps run eagerly.
+        CUDA graphs; None: steps run eagerly.
     assistance
         CPU cores that compute for adapters being copied; None: there are none.
     """
@@ -78,18 +91,18 @@ class ModelRunner:
         cache: KvCache,
         attention: Callable[[ModelInputs], TorchAttention],
         adapters: Callable[[ModelInputs], LoRALayers],
-        norms: Norms,
+        pointwise: Pointwise,
         collectives: Collectives,
     ) -> None:
         self._weights = weights
         self._pool = cache.pool
         self._attention = attention
         self.adapters = adapters
-        self._norms = norms
+        self._pointwise = pointwise
         self._collectives = collectives
         self._device = cache.pool.tensor.device
         self._hidden: torch.Tensor | None = None
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
         self.assistance: Assistance | None = None
 
     @torch.inference_mode()
@@ -99,11 +112,11 @@ class ModelRunner:
             inputs = step.on(self._device)
             if inputs.new_pages.numel():
                 self._pool.clear(inputs.new_pages)
-            if self.graphs is not None and self.graphs.can_run(inputs):
-                hidden = self.graphs.run(inputs)
-            elif self.assistance is not None and self.assistance.is_needed(inputs):
+            if self.assistance is not None and self.assistance.is_needed(inputs):
                 with self.assistance.adapters(inputs) as adapters:
                     hidden = self.hidden(inputs, adapters)
+            elif self.graphs is not None and self.graphs.can_run(inputs):
+                hidden = self.graphs.run(inputs)
             else:
                 uses_adapters = any(segment.adapter for segment in inputs.segments)
                 hidden = self.hidden(inputs, self.adapters(inputs) if uses_adapters else None)
@@ -150,21 +163,31 @@ class ModelRunner:
     def hidden(self, inputs: ModelInputs, adapters: LoRALayers | None) -> torch.Tensor:
         """Return the last hidden state of every token."""
         attention = self._attention(inputs)
-        return forward(self._weights, inputs.tokens, attention, adapters, self._norms, self._collectives)
+        return forward(self._weights, inputs.tokens, attention, adapters, self._pointwise, self._collectives)
+
+
+class GraphKey(NamedTuple):
+    """What a graph is captured for."""
+
+    size: int
+    """Tokens."""
+    kind: Kind | None
+    """Of LoRA kernels; None: no adapters."""
+    has_prompts: bool
 
 
 class _StaticInputs(NamedTuple):
     inputs: ModelInputs
     decodes: Decodes
-    numbers: torch.Tensor | None
-    """Row of each token in the adapter tables; None: without adapters."""
+    numbers: torch.Tensor
+    """Row of each token in the adapter tables, -1 without one."""
     host_numbers: torch.Tensor
     """In pinned memory; not overwritten before the step's logits are back."""
     replay: Replay
 
 
-class DecodeGraphs:
-    """CUDA graphs of decode steps by number of requests, captured on first use or by `capture_all`.
+class StepGraphs:
+    """CUDA graphs of steps by number of tokens, captured on first use or by `capture_all`.
 
     Parameters
     ----------
@@ -172,74 +195,108 @@ class DecodeGraphs:
         The model.
     capture
         Captures a graph of a function; on the CPU it returns the function itself.
-    number_of
-        Adapter to its row in the adapter tables.
-    max_requests, max_blocks
-        Of one step, and of one request.
+    kind_of
+        Kind of LoRA kernels by tokens with an adapter, and adapters.
+    tables
+        Adapter tables.
+    tiles_of
+        Tiles of the attention of prompts, on the host; `tile_tokens` is the most tokens of one.
+    limits
+        Of the scheduler.
     dump_page
         Page that padding reads and writes.
     """
 
     def __init__(
         self,
-        forward: Forward,
+        forward: GraphForward,
         capture: Callable[[Replay], Replay],
-        number_of: Mapping[int, int],
-        max_requests: int,
-        max_blocks: int,
+        kind_of: Callable[[int, int], Kind],
+        tables: RowTables,
+        tiles_of: Callable[[Sequence[Prefill]], torch.Tensor],
+        tile_tokens: int,
+        limits: Limits,
         dump_page: int,
-        device: torch.device,
     ) -> None:
         self._forward = forward
         self._capture = capture
-        self._number_of = number_of
-        self._sizes = [size for size in _GRAPH_SIZES if size < max_requests] + [max_requests]
-        self._max_blocks = max_blocks
+        self._kind_of = kind_of
+        self._number_of = tables.number_of
+        self._tiles_of = tiles_of
+        self._tile_tokens = tile_tokens
+        self._requests = int(limits.max_num_seqs)
+        decodes = [size for size in _GRAPH_SIZES if size < self._requests] + [self._requests]
+        prompts = [size for size in _PROMPT_SIZES if size <= limits.max_num_batched_tokens]
+        self._sizes = {False: decodes, True: prompts}
+        self._max_blocks = int(-(-limits.max_model_len // limits.block_size))
         self._dump_page = dump_page
-        self._device = device
-        self._static: dict[tuple[int, bool], _StaticInputs] = {}
+        self._device = tables.ranks.device
+        self.captured: dict[GraphKey, _StaticInputs] = {}
 
     def can_run(self, inputs: ModelInputs) -> bool:
-        """Return whether a step has decodes only."""
-        return not inputs.prefills and inputs.tokens.shape[0] <= self._sizes[-1]
+        """Return whether there is a graph for a step."""
+        return len(inputs.prefills) <= _MOST_PROMPTS and self._size(inputs) is not None
+
+    def _size(self, inputs: ModelInputs) -> int | None:
+        """Return the padded number of tokens; with prompts there is padding, which spare decodes write to."""
+        has_prompts = bool(inputs.prefills)
+        least = inputs.tokens.shape[0] + has_prompts
+        return next((size for size in self._sizes[has_prompts] if size >= least), None)
 
     def capture_all(self) -> None:
         """Capture every graph, the largest first: the others share its memory."""
-        for size in reversed(self._sizes):
-            for with_adapters in (True, False):
-                self._captured(size, with_adapters)
+        for key in self._keys():
+            self._captured(key)
 
     def measure(self, held: Callable[[Callable[[], object]], int]) -> int:
         """Return the bytes of all graphs: of the largest one, and of the others as much as of the second.
 
         Graphs share the memory of their tensors, which the largest one needs most of.
         """
-        first, second = [(size, has) for size in reversed(self._sizes) for has in (True, False)][:2]
-        graphs = 2 * len(self._sizes)
-        return held(lambda: self._captured(*first)) + (graphs - 1) * held(lambda: self._captured(*second))
+        first, second, *others = self._keys()
+        first_bytes = held(lambda: self._captured(first))
+        return first_bytes + (1 + len(others)) * held(lambda: self._captured(second))
+
+    def _keys(self) -> list[GraphKey]:
+        """Return the keys of all graphs: with tokens of one adapter, of one each, and of none."""
+        sizes = sorted(((size, has) for has, sizes in self._sizes.items() for size in sizes), reverse=True)
+        return [
+            GraphKey(size, kind, has_prompts)
+            for size, has_prompts in sizes
+            for kind in dict.fromkeys((self._kind_of(size, 1), self._kind_of(size, size), None))
+        ]
 
     def run(self, inputs: ModelInputs) -> torch.Tensor:
         """Return the hidden state of every token, valid until the next run."""
-        requests = inputs.tokens.shape[0]
-        size = next(size for size in self._sizes if size >= requests)
-        static = self._captured(size, any(segment.adapter for segment in inputs.segments))
-        self._fill(static, inputs, requests)
-        return static.replay()[:requests]
+        size = self._size(inputs)
+        if size is None:
+            raise RuntimeError("a step without a graph")
+        tokens = [segment.end - segment.start for segment in inputs.segments if segment.adapter]
+        kind = self._kind_of(sum(tokens), len(tokens)) if tokens else None
+        static = self._captured(GraphKey(size, kind, bool(inputs.prefills)))
+        self._fill(static, inputs)
+        return static.replay()[: inputs.tokens.shape[0]]
 
-    def _captured(self, size: int, with_adapters: bool) -> _StaticInputs:
-        key = size, with_adapters
-        if key not in self._static:
-            self._static[key] = self._new(*key)
-        return self._static[key]
+    def _captured(self, key: GraphKey) -> _StaticInputs:
+        if key not in self.captured:
+            self.captured[key] = self._new(key)
+        return self.captured[key]
 
-    def _new(self, size: int, with_adapters: bool) -> _StaticInputs:
+    def _new(self, key: GraphKey) -> _StaticInputs:
         def filled(value: int, *shape: int) -> torch.Tensor:
             return torch.full(shape, value, dtype=torch.int64, device=self._device)
 
+        size = key.size
+        prompts = None
+        requests = size
+        if key.has_prompts:
+            requests = min(size, self._requests)
+            tiles = filled(0, _MOST_PROMPTS + size // self._tile_tokens, 4).int()
+            prompts = filled(self._dump_page, _MOST_PROMPTS * self._max_blocks), tiles
         decodes = Decodes(
-            at=torch.arange(size, device=self._device),
-            context=filled(1, size),
-            pages=filled(self._dump_page, size, self._max_blocks),
+            at=torch.arange(size - requests, size, device=self._device),
+            context=filled(1, requests),
+            pages=filled(self._dump_page, requests, self._max_blocks),
         )
         inputs = ModelInputs(
             tokens=filled(0, size),
@@ -251,33 +308,48 @@ class DecodeGraphs:
             prefills=(),
             segments=(),
             sampled=decodes.at,
+            prompts=prompts,
         )
-        numbers = torch.full((size,), -1, dtype=torch.int32, device=self._device) if with_adapters else None
+        numbers = torch.full((size,), -1, dtype=torch.int32, device=self._device)
         host_numbers = torch.empty(size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        replay = self._capture(lambda: self._forward(inputs, numbers))
+        replay = self._capture(lambda: self._forward(inputs, numbers, key.kind))
         return _StaticInputs(inputs, decodes, numbers, host_numbers, replay)
 
-    def _fill(self, static: _StaticInputs, inputs: ModelInputs, requests: int) -> None:
-        if inputs.decodes is None:
-            raise RuntimeError("a step without decodes")
+    def _fill(self, static: _StaticInputs, inputs: ModelInputs) -> None:
         for own, value, padding in (
             (static.inputs.tokens, inputs.tokens, 0),
             (static.inputs.positions, inputs.positions, 0),
             (static.inputs.pages, inputs.pages, self._dump_page),
             (static.inputs.offsets, inputs.offsets, 0),
-            (static.decodes.context, inputs.decodes.context, 1),
         ):
-            own[:requests].copy_(value)
-            own[requests:].fill_(padding)
-        blocks = inputs.decodes.pages.shape[1]
-        static.decodes.pages[:requests, :blocks].copy_(inputs.decodes.pages)
-        static.decodes.pages[requests:, 0] = self._dump_page
-        if static.numbers is not None:
+            own[: value.shape[0]].copy_(value)
+            own[value.shape[0] :].fill_(padding)
+        self._fill_decodes(static, inputs.decodes)
+        if static.inputs.prompts is not None:
+            pages, tiles = static.inputs.prompts
+            held, found = torch.cat([each.pages for each in inputs.prefills]), self._tiles_of(inputs.prefills)
+            pages[: held.shape[0]].copy_(held)
+            tiles[: found.shape[0]].copy_(found)
+            tiles[found.shape[0] :].zero_()
+        if any(segment.adapter for segment in inputs.segments):
             numbers = static.host_numbers.numpy()
             numbers[:] = -1
             for segment in inputs.segments:
                 numbers[segment.start : segment.end] = self._number_of.get(segment.adapter, -1)
             static.numbers.copy_(static.host_numbers, non_blocking=True)
+
+    def _fill_decodes(self, static: _StaticInputs, decodes: Decodes | None) -> None:
+        own, requests = static.decodes, 0
+        if decodes is not None:
+            requests, blocks = decodes.pages.shape
+            own.context[:requests].copy_(decodes.context)
+            own.pages[:requests, :blocks].copy_(decodes.pages)
+            if static.inputs.prompts is not None:
+                own.at[:requests].copy_(decodes.at)
+        own.context[requests:].fill_(1)
+        own.pages[requests:, 0] = self._dump_page
+        if static.inputs.prompts is not None:
+            own.at[requests:].fill_(static.inputs.tokens.shape[0] - 1)
 
 
 class CudaCapture:
@@ -319,10 +391,16 @@ def attention_factory(
     return lambda inputs: TritonAttention(config, cache, rope, inputs)
 
 
-def norms_for(options: EngineOptions, config: ModelConfig, dtype: torch.dtype) -> Norms:
-    """Return the norms of the attention backend."""
-    compiled = options.chosen_attention(dtype) == "compiled"
-    return CompiledNorms(config.rms_eps) if compiled else Norms(config.rms_eps)
+def pointwise_for(options: EngineOptions, config: ModelConfig, dtype: torch.dtype) -> Pointwise:
+    """Return the norms and the activation of the attention backend."""
+    kernel = options.chosen_attention(dtype)
+    if kernel == "torch":
+        return Pointwise(config.rms_eps)
+    if kernel == "compiled":
+        return CompiledPointwise(config.rms_eps)
+    from capplan.engine.kernels._triton_layers import TritonPointwise
+
+    return TritonPointwise(config.rms_eps)
 
 
 def lora_factory(
@@ -349,32 +427,43 @@ def lora_factory(
     )
 
 
-def decode_graphs(
+def step_graphs(
     options: EngineOptions,
     limits: Limits,
     lora: LoRAManager,
     tables: RowTables,
     cache: KvCache,
     runner: ModelRunner,
-) -> DecodeGraphs | None:
-    """Return the decode graphs of a runner; None if the options disable them."""
+    group: int,
+) -> StepGraphs | None:
+    """Return the CUDA graphs of a runner; None if the options disable them."""
     layout, weights = lora.layout, lora.memory.storage
     if not options.chosen_graphs(weights.dtype):
         return None
-    from capplan.engine.kernels._triton_lora import TokenLoRA
+    from capplan.engine.kernels._triton_attention import prompt_rows, prompt_tiles
+    from capplan.engine.kernels._triton_lora import StepLoRA, chosen_kind
 
-    def hidden(inputs: ModelInputs, numbers: torch.Tensor | None) -> torch.Tensor:
-        adapters = None
-        if numbers is not None:
-            adapters = TokenLoRA(layout, tables, weights, numbers, tables.max_rank)
+    kernel = options.chosen_lora_kernel(weights.dtype)
+
+    def hidden(inputs: ModelInputs, numbers: torch.Tensor, kind: Kind | None) -> torch.Tensor:
+        if kind is None:
+            return runner.hidden(inputs, None)
+        adapters = StepLoRA(layout, tables, weights, numbers, kind, tables.max_rank)
+        if kind == "sgmv":
+            adapters.tiles_launch().run()
         return runner.hidden(inputs, adapters)
 
-    return DecodeGraphs(
+    def kind_of(tokens: int, adapters: int) -> Kind:
+        fixed: Kind | None = None if kernel == "triton" else cast("Kind", kernel)
+        return fixed or chosen_kind(tokens, adapters, options.sgmv_from_tokens)
+
+    return StepGraphs(
         hidden,
         CudaCapture() if weights.device.type == "cuda" else lambda run: run,
-        tables.number_of,
-        limits.max_num_seqs,
-        -(-limits.max_model_len // limits.block_size),
+        kind_of,
+        tables,
+        lambda prefills: prompt_tiles(prefills, group),
+        prompt_rows(group) // group,
+        limits,
         cache.pool.dump_page,
-        weights.device,
     )

@@ -120,7 +120,7 @@ class EngineOptions(SpecModel):
         None: ``triton`` on a GPU, ``compiled`` on the CPU in float32, ``grouped`` otherwise.
     sgmv_from_tokens
         Mean tokens per adapter in a step from which ``triton`` uses ``sgmv``, as measured into
-        `capplan.Profile.engine`. None: 8, an assumption.
+        `capplan.Profile.engine`. None: 2, by the bytes that they read.
     attention_kernel
         Of decode steps: ``torch``, ``compiled`` (by numba, on the CPU in float32) or ``triton``.
         None: ``triton`` on a GPU, ``compiled`` on the CPU in float32, ``torch`` otherwise.
@@ -278,9 +278,9 @@ class EngineOptions(SpecModel):
     def chosen_graphs(self, dtype: torch.dtype) -> bool:
         """Return whether decode steps run as graphs."""
         kernels = self.chosen_lora_kernel(dtype), self.chosen_attention(dtype)
-        possible = kernels[0] in ("triton", "mbgmv") and kernels[1] == "triton"
+        possible = kernels[0] in ("triton", "mbgmv", "sgmv") and kernels[1] == "triton"
         if self.cuda_graphs and not possible:
-            rule = "must be off unless lora_kernel is triton or mbgmv and attention_kernel is triton"
+            rule = "must be off unless lora_kernel is triton, mbgmv or sgmv and attention_kernel is triton"
             raise InputError(rule, True, "cuda_graphs")
         return possible and self.device != "cpu" if self.cuda_graphs is None else self.cuda_graphs
 

@@ -24,9 +24,9 @@ from capplan.engine._model_runner import (
     ModelRunner,
     Runner,
     attention_factory,
-    decode_graphs,
     lora_factory,
-    norms_for,
+    pointwise_for,
+    step_graphs,
 )
 from capplan.engine._pool import KvCache, PagePool, kv_page_elements
 from capplan.engine._settings import EngineOptions
@@ -269,8 +269,10 @@ class Worker:
             cache,
             attention_factory(options, config, cache, rope),
             lora_factory(options, self.lora, tables),
-            norms_for(options, config, self.dtype),
+            pointwise_for(options, config, self.dtype),
             self.collectives,
         )
-        runner.graphs = decode_graphs(options, limits, self.lora, tables, cache, runner)
+        runner.graphs = step_graphs(
+            options, limits, self.lora, tables, cache, runner, config.heads // config.kv_heads
+        )
         return runner

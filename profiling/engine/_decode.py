@@ -1,4 +1,4 @@
-"""Decode steps of the engine against the bytes that each must move."""
+"""Steps of the engine against the bytes that each must move: decodes, and decodes beside a prompt."""
 
 from __future__ import annotations
 
@@ -35,6 +35,10 @@ class DecodeGrid:
     steps: int = 64
     """Tokens that each request generates."""
     tensor_parallel_size: int = 1
+    prompt: int = 512
+    """Tokens of a prompt beside decodes."""
+    prompts: int = 12
+    """Prompts per point, one step each with a decode step between them."""
 
     @property
     def mean_context(self) -> int:
@@ -89,19 +93,8 @@ def decode_rows(
     if not left:
         return
     until_s = time.monotonic() + budget_s
-    config, most = model_config(model), max(grid.adapters)
-    longest = grid.context + grid.steps
-    settings: dict[str, Any] = {
-        "device": device,
-        "max_num_seqs": max(grid.batches),
-        "max_num_batched_tokens": max(_MAX_NUM_BATCHED_TOKENS, max(grid.batches)),
-        "max_model_len": longest + _BLOCK_TOKENS,
-        "num_kv_blocks": max(grid.batches) * (-(-longest // _BLOCK_TOKENS) + 1),
-        "rules": _RULES,
-        "tensor_parallel_size": grid.tensor_parallel_size,
-        **({"max_loras": most, "max_lora_rank": grid.rank} if most else {}),
-    }
-    with Engine(model, {f"a{i}": grid.rank for i in range(most)}, **settings) as engine:
+    config = model_config(model)
+    with _engine(model, device, grid) as engine:
         dtype = engine.options.torch_dtype(config)
         for adapters, batch in left:
             if time.monotonic() >= until_s:
@@ -123,19 +116,111 @@ def decode_rows(
             }
 
 
-def _median_step_ms(engine: Engine, grid: DecodeGrid, batch: int, adapters: int) -> tuple[float, float]:
-    """Run a batch to its end; return the medians of the forward passes and of the whole steps."""
+def prompt_rows(
+    model: str,
+    device: str,
+    grid: DecodeGrid,
+    bytes_per_s: float,
+    known: Collection[tuple[int, int]],
+    budget_s: float,
+) -> Iterator[dict[str, Any]]:
+    """Measure steps with one prompt beside a batch of decodes; parameters are those of `decode_rows`.
+
+    Yields
+    ------
+    dict
+        Row of the table of prompts. The least time is that of a step's bytes, or of its products with the
+        model's matrices at the rate of a large one, whichever is longer.
+    """
+    left = [point for point in grid.points() if point not in known]
+    if not left:
+        return
+    until_s = time.monotonic() + budget_s
+    config = model_config(model)
+    with _engine(model, device, grid) as engine:
+        dtype = engine.options.torch_dtype(config)
+        rate = _products_per_s(torch.device(device), dtype)
+        for adapters, batch in left:
+            if time.monotonic() >= until_s:
+                return
+            forward_ms, step_ms = _median_step_ms(engine, grid, batch, adapters, grid.prompts)
+            moved = least_bytes(config, dtype, grid, batch, adapters)
+            embedding = config.vocab_size * config.hidden_size
+            matrices = least_bytes(config, dtype, grid, 0, 0) // dtype.itemsize - embedding
+            products = matrices * (batch + grid.prompt) + embedding * (batch + 1)
+            least_ms = 1e3 * max(moved / bytes_per_s, products / rate)
+            yield {
+                "adapters": adapters,
+                "batch": batch,
+                "rank": grid.rank,
+                "prompt": grid.prompt,
+                "bytes_ms": 1e3 * moved / bytes_per_s,
+                "products_ms": 1e3 * products / rate,
+                "forward_ms": forward_ms,
+                "step_ms": step_ms,
+                "step_over_least": forward_ms / least_ms,
+            }
+
+
+def _products_per_s(device: torch.device, dtype: torch.dtype) -> float:
+    """Return multiplications with addition per second of a large matrix product."""
+    size = 8192 if device.type == "cuda" else 512
+    a, b = torch.ones(2, size, size, dtype=dtype, device=device)
+    times_s = []
+    for _ in range(8):
+        begin_s = time.perf_counter()
+        product = a @ b
+        product[0, 0].item()  # waits for the device
+        times_s.append(time.perf_counter() - begin_s)
+    return size**3 / min(times_s)
+
+
+def _engine(model: str, device: str, grid: DecodeGrid) -> Engine:
+    """Return an engine for the largest point of a grid."""
+    most, longest = max(grid.adapters), max(grid.context + grid.steps, grid.prompt + 1)
+    settings: dict[str, Any] = {
+        "device": device,
+        "max_num_seqs": max(grid.batches) + 1,
+        "max_num_batched_tokens": max(_MAX_NUM_BATCHED_TOKENS, max(grid.batches) + grid.prompt),
+        "max_model_len": longest + _BLOCK_TOKENS,
+        "num_kv_blocks": (max(grid.batches) + 1) * (-(-longest // _BLOCK_TOKENS) + 1),
+        "rules": _RULES,
+        "tensor_parallel_size": grid.tensor_parallel_size,
+        **({"max_loras": most, "max_lora_rank": grid.rank} if most else {}),
+    }
+    return Engine(model, {f"a{i}": grid.rank for i in range(most)}, **settings)
+
+
+def _median_step_ms(
+    engine: Engine, grid: DecodeGrid, batch: int, adapters: int, prompts: int = 0
+) -> tuple[float, float]:
+    """Run a batch to its end; return the medians of the forward passes and of the whole steps.
+
+    Of decode steps; or, with `prompts`, of those steps with one of so many prompts.
+    """
     rng = np.random.default_rng((batch, adapters))
-    params = SamplingParams(max_tokens=grid.steps, ignore_eos=True)
-    for i in range(batch):
-        prompt = rng.integers(0, engine.config.vocab_size, grid.context).astype(np.int32)
+
+    def submit(i: int, tokens: int, output_tokens: int) -> None:
+        prompt = rng.integers(0, engine.config.vocab_size, tokens).astype(np.int32)
         name = f"a{i % adapters}" if adapters else None
+        params = SamplingParams(max_tokens=output_tokens, ignore_eos=True)
         engine.submit(engine.new_request(prompt, name, params))
+
+    for i in range(batch):
+        submit(i, grid.context, grid.steps)
     engine.records.clear()
     while engine.core.requests:
         if engine.step() is None:
             engine.wait_for_adapter()
-    steps = [each for each in engine.records if each.decode_requests == batch and not each.prefill_requests]
+        elif prompts and engine.records:
+            last = engine.records[-1]
+            if (last.decode_requests, last.prefill_requests) == (batch, 0):
+                submit(prompts, grid.prompt, 1)
+                prompts -= 1
+    beside = int(any(each.prefill_requests and each.decode_requests == batch for each in engine.records))
+    steps = [
+        each for each in engine.records if (each.decode_requests, each.prefill_requests) == (batch, beside)
+    ]
     steps = steps[len(steps) // _WARM_UP :]
     return (
         statistics.median(each.forward_ms for each in steps),

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="the helpers are those of the GPU's kernels
 from capplan.engine import ModelConfig, Segment
 from capplan.engine._input_batch import Decodes, ModelInputs
 from capplan.engine._pool import PagePool, kv_page_elements
-from capplan.engine.kernels._cpu import GEMM_FROM, CompiledAttention, CompiledLoRA, CompiledNorms
+from capplan.engine.kernels._cpu import GEMM_FROM, CompiledAttention, CompiledLoRA, CompiledPointwise
 from capplan.engine.lora import B, RowTables
 from capplan.engine.lora._adapter import SITES
 from capplan.engine.models._decoder import KvCache, RopeTable
@@ -114,7 +114,7 @@ def right_answer(
 
 def test_norms_equal_float64_rms_norms() -> None:
     x, more, weight = torch.randn(5, 37), torch.randn(5, 37), torch.randn(37)
-    norms = CompiledNorms(1e-3)
+    norms = CompiledPointwise(1e-3)
     total = x.double() + more.double()
 
     def right(value: torch.Tensor) -> torch.Tensor:

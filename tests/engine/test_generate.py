@@ -233,11 +233,11 @@ def test_every_kernel_gives_the_same_tokens(kernel: str, memory: str) -> None:
     assert tokens[0] == tokens[1]
 
 
-@pytest.mark.parametrize("memory", ["slots", "unified"])
-def test_padded_decode_steps_give_the_same_tokens(memory: str) -> None:
+@pytest.mark.parametrize(("memory", "kernel"), [("slots", "mbgmv"), ("unified", "sgmv"), ("slots", "triton")])
+def test_padded_decode_steps_give_the_same_tokens(memory: str, kernel: str) -> None:
     """Steps are padded as for CUDA graphs; nothing is captured on a CPU."""
     pytest.importorskip("triton", reason="the kernels need triton (extra `engine`)")
-    kernels = {"lora_kernel": "mbgmv", "attention_kernel": "triton", "cuda_graphs": True}
+    kernels = {"lora_kernel": kernel, "attention_kernel": "triton", "cuda_graphs": True}
     prompts, names = [[1, 2], [3], [4], [5, 6], [7]], ["a", "b", None, "c", "a"]
     tokens = []
     for settings in ({}, {**kernels, "memory": memory, "block_size": 8, "max_loras": 2, "rules": "vllm-0.8"}):
@@ -250,6 +250,22 @@ def test_padded_decode_steps_give_the_same_tokens(memory: str) -> None:
                     engine.wait_for_adapter()
             tokens.append([request.output for request in requests])
     assert tokens[0] == tokens[1]
+
+
+def test_steps_with_prompts_as_graphs_give_the_same_tokens() -> None:
+    """Prompts in chunks beside decodes, padded to 64 tokens; a step of 64 has no padding, and no graph."""
+    pytest.importorskip("triton", reason="the kernels need triton (extra `engine`)")
+    kernels = {"lora_kernel": "triton", "attention_kernel": "triton", "cuda_graphs": True}
+    prompts, names = [[9], list(range(70)), list(range(30)), [1, 2, 3]], ["a", "b", "c", None]
+    tokens = []
+    for settings in ({}, kernels):
+        with tiny(device=DEVICE, max_num_batched_tokens=64, **settings) as engine:
+            done = engine.generate(prompts, names, max_tokens=3, ignore_eos=True)
+            tokens.append([answer.token_ids for answer in done])
+            graphs = engine.worker.runner.graphs
+    assert tokens[0] == tokens[1]
+    assert graphs is not None
+    assert "sgmv" in {key.kind for key in graphs.captured if key.has_prompts}
 
 
 @pytest.mark.parametrize("settings", [{"lora_kernel": "bgmv"}, {"attention_kernel": "triton"}])

@@ -5,7 +5,7 @@ Inputs are fresh, everything that a kernel must not read is poisoned with NaN, a
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,20 +17,23 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="the kernels need triton (extra `engine`)")
 
 from capplan.engine import ModelConfig, Segment
-from capplan.engine._input_batch import Prefill
+from capplan.engine._input_batch import ModelInputs, Prefill
 from capplan.engine._pool import PagePool, kv_page_elements
 from capplan.engine.kernels import Kind, TritonLoRA
 from capplan.engine.kernels._triton_attention import (
+    TritonAttention,
     attention_splits,
     decode_launches,
     prompt_launch,
     prompt_tiles,
 )
+from capplan.engine.kernels._triton_layers import TritonPointwise
+from capplan.engine.kernels._triton_lora import TILE_TOKENS, StepLoRA
 from capplan.engine.kernels._triton_lora_kernels import shrink_tiles, shrink_tokens
 from capplan.engine.lora import MODULES, AdapterLayout, HostAdapter, RowTables
 from capplan.engine.lora._adapter import SITES, pack
 from capplan.engine.lora._memory import AdapterMemory, StaticSlots, UnifiedPages
-from capplan.engine.models._decoder import KvCache
+from capplan.engine.models._decoder import KvCache, Pointwise, RopeTable, TorchAttention
 
 pytestmark = pytest.mark.long
 
@@ -123,23 +126,79 @@ def test_each_token_uses_its_own_adapter(where: str, kind: Kind, dtype: torch.dt
     ]
     tokens = int(ends[-1])
     applied = TritonLoRA(LAYOUT, tables, memory.storage, segments, tokens, kind)
-    for layer in [int(rng.integers(CONFIG.layers))]:
-        for site, modules in enumerate(SITES):
-            width = sum(LAYOUT.sizes[module][1] for module in modules)
-            x = torch.randn(tokens, LAYOUT.sizes[modules[0]][0] + 3, device=DEVICE).to(dtype)[:, :-3]
-            out = torch.randn(tokens, width, device=DEVICE).to(dtype)
-            right = out.double().clone()
-            for adapter, start, end in segments:
-                if adapter:
-                    right[start:end] = expected(adapters[adapter], layer, site, x[start:end], out[start:end])
-            applied._h.fill_(torch.nan)
-            applied.add(layer, site, x, out)
-            error = (out.double() - right).abs().max() / right.abs().max()
-            assert float(error) < TOLERANCE[dtype]
+    check_products(applied, adapters, segments, tokens, dtype)
+
+
+def check_products(
+    applied: StepLoRA,
+    adapters: Mapping[int, HostAdapter],
+    segments: Sequence[Segment],
+    tokens: int,
+    dtype: torch.dtype,
+) -> None:
+    """Compare the products at every site of a layer with float64; buffers hold NaN."""
+    layer = int(np.random.default_rng().integers(CONFIG.layers))
+    for site, modules in enumerate(SITES):
+        width = sum(LAYOUT.sizes[module][1] for module in modules)
+        x = torch.randn(tokens, LAYOUT.sizes[modules[0]][0] + 3, device=DEVICE).to(dtype)[:, :-3]
+        out = torch.randn(tokens, width, device=DEVICE).to(dtype)
+        right = out.double().clone()
+        for adapter, start, end in segments:
+            if adapter:
+                right[start:end] = expected(adapters[adapter], layer, site, x[start:end], out[start:end])
+        applied._h.fill_(torch.nan)
+        if applied._kind == "sgmv":
+            applied._parts.fill_(torch.nan)
+        applied.add(layer, site, x, out)
+        error = (out.double() - right).abs().max() / right.abs().max()
+        assert float(error) < TOLERANCE[dtype]
+
+
+LONG_RANK = 128
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    each=st.lists(
+        st.tuples(
+            st.integers(0, 40) | st.sampled_from([16, 17, 64, 65, 300]),
+            st.sampled_from([8, 16, 33, 64, LONG_RANK]),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    base=st.integers(0, 3),
+    padding=st.integers(0, 9),
+    dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16]),
+)
+def test_tiles_of_a_captured_step(
+    each: list[tuple[int, int]], base: int, padding: int, dtype: torch.dtype
+) -> None:
+    """Shapes are those of the largest adapters and the most tokens; some adapters have no token."""
+    rng = np.random.default_rng()
+    memory = StaticSlots(LAYOUT, len(each), LONG_RANK, dtype, DEVICE)
+    tables = RowTables(LAYOUT, len(each), LONG_RANK, DEVICE)
+    adapters, segments, numbers = {}, [], [-1] * base
+    for adapter, (tokens, rank) in enumerate(each, start=1):
+        adapters[adapter] = random_adapter(rng, rank, dtype)
+        placement = memory.place(adapter, adapters[adapter].ranks)
+        placement.copy_from(adapters[adapter])
+        tables.add(adapter, placement, memory.padding(adapter, LONG_RANK))
+        if tokens:
+            segments.append(Segment(adapter, len(numbers), len(numbers) + tokens))
+            numbers += [tables.number_of[adapter]] * tokens
+    numbers += [-1] * (padding + (not numbers))
+    row_of_token = torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+    applied = StepLoRA(LAYOUT, tables, memory.storage, row_of_token, "sgmv", LONG_RANK)
+    applied.tiles_launch().run()
+    count, *starts = applied._tiles.tolist()
+    assert starts[:count] == [at for _, start, end in segments for at in range(start, end, TILE_TOKENS)]
+    check_products(applied, adapters, segments, len(numbers), dtype)
+    assert not applied._arrived.any()
 
 
 @pytest.mark.parametrize(
-    ("least", "tokens_each", "tiled"), [(None, 7, False), (None, 8, True), (3, 3, True), (9, 8, False)]
+    ("least", "tokens_each", "tiled"), [(None, 1, False), (None, 2, True), (3, 3, True), (9, 8, False)]
 )
 def test_tiles_are_used_from_the_measured_tokens_per_adapter(
     least: int | None, tokens_each: int, tiled: bool
@@ -153,6 +212,51 @@ def test_tiles_are_used_from_the_measured_tokens_per_adapter(
     step = TritonLoRA(LAYOUT, tables, memory.storage, segments, segments[-1].end, sgmv_from_tokens=least)
     x = torch.zeros(segments[-1].end, LAYOUT.sizes[3][0], device=DEVICE)
     assert step.shrink_launch(0, 1, x).kernel is (shrink_tiles if tiled else shrink_tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norms_and_activation(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    wide, more = torch.randn(2, 5, 1203, generator=generator).to(DEVICE, dtype)
+    weight = torch.randn(1200, generator=generator).to(DEVICE, dtype)
+    x, ours, right = wide[:, 3:].clone(), TritonPointwise(1e-3), Pointwise(1e-3)
+    total = (x + more[:, 3:]).double()
+    pairs = [
+        (ours.norm(x, weight), right.norm(x.double(), weight.double())),
+        (ours.gate(wide[:, 3:]), right.gate(wide[:, 3:].double())),
+        (ours.add_norm(x, more[:, 3:], weight), right.norm(total, weight.double())),
+        (x, total),
+    ]
+    for mine, exact in pairs:
+        assert float((mine.double() - exact).abs().max() / exact.abs().max()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("heads", [(6, 2, 14), (4, 4, 20), (8, 1, 64), (34, 2, 32)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rotation_writes_keys_and_values_to_the_page_of_each_token(
+    heads: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """Everything else in memory stays as it is: NaN."""
+    tokens, block_size = 7, 5
+    generator = torch.Generator().manual_seed(1)
+    cache = paged_requests([40], heads, block_size, dtype, 0).cache
+    config = CONFIG.replace(heads=heads[0], kv_heads=heads[1], head_dim=heads[2])
+    spots = torch.randperm(8 * block_size, generator=generator)[:tokens].to(DEVICE)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    positions = torch.randint(64, (tokens,), generator=generator).to(DEVICE)
+    inputs = ModelInputs(
+        positions, positions, 1 + spots // block_size, spots % block_size, nothing, None, (), (), nothing
+    )
+    rope = RopeTable(config, 64, dtype, DEVICE)
+    qkv = torch.randn(tokens, (heads[0] + 2 * heads[1]) * heads[2], generator=generator).to(DEVICE, dtype)
+    found = []
+    for attention in (TorchAttention, TritonAttention):
+        cache.pool.tensor.fill_(torch.nan)
+        q = attention(config, cache, rope, inputs).rotate_and_store(1, qkv.clone())
+        found.append((q.double(), cache.pool.tensor.double()))
+    for theirs, ours in zip(*found, strict=True):
+        assert torch.equal(theirs.isnan(), ours.isnan())
+        assert float((theirs - ours).nan_to_num().abs().max()) < 4 * TOLERANCE[dtype]
 
 
 class PagedRequests(NamedTuple):

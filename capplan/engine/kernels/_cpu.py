@@ -21,7 +21,7 @@ from capplan.engine.kernels._torch_lora import GroupedLoRA, Views
 from capplan.engine.lora._adapter import GROUPS, SITES, A, AdapterLayout, B
 from capplan.engine.lora._memory import RowTables
 from capplan.engine.models._config import ModelConfig
-from capplan.engine.models._decoder import LoRALayers, Norms, RopeTable, TorchAttention
+from capplan.engine.models._decoder import LoRALayers, Pointwise, RopeTable, TorchAttention
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -275,8 +275,8 @@ def _add_token_by_token(
                 r += 1
 
 
-class CompiledNorms(Norms):
-    """Compiled RMS norms, together with the addition before them."""
+class CompiledPointwise(Pointwise):
+    """Compiled RMS norms, together with the addition before them; the activation is PyTorch's."""
 
     def __init__(self, eps: float) -> None:
         super().__init__(eps)

@@ -18,11 +18,13 @@ import torch
 import triton
 import triton.language as tl
 
-from capplan.engine._input_batch import Decodes, Prefill
+from capplan.engine._input_batch import Decodes, ModelInputs, Prefill
 from capplan.engine._pool import KvCache
+from capplan.engine.kernels._triton_layers import rotate_launch
 from capplan.engine.kernels._triton_lora import Launch, multiprocessors
 from capplan.engine.kernels._triton_lora_kernels import must_upcast, product
-from capplan.engine.models._decoder import TorchAttention
+from capplan.engine.models._config import ModelConfig
+from capplan.engine.models._decoder import RopeTable, TorchAttention
 
 
 @triton.jit
@@ -201,12 +203,14 @@ def attend_prompts(
     """Fill out[token, head] for the query heads of one key head and the tokens of one tile.
 
     A row is a token of the tile and a query head. `tiles` are those of `prompt_tiles`, `pages` the pages of
-    all prompts, `kv` points at the keys of one layer.
+    all prompts, `kv` points at the keys of one layer. Tiles without tokens pad those of a CUDA graph.
     """
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     first_page = tl.load(tiles + tile * 4)
     first_token = tl.load(tiles + tile * 4 + 1)
     tokens = tl.load(tiles + tile * 4 + 2)
+    if tokens == 0:
+        return
     first_position = tl.load(tiles + tile * 4 + 3)
     row = tl.arange(0, BLOCK_ROWS)
     at = row // GROUP
@@ -398,10 +402,18 @@ def _power_of_2(value: int) -> int:
 
 
 class TritonAttention(TorchAttention):
-    """Paged attention in Triton."""
+    """Paged attention in Triton, with rotation and cache writes in one launch."""
 
-    _prompts: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Pages of all prompts, and their tiles."""
+    def __init__(self, config: ModelConfig, cache: KvCache, rope: RopeTable, inputs: ModelInputs) -> None:
+        super().__init__(config, cache, rope, inputs)
+        self._prompts = inputs.prompts
+
+    def rotate_and_store(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """Rotate queries and keys, store keys and values, and return queries, (tokens, heads, head_dim)."""
+        heads = qkv.view(qkv.shape[0], -1, self.cache.head_dim)
+        slots = self._inputs.pages, self._inputs.offsets
+        rotate_launch(self.cache, layer, heads, (self.cos, self.sin), slots).run()
+        return heads[:, : self._heads]
 
     def decode(self, layer: int, q: torch.Tensor, decodes: Decodes) -> torch.Tensor:
         """Attend with one query per request."""

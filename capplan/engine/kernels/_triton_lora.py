@@ -1,7 +1,8 @@
 """LoRA products of a step in Triton: launches of shrink and expand, token by token or in tiles.
 
-A shrink has few programs in a small batch. Its width is therefore split until the programs fill the GPU; the
-expand sums the parts, which takes neither atomics nor another launch.
+A shrink has few programs in a small batch. Its width is therefore split until the programs fill the GPU.
+Token by token the expand sums the parts; of a tile the last program of the shrink does, since many programs
+of the expand read them.
 
 Launch of a Triton kernel: one definition for running it and for compiling it ahead of time.
 """
@@ -19,6 +20,7 @@ from capplan.engine._input_batch import Segment
 from capplan.engine.kernels._triton_lora_kernels import (
     expand_tiles,
     expand_tokens,
+    find_tiles,
     must_upcast,
     shrink_tiles,
     shrink_tokens,
@@ -59,28 +61,39 @@ def multiprocessors(device: torch.device) -> int:
 
 Kind = Literal["bgmv", "mbgmv", "sgmv"]
 
-TILE_TOKENS: Final = 16
-"""Tokens of one tile of SGMV: the fewest that tensor cores take."""
+TILE_TOKENS: Final = 64
+"""Most tokens of one tile of SGMV: a row of A or B is read once for them."""
+THIN_TOKENS: Final = 16
+"""Tokens up to which a tile is computed as one of so many: the fewest that tensor cores take."""
 
-SGMV_FROM_TOKENS: Final = 8
-"""Mean tokens per adapter from which tiles are used if no measurement is given: an assumption."""
+SGMV_FROM_TOKENS: Final = 2
+"""Mean tokens per adapter from which tiles are used if no measurement is given: by bytes, since two tokens
+of an adapter read its rows once.
+"""
 
 _MOST_SPLITS: Final = 8
-"""Most parts of a shrink; each adds 4 bytes per rank to what a program of the expand reads."""
+"""Most parts of a shrink; each adds 4 bytes per rank to what a program of the expand reads, or, of a tile,
+8 bytes per token and rank.
+"""
 _LEAST_PART: Final = 256
 """Least columns of a part: one iteration."""
 _PROGRAMS_PER_MULTIPROCESSOR: Final = 2
+_EXPANDS_PER_MULTIPROCESSOR: Final = 8
+"""Programs of an expand of tiles: twice as many as fit, so that none waits long for the last ones."""
 
 
-class TokenLoRA(LoRALayers):
-    """MBGMV, token by token. Launches do not depend on the adapters in the batch, as CUDA graphs require.
+class StepLoRA(LoRALayers):
+    """LoRA products of one step. Launches depend on shapes, not on the adapters, as CUDA graphs require.
 
     Parameters
     ----------
     weights
         Flat tensor that the tables point into.
     numbers
-        Index of each token's adapter in the tables, -1 for the base model.
+        Index of each token's adapter in the tables, -1 for the base model. Tokens of an adapter follow each
+        other.
+    kind
+        See `TritonLoRA`. Before the products of ``sgmv`` the launch `tiles_launch` must run.
     limit
         Largest rank.
     """
@@ -91,6 +104,7 @@ class TokenLoRA(LoRALayers):
         tables: RowTables,
         weights: torch.Tensor,
         numbers: torch.Tensor,
+        kind: Kind,
         limit: int,
     ) -> None:
         device = weights.device
@@ -100,15 +114,26 @@ class TokenLoRA(LoRALayers):
         self._numbers = numbers
         self._tokens = numbers.shape[0]
         self._limit = limit
-        self._kind: Kind = "mbgmv"
-        self._tiles = torch.zeros((0, 3), dtype=torch.int32, device=device)
+        self._kind = kind
         self._outputs = tables.outputs
-        self._splits = [
-            splits_of(self._tokens * len(site), layout.sizes[site[0]][A], device) for site in SITES
-        ]
-        # Float32 between the two products. Elements beyond an adapter's rank are neither written nor read.
+        self._programs = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device)
+        if kind == "sgmv":
+            adapters = min(tables.ranks.shape[0], self._tokens)
+            self._most_tiles = adapters + (self._tokens - adapters) // TILE_TOKENS
+            self._tiles = torch.empty(1 + self._most_tiles, dtype=torch.int32, device=device)
+            widest, blocks = map(max, zip(*map(self._rank_blocks, SITES), strict=True))
+            self._arrived = torch.zeros(self._most_tiles * blocks, dtype=torch.int32, device=device)
+            part = (self._programs, TILE_TOKENS, widest)
+            self._parts = torch.empty(part, dtype=torch.float32, device=device)
+            self._splits = [1] * len(SITES)
+        else:
+            self._splits = [
+                splits_of(self._tokens * len(site), layout.sizes[site[0]][A], device) for site in SITES
+            ]
+        # Float32 between the products of single tokens. Elements beyond a rank are neither written nor read.
+        dtype = weights.dtype if kind == "sgmv" else torch.float32
         shape = (self._tokens, max(map(len, SITES)), max(self._splits), limit)
-        self._h = torch.empty(shape, dtype=torch.float32, device=device)
+        self._h = torch.empty(shape, dtype=dtype, device=device)
 
     def add(self, layer: int, site: int, x: torch.Tensor, out: torch.Tensor) -> None:
         """Add the low-rank product of each token of `x` to `out`."""
@@ -125,18 +150,21 @@ class TokenLoRA(LoRALayers):
 
     def shrink_launch(self, layer: int, site: int, x: torch.Tensor) -> Launch:
         """Return the launch of `shrink`."""
-        modules, h = len(SITES[site]), self._h
-        rows, ranks = self._rows(layer, SITES[site][0], A)
+        modules, h = SITES[site], self._h
+        rows, ranks = self._rows(layer, modules[0], A)
         strides = (x.stride(0), *self._strides(), *h.stride()[:2])
         alignment = {"ALIGNMENT": self._layout.row_alignment}
         if self._kind == "sgmv":
-            config = tiles_config(self._limit, x.dtype, width=64) | alignment
-            grid = (self._tiles.shape[0], modules, triton.cdiv(self._limit, config["BLOCK_RANK"]))
-            arguments = (x, self._weights, rows, ranks, self._tiles, h, x.shape[1], *strides)
-            return Launch(shrink_tiles, grid, arguments, config)
+            rank, blocks = self._rank_blocks(modules)
+            config = tiles_config(rank, 64, rank, x.dtype, len(modules)) | alignment
+            config |= {"BLOCKS": blocks, "PARTS": self._programs, "MOST_SPLITS": most_splits(x.shape[1])}
+            read = (x, self._weights, rows, ranks, self._numbers, self._tiles)
+            arguments = (*read, h, self._parts, self._arrived, x.shape[1], self._tokens, *strides)
+            programs = max(self._programs, self._most_tiles * blocks)
+            return Launch(shrink_tiles, (programs,), arguments, config)
         splits = self._splits[site]
         config = shrink_tokens_config(self._limit, splits, self._kind == "bgmv") | alignment
-        grid = (self._tokens, modules, splits * triton.cdiv(self._limit, config["BLOCK_RANK"]))
+        grid = (self._tokens, len(modules), splits * triton.cdiv(self._limit, config["BLOCK_RANK"]))
         sizes = (x.shape[1], self._limit, *strides, h.stride(2))
         return Launch(shrink_tokens, grid, (x, self._weights, rows, ranks, self._numbers, h, *sizes), config)
 
@@ -146,17 +174,31 @@ class TokenLoRA(LoRALayers):
         rows, ranks = self._rows(layer, modules[0], B)
         strides = (*self._strides(), *h.stride()[:2])
         alignment = {"ALIGNMENT": self._layout.row_alignment}
-        widest = max(self._layout.sizes[module][B] for module in modules)
+        widths = [self._layout.sizes[module][B] for module in modules]
         if self._kind == "sgmv":
-            config = tiles_config(self._limit, out.dtype, width=128) | alignment
-            grid = (self._tiles.shape[0], len(modules), triton.cdiv(widest, config["BLOCK_WIDTH"]))
-            tensors = (h, self._weights, rows, ranks, self._tiles, out, outputs)
-            return Launch(expand_tiles, grid, (*tensors, *strides, out.stride(0)), config)
+            config = tiles_config(16, 128, 128, out.dtype, len(modules)) | alignment
+            blocks = sum(triton.cdiv(width, config["BLOCK_WIDTH"]) for width in widths)
+            programs = _EXPANDS_PER_MULTIPROCESSOR * multiprocessors(out.device)
+            read = (h, self._weights, rows, ranks, self._numbers, self._tiles)
+            arguments = (*read, out, outputs, self._tokens, blocks, *strides, out.stride(0))
+            return Launch(expand_tiles, (min(self._most_tiles * blocks, programs),), arguments, config)
         config = expand_tokens_config(self._limit, self._splits[site], self._kind == "bgmv") | alignment
-        grid = (self._tokens, len(modules), triton.cdiv(widest, config["BLOCK_WIDTH"]))
+        grid = (self._tokens, len(modules), triton.cdiv(max(widths), config["BLOCK_WIDTH"]))
         tensors = (h, self._weights, rows, ranks, self._numbers, out, outputs)
         sizes = (self._limit, *strides, h.stride(2), out.stride(0))
         return Launch(expand_tokens, grid, (*tensors, *sizes), config)
+
+    def tiles_launch(self) -> Launch:
+        """Return the launch that finds the tiles of a step."""
+        arguments = (self._numbers, self._tiles, self._tokens)
+        config = {"TILE_TOKENS": TILE_TOKENS, "BLOCK": 1024, "num_warps": 4}
+        return Launch(find_tiles, (1,), arguments, config)
+
+    def _rank_blocks(self, modules: Sequence[int]) -> tuple[int, int]:
+        """Return the rows in a block of A's rows of all modules of a site, and the most blocks."""
+        rows = len(modules) * self._limit
+        block = _block(rows, least=16, most=64)
+        return block, triton.cdiv(rows, block)
 
     def _rows(self, layer: int, module: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the table of a module's rows of A or B, and of its ranks."""
@@ -167,16 +209,16 @@ class TokenLoRA(LoRALayers):
         return self._tables.rows.stride(0), self._tables.rows.stride(2), self._tables.ranks.stride(0)
 
 
-class TritonLoRA(TokenLoRA):
-    """LoRA products of one step.
+class TritonLoRA(StepLoRA):
+    """LoRA products of one step, of the adapters that it has.
 
     Parameters
     ----------
     kind
         ``bgmv``: padded to the largest rank in the batch; ``mbgmv``: true ranks, token by token; ``sgmv``:
-        true ranks, in tiles of tokens of one adapter. None: chosen by tokens per adapter.
+        true ranks, in tiles of tokens of one adapter. None: see `chosen_kind`.
     sgmv_from_tokens
-        Mean tokens per adapter from which ``sgmv`` is chosen; None: `SGMV_FROM_TOKENS`.
+        See `chosen_kind`.
     """
 
     def __init__(
@@ -193,24 +235,37 @@ class TritonLoRA(TokenLoRA):
         numbers = torch.full((tokens,), -1, dtype=torch.int32)
         for number, start, end in used:
             numbers[start:end] = number
-        tiles = [
-            (number, at, min(at + TILE_TOKENS, end))
-            for number, start, end in used
-            for at in range(start, end, TILE_TOKENS)
-        ]
         limit = max(tables.max_rank_of[number] for number, _, _ in used)
-        super().__init__(layout, tables, weights, numbers.to(weights.device), limit)
         lora_tokens = sum(end - start for _, start, end in used)
-        least = SGMV_FROM_TOKENS if sgmv_from_tokens is None else sgmv_from_tokens
-        self._kind = kind or ("sgmv" if lora_tokens >= least * len(used) else "mbgmv")
-        self._tiles = torch.tensor(tiles, dtype=torch.int32).to(weights.device)
+        kind = kind or chosen_kind(lora_tokens, len(used), sgmv_from_tokens)
+        super().__init__(layout, tables, weights, numbers.to(weights.device), kind, limit)
+        if kind == "sgmv":
+            self.tiles_launch().run()
+
+
+def chosen_kind(tokens: int, adapters: int, sgmv_from_tokens: float | None) -> Kind:
+    """Return ``sgmv`` from so many tokens per adapter on average, and ``mbgmv`` below.
+
+    Parameters
+    ----------
+    tokens
+        Of all adapters.
+    sgmv_from_tokens
+        As measured; None: `SGMV_FROM_TOKENS`.
+    """
+    least = SGMV_FROM_TOKENS if sgmv_from_tokens is None else sgmv_from_tokens
+    return "sgmv" if tokens >= least * adapters else "mbgmv"
 
 
 def splits_of(programs: int, width: int, device: torch.device) -> int:
     """Return the parts, a power of 2, of a shrink over `width` columns; whole, it has `programs` programs."""
     wanted = triton.cdiv(_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device), programs)
-    possible = 1 << (triton.cdiv(width, _LEAST_PART).bit_length() - 1)
-    return int(min(_MOST_SPLITS, possible, triton.next_power_of_2(wanted)))
+    return int(min(most_splits(width), triton.next_power_of_2(wanted)))
+
+
+def most_splits(width: int) -> int:
+    """Return the most parts, a power of 2, of a shrink over `width` columns."""
+    return int(min(_MOST_SPLITS, 1 << (triton.cdiv(width, _LEAST_PART).bit_length() - 1)))
 
 
 def shrink_tokens_config(limit: int, splits: int, padded: bool) -> dict[str, Any]:
@@ -238,14 +293,16 @@ def expand_tokens_config(limit: int, splits: int, padded: bool) -> dict[str, Any
     }
 
 
-def tiles_config(limit: int, dtype: torch.dtype, width: int) -> dict[str, Any]:
-    """Return the launch configuration of `shrink_tiles` and `expand_tiles`, for `width` columns at a time."""
+def tiles_config(rank: int, width: int, results: int, dtype: torch.dtype, modules: int) -> dict[str, Any]:
+    """Return the launch configuration of `shrink_tiles` and `expand_tiles`, with `results` per token."""
     return {
         "UPCAST": must_upcast(dtype),
-        "BLOCK_TOKENS": TILE_TOKENS,
-        "BLOCK_RANK": _block(limit, least=16, most=64),
+        "MODULES": modules,
+        "TILE_TOKENS": TILE_TOKENS,
+        "THIN_TOKENS": THIN_TOKENS,
+        "BLOCK_RANK": rank,
         "BLOCK_WIDTH": width,
-        "num_warps": 4,
+        "num_warps": 4 if results < TILE_TOKENS else 8,
         "num_stages": 3,
     }
 

@@ -90,18 +90,105 @@ def shrink_tokens(
     tl.store(place + at, total, mask=here)
 
 
+@triton.jit
+def larger(a, b):
+    """Return the larger of two numbers, for a scan."""
+    return tl.maximum(a, b)
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["number_of_token"])
+def find_tiles(number_of_token, tiles, tokens, TILE_TOKENS: tl.constexpr, BLOCK: tl.constexpr):
+    """Fill tiles[0] with the number of tiles, and tiles[1:] with the first token of each.
+
+    A tile has up to TILE_TOKENS tokens of one adapter, all of which follow each other. One program.
+    """
+    count = 0
+    run = 0
+    for first in range(0, tokens, BLOCK):
+        token = first + tl.arange(0, BLOCK)
+        known = token < tokens
+        number = tl.load(number_of_token + token, mask=known, other=-1)
+        before = tl.load(number_of_token + token - 1, mask=known & (token > 0), other=-1)
+        begins = tl.where(number != before, token, run)
+        since = token - tl.associative_scan(begins, 0, larger)
+        here = (number >= 0) & (since % TILE_TOKENS == 0)
+        tl.store(tiles + count + tl.cumsum(here.to(tl.int32), axis=0), token, mask=here)
+        count += tl.sum(here.to(tl.int32), axis=0)
+        run = tl.max(begins, axis=0)
+    tl.store(tiles, count)
+
+
+@triton.jit
+def tile_number(number_of_token, tiles, tile, tokens, BLOCK_TOKENS: tl.constexpr):
+    """Return the first token of a tile, its adapter, and whether it has more than BLOCK_TOKENS tokens."""
+    start = tl.load(tiles + 1 + tile)
+    number = tl.load(number_of_token + start)
+    beyond = start + BLOCK_TOKENS
+    return start, number, tl.load(number_of_token + beyond, mask=beyond < tokens, other=-1) == number
+
+
+@triton.jit
+def tile_tokens(number_of_token, start, number, tokens, BLOCK_TOKENS: tl.constexpr):
+    """Return the first BLOCK_TOKENS tokens from the start of a tile, and which of them are its own."""
+    token = start + tl.arange(0, BLOCK_TOKENS)
+    own = tl.load(number_of_token + token, mask=token < tokens, other=-1) == number
+    return token.to(tl.int64), own  # times a stride it may pass 2**31
+
+
+@triton.jit
+def shrink_tile(
+    x, weights, row, here, number_of_token, start_token, number, tokens, h_of, parts, arrived, begin, end,
+    width, split, splits, x_stride, h_token_stride, UPCAST: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    BLOCK_RANK: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Multiply a tile by a block of rows of A over the columns [begin, end).
+
+    The last program of a tile to arrive sums the parts of all in their order: `parts` points at those of the
+    first one, `arrived` at the number of those that have, which is zero before and after.
+    """
+    token, own = tile_tokens(number_of_token, start_token, number, tokens, BLOCK_TOKENS)
+    total = tl.zeros((BLOCK_TOKENS, BLOCK_RANK), tl.float32)
+    for start in range(begin, end, BLOCK_WIDTH):
+        column = start + tl.arange(0, BLOCK_WIDTH)
+        inside = column < width
+        value = tl.load(
+            x + token[:, None] * x_stride + column[None, :], mask=own[:, None] & inside[None, :], other=0.0
+        )
+        a = tl.load(weights + row[None, :] + column[:, None], mask=here[None, :] & inside[:, None], other=0.0)
+        total = product(value, a, total, UPCAST)
+    mask = own[:, None] & here[None, :]
+    h_at = token[:, None] * h_token_stride + h_of[None, :]
+    if splits > 1:
+        block = tl.arange(0, BLOCK_TOKENS)[:, None] * BLOCK_RANK + tl.arange(0, BLOCK_RANK)[None, :]
+        size: tl.constexpr = BLOCK_TOKENS * BLOCK_RANK
+        tl.store(parts + split * size + block, total, mask=mask)
+        tl.debug_barrier()  # all threads have stored before one of them says so
+        if tl.atomic_add(arrived, 1, sem="acq_rel") == splits - 1:
+            total = tl.zeros((BLOCK_TOKENS, BLOCK_RANK), tl.float32)
+            for each in range(splits):
+                total += tl.load(parts + each * size + block, mask=mask, other=0.0)
+            tl.store(h_at, total.to(h_at.dtype.element_ty), mask=mask)
+            tl.store(arrived, 0)
+    else:
+        tl.store(h_at, total.to(h_at.dtype.element_ty), mask=mask)
+
+
 @triton.jit(
-    do_not_specialize=["h_token_stride", "h_module_stride"],
-    do_not_specialize_on_alignment=["rows", "ranks", "tiles"],
+    do_not_specialize=["tokens", "h_token_stride", "h_module_stride"],
+    do_not_specialize_on_alignment=["rows", "ranks", "number_of_token", "tiles", "arrived"],
 )
 def shrink_tiles(
     x,
     weights,
     rows,
     ranks,
+    number_of_token,
     tiles,
     h,
+    parts,
+    arrived,
     width,
+    tokens,
     x_stride,
     rows_stride,
     group_stride,
@@ -110,40 +197,54 @@ def shrink_tiles(
     h_module_stride,
     UPCAST: tl.constexpr,
     ALIGNMENT: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
+    MODULES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    THIN_TOKENS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
-    """Fill h[token, module, 0, :rank] for tiles of tokens, rows of `tiles`: (adapter, start, end)."""
-    tile = tl.program_id(0)
-    module = tl.program_id(1)
-    number = tl.load(tiles + tile * 3)
-    token = (tl.load(tiles + tile * 3 + 1) + tl.arange(0, BLOCK_TOKENS)).to(tl.int64)
-    in_tile = token < tl.load(tiles + tile * 3 + 2)
-    rank = tl.load(ranks + number * ranks_stride + module)
-    first = tl.program_id(2) * BLOCK_RANK
-    if first >= rank:
+    """Fill h[token, module, :rank] for the tiles of `find_tiles`.
+
+    The rows of A of all modules of a site, one after another, are divided into BLOCKS blocks. The width is
+    split while there are more programs than tiles and blocks, up to MOST_SPLITS times.
+    """
+    items = tl.load(tiles) * BLOCKS
+    splits = tl.minimum(tl.maximum(PARTS // tl.maximum(items, 1), 1), MOST_SPLITS)
+    item = tl.program_id(0) // splits
+    split = tl.program_id(0) % splits
+    if item >= items:
         return
-    at = first + tl.arange(0, BLOCK_RANK)
-    here = at < rank
-    row = tl.load(rows + number * rows_stride + module * group_stride + at, mask=here, other=0)
+    start, number, thick = tile_number(number_of_token, tiles, item // BLOCKS, tokens, THIN_TOKENS)
+    at = item % BLOCKS * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
+    module = tl.zeros((BLOCK_RANK,), tl.int32)
+    before = tl.zeros((BLOCK_RANK,), tl.int32)
+    used = 0
+    for each in tl.static_range(MODULES):
+        used += tl.load(ranks + number * ranks_stride + each)
+        module += (at >= used).to(tl.int32)
+        before = tl.where(at >= used, used, before)
+    if item % BLOCKS * BLOCK_RANK >= used:
+        return
+    here = at < used
+    row = tl.load(rows + number * rows_stride + module * group_stride + at - before, mask=here, other=0)
     row = tl.multiple_of(row, ALIGNMENT)
-    total = tl.zeros((BLOCK_TOKENS, BLOCK_RANK), tl.float32)
-    for start in range(0, width, BLOCK_WIDTH):
-        column = start + tl.arange(0, BLOCK_WIDTH)
-        inside = column < width
-        value = tl.load(
-            x + token[:, None] * x_stride + column[None, :],
-            mask=in_tile[:, None] & inside[None, :],
-            other=0.0,
-        )
-        a = tl.load(weights + row[None, :] + column[:, None], mask=here[None, :] & inside[:, None], other=0.0)
-        total = product(value, a, total, UPCAST)
-    tl.store(
-        h + token[:, None] * h_token_stride + module * h_module_stride + at[None, :],
-        total,
-        mask=in_tile[:, None] & here[None, :],
-    )
+    part = tl.cdiv(width, splits * BLOCK_WIDTH) * BLOCK_WIDTH
+    begin, end = split * part, tl.minimum(width, split * part + part)
+    parts += item.to(tl.int64) * splits * TILE_TOKENS * BLOCK_RANK
+    h_of = h + module * h_module_stride + at - before
+    if thick:
+        shrink_tile(
+            x, weights, row, here, number_of_token, start, number, tokens, h_of, parts, arrived + item, begin,
+            end, width, split, splits, x_stride, h_token_stride, UPCAST, TILE_TOKENS, BLOCK_RANK, BLOCK_WIDTH,
+        )  # fmt: skip
+    else:
+        shrink_tile(
+            x, weights, row, here, number_of_token, start, number, tokens, h_of, parts, arrived + item, begin,
+            end, width, split, splits, x_stride, h_token_stride, UPCAST, THIN_TOKENS, BLOCK_RANK, BLOCK_WIDTH,
+        )  # fmt: skip
 
 
 @triton.jit(
@@ -203,18 +304,44 @@ def expand_tokens(
     tl.store(target, (before.to(tl.float32) + total).to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def expand_tile(
+    h, weights, row_of, rank, number_of_token, start, number, tokens, out, column, inside, h_token_stride,
+    out_stride, UPCAST: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    BLOCK_RANK: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Add B h to a block of columns of a module for one tile."""
+    token, own = tile_tokens(number_of_token, start, number, tokens, BLOCK_TOKENS)
+    total = tl.zeros((BLOCK_TOKENS, BLOCK_WIDTH), tl.float32)
+    for first in range(0, rank, BLOCK_RANK):
+        at = first + tl.arange(0, BLOCK_RANK)
+        here = at < rank
+        row = tl.multiple_of(tl.load(row_of + at, mask=here, other=0), ALIGNMENT)
+        mask = own[:, None] & here[None, :]
+        value = tl.load(h + token[:, None] * h_token_stride + at[None, :], mask=mask, other=0.0)
+        b = tl.load(weights + row[:, None] + column[None, :], mask=here[:, None] & inside[None, :], other=0.0)
+        total = product(value, b, total, UPCAST)
+    target = out + token[:, None] * out_stride + column[None, :]
+    mask = own[:, None] & inside[None, :]
+    before = tl.load(target, mask=mask, other=0.0)
+    tl.store(target, (before.to(tl.float32) + total).to(out.dtype.element_ty), mask=mask)
+
+
 @triton.jit(
-    do_not_specialize=["h_token_stride", "h_module_stride"],
-    do_not_specialize_on_alignment=["rows", "ranks", "tiles", "outputs"],
+    do_not_specialize=["tokens", "blocks", "h_token_stride", "h_module_stride"],
+    do_not_specialize_on_alignment=["rows", "ranks", "number_of_token", "tiles", "outputs"],
 )
 def expand_tiles(
     h,
     weights,
     rows,
     ranks,
+    number_of_token,
     tiles,
     out,
     outputs,
+    tokens,
+    blocks,
     rows_stride,
     group_stride,
     ranks_stride,
@@ -223,37 +350,44 @@ def expand_tiles(
     out_stride,
     UPCAST: tl.constexpr,
     ALIGNMENT: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
+    MODULES: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    THIN_TOKENS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
-    """Add B h to the columns of each module for tiles of tokens, rows of `tiles`: (adapter, start, end)."""
-    tile = tl.program_id(0)
-    module = tl.program_id(1)
-    number = tl.load(tiles + tile * 3)
-    token = (tl.load(tiles + tile * 3 + 1) + tl.arange(0, BLOCK_TOKENS)).to(tl.int64)
-    in_tile = token < tl.load(tiles + tile * 3 + 2)
-    start = tl.multiple_of(tl.load(outputs + module * 2), ALIGNMENT)
-    width = tl.multiple_of(tl.load(outputs + module * 2 + 1), ALIGNMENT)
-    column = tl.program_id(2) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
-    if tl.program_id(2) * BLOCK_WIDTH >= width:
-        return
-    rank = tl.load(ranks + number * ranks_stride + module)
-    inside = column < width
-    total = tl.zeros((BLOCK_TOKENS, BLOCK_WIDTH), tl.float32)
-    for first in range(0, rank, BLOCK_RANK):
-        at = first + tl.arange(0, BLOCK_RANK)
-        here = at < rank
-        row = tl.load(rows + number * rows_stride + module * group_stride + at, mask=here, other=0)
-        row = tl.multiple_of(row, ALIGNMENT)
-        value = tl.load(
-            h + token[:, None] * h_token_stride + module * h_module_stride + at[None, :],
-            mask=in_tile[:, None] & here[None, :],
-            other=0.0,
-        )
-        b = tl.load(weights + row[:, None] + column[None, :], mask=here[:, None] & inside[None, :], other=0.0)
-        total = product(value.to(b.dtype), b, total, UPCAST)
-    target = out + token[:, None] * out_stride + start + column[None, :]
-    mask = in_tile[:, None] & inside[None, :]
-    before = tl.load(target, mask=mask, other=0.0)
-    tl.store(target, (before.to(tl.float32) + total).to(out.dtype.element_ty), mask=mask)
+    """Add B h to the columns of each module, rows of `outputs`: (first column, columns), for all tiles.
+
+    The columns of a site have `blocks` blocks. A program takes several blocks of tiles, if there are more
+    than programs: the grid does not depend on the number of tiles.
+    """
+    for item in range(tl.program_id(0), tl.load(tiles) * blocks, tl.num_programs(0)):
+        start, number, thick = tile_number(number_of_token, tiles, item // blocks, tokens, THIN_TOKENS)
+        block = item % blocks
+        module = 0
+        before = 0
+        end = 0
+        for each in tl.static_range(MODULES):
+            end += tl.cdiv(tl.load(outputs + each * 2 + 1), BLOCK_WIDTH)
+            module += (block >= end).to(tl.int32)
+            before = tl.where(block >= end, end, before)
+        rank = tl.load(ranks + number * ranks_stride + module)
+        if rank > 0:
+            width = tl.multiple_of(tl.load(outputs + module * 2 + 1), ALIGNMENT)
+            column = (block - before) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
+            inside = column < width
+            row_of = rows + number * rows_stride + module * group_stride
+            out_of = out + tl.multiple_of(tl.load(outputs + module * 2), ALIGNMENT)
+            h_of = h + module * h_module_stride
+            if thick:
+                expand_tile(
+                    h_of, weights, row_of, rank, number_of_token, start, number, tokens, out_of, column,
+                    inside, h_token_stride, out_stride, UPCAST, ALIGNMENT, TILE_TOKENS, BLOCK_RANK,
+                    BLOCK_WIDTH,
+                )  # fmt: skip
+            else:
+                expand_tile(
+                    h_of, weights, row_of, rank, number_of_token, start, number, tokens, out_of, column,
+                    inside, h_token_stride, out_stride, UPCAST, ALIGNMENT, THIN_TOKENS, BLOCK_RANK,
+                    BLOCK_WIDTH,
+                )  # fmt: skip

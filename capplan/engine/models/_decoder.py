@@ -38,8 +38,8 @@ class LoRALayers(ABC):
         """Add the low-rank product of each token of `x` to `out`, the base model's output."""
 
 
-class Norms:
-    """RMS norms in PyTorch."""
+class Pointwise:
+    """RMS norms and activation in PyTorch."""
 
     def __init__(self, eps: float) -> None:
         self.eps = eps
@@ -51,6 +51,11 @@ class Norms:
     def add_norm(self, x: torch.Tensor, more: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Add `more` to `x` in place and return the norm of the sum."""
         return self.norm(x.add_(more), weight)
+
+    def gate(self, gates: torch.Tensor) -> torch.Tensor:
+        """Return silu of the first half of the columns times the second half."""
+        gate, up = gates.chunk(2, dim=-1)
+        return functional.silu(gate).mul_(up)
 
 
 def frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
@@ -116,7 +121,9 @@ class TorchAttention:
         """
         q = self.rotate_and_store(layer, qkv)
         decodes, prefills = self._inputs.decodes, self._inputs.prefills
-        if not prefills and decodes is not None:  # `decodes.at` is 0, 1, 2, ... then
+        if (
+            not prefills and self._inputs.prompts is None and decodes is not None
+        ):  # `decodes.at` is 0, 1, 2, ... then
             return self.decode(layer, q, decodes)
         out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
         if decodes is not None:
@@ -168,21 +175,20 @@ def forward(
     tokens: torch.Tensor,
     attention: TorchAttention,
     adapters: LoRALayers | None,
-    norms: Norms,
+    pointwise: Pointwise,
     ranks: Collectives,
 ) -> torch.Tensor:
     """Return the last hidden state of every token, after the final norm, shape (tokens, hidden_size)."""
     x = _embed(weights, tokens, ranks)
-    h = norms.norm(x, weights.layers[0].input_norm)
+    h = pointwise.norm(x, weights.layers[0].input_norm)
     following = [layer.input_norm for layer in weights.layers[1:]] + [weights.norm]
     for number, (layer, next_norm) in enumerate(zip(weights.layers, following, strict=True)):
         mixed = attention(number, _linear(layer.qkv, h, adapters, number, QKV))
         out = ranks.all_reduce(_linear(layer.o, mixed, adapters, number, OUT))
-        h = norms.add_norm(x, out, layer.post_norm)
-        gate, up = _linear(layer.gate_up, h, adapters, number, GATE_UP).chunk(2, dim=-1)
-        inner = functional.silu(gate).mul_(up)
+        h = pointwise.add_norm(x, out, layer.post_norm)
+        inner = pointwise.gate(_linear(layer.gate_up, h, adapters, number, GATE_UP))
         out = ranks.all_reduce(_linear(layer.down, inner, adapters, number, DOWN))
-        h = norms.add_norm(x, out, next_norm)
+        h = pointwise.add_norm(x, out, next_norm)
     return h
 
 

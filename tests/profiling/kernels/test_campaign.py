@@ -12,6 +12,7 @@ from capplan.models import read_kernel_table
 from capplan.profiling._campaign_page import kernel_shares
 from capplan.profiling.campaign import (
     MOST_SLICE_S,
+    PARTS,
     RECORD,
     Campaign,
     Slice,
@@ -178,6 +179,10 @@ def test_slices_have_unique_names_and_stay_under_nine_minutes() -> None:
     names = [each.name for each in every]
     assert names[-1] == "decode-long"
     assert names[:5] == ["correctness", "copies", "kernels-decode-4096", "kernels-prefill-4096", "decode"]
+    assert names[5] == "prompts"
+    assert all(
+        name.startswith(tuple(start for starts in PARTS.values() for start in starts)) for name in names
+    )
     assert "decode-tp2" not in names
     assert [each.name for each in slices(gpus=2)] == [*names, "decode-tp2"]
     with pytest.raises(ValueError, match="at most 480"):
@@ -190,6 +195,7 @@ def test_the_campaign_runs_from_end_to_end_on_a_cpu(
 ) -> None:
     """One slice of each kind: the others differ in sizes, stages or loads alone."""
     kinds = ("correctness", "copies", "kernels-decode-4096", "kernels-prefill-4096", "decode")
+    kinds = (*kinds, "prompts")
     kept = (*kinds, "engine-loads", "engine-served", "profile", "plan", "validation-90")
     assert main(["--device", "cpu", "--out", str(tmp_path), "--tiny", "--slices", ",".join(kept)]) == 0
     total = len(kept)
@@ -201,7 +207,7 @@ def test_the_campaign_runs_from_end_to_end_on_a_cpu(
     page = (tmp_path / "README.md").read_text()
     titles = [line.removeprefix("## ") for line in page.splitlines() if line.startswith("## ")]
     first = ["Correctness", "Copies", "Shrink and expand", "Decode steps against their bytes"]
-    assert titles[:6] == [*first, "Engine", "Profile"]
+    assert titles[:7] == [*first, "A prompt beside decodes", "Engine", "Profile"]
     assert all(f"| {name} |" in page for name in kept)
 
 

@@ -1,0 +1,179 @@
+"""Triton kernels between the matrix products of a layer: norms, rotation with KV writes, and activation.
+
+Each replaces two to thirteen kernels of PyTorch, whose launches cost more than their bytes in decode steps.
+Sums are in float32; every result is rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from capplan.engine._pool import KvCache
+from capplan.engine.kernels._triton_lora import Launch
+from capplan.engine.models._decoder import Pointwise
+
+_BLOCK_HEADS: Final = 8
+_BLOCK_GATES: Final = 1024
+
+
+@triton.jit(do_not_specialize=["eps"])
+def norm_rows(
+    x, more, weight, out, width, eps, x_stride, more_stride, out_stride, ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Fill out[token] with the RMS norm of x[token]; ADD: of its sum with more[token], which replaces it."""
+    token = tl.program_id(0).to(tl.int64)  # times a stride it may pass 2**31
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    value = tl.load(x + token * x_stride + column, mask=inside, other=0.0)
+    if ADD:
+        other = tl.load(more + token * more_stride + column, mask=inside, other=0.0)
+        value = (value.to(tl.float32) + other.to(tl.float32)).to(value.dtype)
+        tl.store(x + token * x_stride + column, value, mask=inside)
+    value = value.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(
+        out + token * out_stride + column, (value * factor * scale).to(out.dtype.element_ty), mask=inside
+    )
+
+
+@triton.jit
+def gate_rows(gates, out, width, gates_stride, out_stride, BLOCK: tl.constexpr):
+    """Fill out[token] with silu(gates[token, :width]) times gates[token, width:]."""
+    token = tl.program_id(0).to(tl.int64)  # times a stride it may pass 2**31
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(gates + token * gates_stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gates + token * gates_stride + width + column, mask=inside, other=0.0).to(tl.float32)
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + token * out_stride + column, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["pages", "offsets"])
+def rotate_heads(
+    heads,
+    cos,
+    sin,
+    kv,
+    pages,
+    offsets,
+    heads_stride,
+    page_stride,
+    value_offset,
+    token_stride,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    """Rotate queries in place, and store rotated keys, and values, in the page of each token.
+
+    `heads` has queries, keys and values, shape (tokens, heads, HEAD_DIM); `kv` points at the keys of one
+    layer.
+    """
+    token = tl.program_id(0).to(tl.int64)  # times a stride it may pass 2**31
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    low = tl.arange(0, BLOCK_HALF)[None, :]
+    high = low + HEAD_DIM // 2
+    known = (head < QUERIES + 2 * KEYS) & (low < HEAD_DIM // 2)
+    rotated = known & (head < QUERIES + KEYS)
+    here = heads + token * heads_stride + head * HEAD_DIM
+    a = tl.load(here + low, mask=known, other=0.0)
+    b = tl.load(here + high, mask=known, other=0.0)
+    angles = token * HEAD_DIM
+    # Of values the cosine is 1 and the sine 0.
+    cos_a = tl.load(cos + angles + low, mask=rotated, other=1.0).to(tl.float32)
+    cos_b = tl.load(cos + angles + high, mask=rotated, other=1.0).to(tl.float32)
+    sin_a = tl.load(sin + angles + low, mask=rotated, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin + angles + high, mask=rotated, other=0.0).to(tl.float32)
+    new_a = (a.to(tl.float32) * cos_a + b.to(tl.float32) * sin_a).to(a.dtype)
+    new_b = (b.to(tl.float32) * cos_b + a.to(tl.float32) * sin_b).to(a.dtype)
+    query = known & (head < QUERIES)
+    tl.store(here + low, new_a, mask=query)
+    tl.store(here + high, new_b, mask=query)
+    of_values = head >= QUERIES + KEYS
+    kv_head = head - QUERIES - tl.where(of_values, KEYS, 0)
+    slot = tl.load(pages + token) * page_stride + tl.load(offsets + token) * token_stride
+    place = kv + slot + tl.where(of_values, value_offset, 0) + kv_head * HEAD_DIM
+    stored = known & (head >= QUERIES)
+    tl.store(place + low, new_a, mask=stored)
+    tl.store(place + high, new_b, mask=stored)
+
+
+def norm_launch(
+    x: torch.Tensor, more: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor
+) -> Launch:
+    """Return the launch of the norm of `x`, or of its sum with `more`, which is stored in `x`."""
+    tokens, width = x.shape
+    strides = (x.stride(0), 0 if more is None else more.stride(0), out.stride(0))
+    block = int(triton.next_power_of_2(width))
+    config = {"ADD": more is not None, "BLOCK": block, "num_warps": min(16, max(1, block // 512))}
+    return Launch(norm_rows, (tokens,), (x, more, weight, out, width, eps, *strides), config)
+
+
+def gate_launch(gates: torch.Tensor, out: torch.Tensor) -> Launch:
+    """Return the launch of the activation, from gate and up side by side."""
+    tokens, width = out.shape
+    grid = (tokens, triton.cdiv(width, _BLOCK_GATES))
+    arguments = (gates, out, width, gates.stride(0), out.stride(0))
+    return Launch(gate_rows, grid, arguments, {"BLOCK": _BLOCK_GATES, "num_warps": 4})
+
+
+def rotate_launch(
+    cache: KvCache,
+    layer: int,
+    heads: torch.Tensor,
+    angles: tuple[torch.Tensor, torch.Tensor],
+    slots: tuple[torch.Tensor, torch.Tensor],
+) -> Launch:
+    """Return the launch that rotates queries, and rotates and stores keys.
+
+    Parameters
+    ----------
+    heads
+        Queries, keys and values, shape (tokens, heads, head_dim).
+    angles
+        Cosines and signed sines of each token.
+    slots
+        Page of each token, and its offset there.
+    """
+    tokens, number, head_dim = heads.shape
+    keys = cache.pages[:, layer]
+    config = {
+        "QUERIES": number - 2 * cache.kv_heads,
+        "KEYS": cache.kv_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_HEADS": _BLOCK_HEADS,
+        "BLOCK_HALF": int(triton.next_power_of_2(head_dim // 2)),
+        "num_warps": 2,
+    }
+    arguments = (heads, *angles, keys, *slots, heads.stride(0), *keys.stride()[:3])
+    return Launch(rotate_heads, (tokens, triton.cdiv(number, _BLOCK_HEADS)), arguments, config)
+
+
+class TritonPointwise(Pointwise):
+    """Norms and activation in Triton, a launch each."""
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return the norm of `x`."""
+        out = torch.empty_like(x)
+        norm_launch(x, None, weight, self.eps, out).run()
+        return out
+
+    def add_norm(self, x: torch.Tensor, more: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Add `more` to `x` in place and return the norm of the sum."""
+        out = torch.empty_like(x)
+        norm_launch(x, more, weight, self.eps, out).run()
+        return out
+
+    def gate(self, gates: torch.Tensor) -> torch.Tensor:
+        """Return silu of the first half of the columns times the second half."""
+        out = gates.new_empty(gates.shape[0], gates.shape[1] // 2)
+        gate_launch(gates, out).run()
+        return out
