@@ -11,6 +11,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from capplan.errors import InputError
+from capplan.reproduce import toppings
 from capplan.reproduce._recipe import read_recipe
 from capplan.reproduce._search import highest
 from capplan.reproduce.joint._design import Levels
@@ -120,9 +121,7 @@ class Setting(SpecModel):
 @cache
 def engine_profile(load_ms: float) -> Profile:
     """Return the profile of the engine that all systems share."""
-    from benchmarks.papers.toppings import baseline
-
-    return baseline.profile(load_ms=load_ms)
+    return toppings.profile(copy_ms=load_ms)
 
 
 @cache

@@ -6,8 +6,9 @@ from typing import Final
 from capplan.reproduce._lab import Experiment
 from capplan.reproduce.toppings import _cluster, _servers
 from capplan.reproduce.toppings._cluster import simulation
+from capplan.reproduce.toppings._engine import profile
 
-__all__ = ["EXPERIMENTS", "simulation"]
+__all__ = ["EXPERIMENTS", "profile", "simulation"]
 
 EXPERIMENTS: Final[Mapping[str, Experiment]] = {
     "fig3": _servers.fig3,
