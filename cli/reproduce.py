@@ -134,11 +134,11 @@ def _write(found: Sequence[Reproduction], folder: Path) -> None:
 
 def _changes(found: Reproduction) -> list[str]:
     """Return a line per row that is outside of the interval of the run that ships."""
-    from capplan.reproduce import changed_rows, stored_rows
+    from capplan.reproduce import changed_rows, read_recipe, stored_rows
 
     return [
         f"{found.paper} {row.key}: {row.ours:.4g} is outside of {low:.4g} to {high:.4g}, the shipped run"
-        for row, low, high in changed_rows(found, stored_rows(found.paper))
+        for row, low, high in changed_rows(read_recipe(found.paper), found, stored_rows(found.paper))
     ]
 
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+from capplan._jit import cache_dir
 from capplan.errors import InputError
 from capplan.reproduce._recipe import Recipe
 from capplan.reproduce._results import Findings
@@ -97,8 +98,9 @@ class Lab:
         return self.measured
 
     def _digest(self, case: Any) -> str:
+        """Return a name for what a result depends on: the setting, the rules and the case."""
         setting = json.dumps([self.recipe.setting, self.recipe.systems], sort_keys=True, default=str)
-        return hashlib.sha256(f"{setting}{case!r}".encode()).hexdigest()[:24]
+        return hashlib.sha256(f"{cache_dir().name}{setting}{case!r}".encode()).hexdigest()[:24]
 
 
 Experiment: TypeAlias = Callable[[Lab], Findings]

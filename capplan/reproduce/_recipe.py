@@ -69,6 +69,9 @@ class Figure(SpecModel):
     rows: tuple[RowRecipe, ...] = Field(min_length=1)
     quick: bool = Field(default=False, description="Part of --quick.")
     traces: tuple[Text, ...] = Field(default=(), description="Files of --traces that it needs.")
+    timed: bool = Field(
+        default=False, description="Holds times of this machine, which are not compared with the shipped run."
+    )
     measured: bool = Field(default=False, description="Whether it needs --measured, the measured runs.")
     assumes: tuple[Text, ...] = Field(default=(), description="Keys of `assumed`, beside those of all.")
     plot: Plot | None = None

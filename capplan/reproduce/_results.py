@@ -107,9 +107,13 @@ def result_of(recipe: Recipe, figure: Figure, findings: Findings) -> Result:
     return Result(figure=figure.id, rows=rows, curves=tuple(findings.curves))
 
 
-def changed_rows(found: Reproduction, stored: Reproduction) -> list[tuple[Row, float, float]]:
-    """Return rows whose mean is outside of the interval over seeds of another run, with that interval."""
-    known = {row.key: row for row in stored.rows}
+def changed_rows(recipe: Recipe, found: Reproduction, stored: Reproduction) -> list[tuple[Row, float, float]]:
+    """Return rows whose mean is outside of the interval over seeds of another run, with that interval.
+
+    Times of a machine are left out.
+    """
+    timed = {figure.id for figure in recipe.figures if figure.timed}
+    known = {row.key: row for row in stored.rows if row.figure not in timed}
     changed = []
     for row in found.rows:
         other = known.get(row.key)
