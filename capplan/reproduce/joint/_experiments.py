@@ -137,18 +137,30 @@ def joint(lab: Lab) -> Findings:
 
 
 def chosen(lab: Lab, found: Mapping[int, Effects]) -> Levels:
-    """Return the joint system: the candidate that is best in the setting where it is worst."""
-    bench, known, count = Bench(lab, lab.seeds), factors(), setting().design.candidates
-    predicted = np.mean([each.fitted.mean(axis=1) for each in found.values()], axis=0)
-    design = next(iter(found.values())).chosen
-    simulated = np.mean([each.response.mean(axis=1) for each in found.values()], axis=0)
-    best = [*np.argsort(predicted)[:count].tolist(), *(design[i] for i in np.argsort(simulated)[:count])]
-    candidates = [known.possible[i] for i in dict.fromkeys(best)]
-    worst = np.full(len(candidates), -np.inf)
+    """Return the joint system: of two rounds of candidates, the best in the setting where it is worst."""
+    known, count = factors(), setting().design.candidates
+    fits, responses = (
+        np.mean([getattr(each, name).mean(axis=1) for each in found.values()], axis=0)
+        for name in ("fitted", "response")
+    )
+    design, order = next(iter(found.values())).chosen, np.argsort(fits).tolist()
+    first = dict.fromkeys([*order[:count], *(design[i] for i in np.argsort(responses)[:count])])
+    best = _best(lab, [known.possible[i] for i in first])
+    near = [levels for i in order if _changes(levels := known.possible[i], best) == 1]
+    return _best(lab, [best, *near[:count]])
+
+
+def _changes(levels: Levels, others: Levels) -> int:
+    return sum(one != other for one, other in zip(levels, others, strict=True))
+
+
+def _best(lab: Lab, systems: Sequence[Levels]) -> Levels:
+    bench = Bench(lab, lab.seeds)
+    worst = np.full(len(systems), -np.inf)
     for gpus, load in settings():
         of_papers = bench.log_ttft(gpus, load, list(papers().values())).mean(axis=1).min()
-        worst = np.maximum(worst, bench.log_ttft(gpus, load, candidates).mean(axis=1) - of_papers)
-    return candidates[int(worst.argmin())]
+        worst = np.maximum(worst, bench.log_ttft(gpus, load, systems).mean(axis=1) - of_papers)
+    return systems[int(worst.argmin())]
 
 
 def _compared(bench: Bench, system: Levels) -> tuple[dict[str, list[float] | float], dict[str, bool]]:
