@@ -127,7 +127,11 @@ def reference_of(engine: Engine, queues: SizeQueues | None) -> ReferenceSchedule
     adapters = [CachedAdapter(*each) for each in zip(*columns, strict=True)]
     for adapter in adapters[1:] if core.limits.loading == RESIDENT else []:
         adapter.resident = True
-    return ReferencePooled(core.limits, blocks, adapters, queues, core.state.pooled.weights.tolist())
+    pooled = core.state.pooled
+    shares = bool(pooled.counts.shares_charge)
+    return ReferencePooled(
+        core.limits, blocks, adapters, queues, pooled.weights.tolist(), shares_charge=shares
+    )
 
 
 class TwinReplay:
