@@ -186,8 +186,8 @@ def test_data_that_does_not_do_is_one_line_and_nothing_is_written(
     ("options", "told"),
     [
         (("--models", "forest,lasso"), "--models: must be of forest, xgboost (got 'lasso')"),
-        (("--models", "knn"), "--models: must be of forest, xgboost; compared by python -m benchmarks"),
-        (("--paper-space",), "--paper-space: the paper's grids are searched by python -m benchmarks"),
+        (("--models", "knn"), "--models: must be of forest, xgboost; compared by capplan reproduce twin"),
+        (("--paper-space",), "--paper-space: the paper's grids are searched by capplan reproduce twin"),
         (("--kinds", "best,worst"), "--kinds: must be of best, forest, tree (got 'worst')"),
         (("--kinds", "best", "--html", "x.html"), "--kinds: must be left out with --html"),
         (("--html", "missing/x.html"), "x.html: cannot be written: No such file"),

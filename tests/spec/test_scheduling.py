@@ -266,8 +266,8 @@ def small() -> Workload:
 @pytest.mark.parametrize(
     ("queues", "digest"),
     [
-        (QueueConfig(), "a85eb063d2bda0633f99af7c4e39770de553131cc0c429744ae77492b669cc3a"),
-        (QueueConfig(max_queues=2), "6cb4430d2f100eb7bd27a35ef163c671769f90523853762ce90febb69fd5f589"),
+        (QueueConfig(), "e586b1e84fee485c5ec52523596eed640447f654f6ce61aa288a6dbec8108de6"),
+        (QueueConfig(max_queues=2), "ee1fa8e562dc1c7c5575147469d6f11c1a754f347259f4a18dfa0514bd97445b"),
     ],
 )
 def test_the_default_weight_of_the_prompt_is_not_in_the_digest(queues: QueueConfig, digest: str) -> None:
