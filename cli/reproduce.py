@@ -70,6 +70,7 @@ def reproduce(args: ReproduceArgs) -> None:
     if args.output is None:
         raise InputError("is required; it names the folder to write", location="--output")
     found = _shipped(args, papers) if args.shipped else _simulated(args, papers)
+    _write_all(found, Path(args.output))
     changed = [line for each in found for line in _changes(each)]
     if args.as_json:
         print_json([{"paper": each.paper, **row.model_dump()} for each in found for row in each.rows])
@@ -84,10 +85,9 @@ def reproduce(args: ReproduceArgs) -> None:
 def _shipped(args: ReproduceArgs, papers: Sequence[str]) -> list[Reproduction]:
     from capplan.reproduce import stored_rows
 
-    found: list[Reproduction] = []
-    for paper in papers:
-        found.append(stored_rows(paper).only(args.figures or ()))
-        _write(found, Path(str(args.output)))
+    found = [stored_rows(paper).only(args.figures or ()) for paper in papers]
+    for each in found:
+        _write(each, Path(str(args.output)))
     return found
 
 
@@ -113,20 +113,26 @@ def _simulated(args: ReproduceArgs, papers: Sequence[str]) -> list[Reproduction]
             for figure, rules in lacking.items():
                 typer.echo(f"left out: {paper} {figure}: {', '.join(rules)}", err=True)
             found.append(reproduce(paper, args.figures or (), options=options))
-            _write(found, folder)
+            _write(found[-1], folder)
     return found
 
 
-def _write(found: Sequence[Reproduction], folder: Path) -> None:
-    """Write what was simulated so far."""
-    from capplan.reports.pages import reproduction_page
-    from capplan.reports.tables import overview_markdown, reproduction_markdown
+def _write(found: Reproduction, folder: Path) -> None:
+    """Write the rows of a paper."""
+    from capplan.reports.tables import reproduction_markdown
     from capplan.reproduce import read_recipe
 
     folder.mkdir(parents=True, exist_ok=True)
-    last = found[-1]
-    write_json(folder / f"{last.paper}.json", last.model_dump())
-    write_text_atomic(folder / f"{last.paper}.md", reproduction_markdown(read_recipe(last.paper), last))
+    write_json(folder / f"{found.paper}.json", found.model_dump())
+    write_text_atomic(folder / f"{found.paper}.md", reproduction_markdown(read_recipe(found.paper), found))
+
+
+def _write_all(found: Sequence[Reproduction], folder: Path) -> None:
+    """Write the table and the page of all papers."""
+    from capplan.reports.pages import reproduction_page
+    from capplan.reports.tables import overview_markdown
+    from capplan.reproduce import read_recipe
+
     every = [(read_recipe(each.paper), each) for each in found]
     write_text_atomic(folder / "reproduction.md", overview_markdown(every))
     write_text_atomic(folder / "index.html", reproduction_page(every))

@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from capplan._jit import cache_dir
 from capplan.errors import InputError
@@ -18,13 +18,8 @@ from capplan.reproduce._results import Findings
 from capplan.spec import write_text_atomic
 from capplan.twin import in_parallel
 
-
-class Case(Protocol):
-    """A frozen dataclass whose ``repr`` says all that its result depends on beside the recipe's setting."""
-
-
 Answer = TypeVar("Answer")
-Item = TypeVar("Item", bound=Case)
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -55,7 +50,7 @@ class Lab:
         simulate
             A function of a module, whose results are JSON values.
         cases
-            The cases, each a frozen dataclass.
+            Frozen dataclasses, whose ``repr`` says all that a result depends on beside the recipe's setting.
         """
         paths = [self.folder / f"{simulate.__name__}-{self._digest(case)}.json" for case in cases]
         first = {path: number for number, path in reversed(list(enumerate(paths))) if not path.exists()}

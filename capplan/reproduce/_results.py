@@ -28,7 +28,7 @@ class Curve(SpecModel):
 class Findings:
     """What an experiment found: values per seed by row, and curves.
 
-    A statement is a single bool. A row whose value is None could not be simulated.
+    A statement is a bool, or one per seed. A row whose value is None could not be simulated.
     """
 
     values: Mapping[str, Sequence[float] | float | bool | None]

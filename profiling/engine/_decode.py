@@ -89,31 +89,23 @@ def decode_rows(
         Row of the decode table. ``step_over_least`` is the median forward pass over the time in which a copy
         moves `least_bytes`.
     """
-    left = [point for point in grid.points() if point not in known]
-    if not left:
-        return
-    until_s = time.monotonic() + budget_s
     config = model_config(model)
-    with _engine(model, device, grid) as engine:
-        dtype = engine.options.torch_dtype(config)
-        for adapters, batch in left:
-            if time.monotonic() >= until_s:
-                return
-            forward_ms, step_ms = _median_step_ms(engine, grid, batch, adapters)
-            moved = least_bytes(config, dtype, grid, batch, adapters)
-            least_ms = 1e3 * moved / bytes_per_s
-            yield {
-                "tensor_parallel_size": grid.tensor_parallel_size,
-                "adapters": adapters,
-                "batch": batch,
-                "rank": grid.rank,
-                "context": grid.mean_context,
-                "least_bytes": moved,
-                "least_ms": least_ms,
-                "forward_ms": forward_ms,
-                "step_ms": step_ms,
-                "step_over_least": forward_ms / least_ms,
-            }
+    for engine, adapters, batch in _points_left(model, device, grid, known, budget_s):
+        forward_ms, step_ms = _median_step_ms(engine, grid, batch, adapters)
+        moved = least_bytes(config, engine.options.torch_dtype(config), grid, batch, adapters)
+        least_ms = 1e3 * moved / bytes_per_s
+        yield {
+            "tensor_parallel_size": grid.tensor_parallel_size,
+            "adapters": adapters,
+            "batch": batch,
+            "rank": grid.rank,
+            "context": grid.mean_context,
+            "least_bytes": moved,
+            "least_ms": least_ms,
+            "forward_ms": forward_ms,
+            "step_ms": step_ms,
+            "step_over_least": forward_ms / least_ms,
+        }
 
 
 def prompt_rows(
@@ -132,34 +124,43 @@ def prompt_rows(
         Row of the table of prompts. The least time is that of a step's bytes, or of its products with the
         model's matrices at the rate of a large one, whichever is longer.
     """
+    config = model_config(model)
+    rate = None
+    for engine, adapters, batch in _points_left(model, device, grid, known, budget_s):
+        dtype = engine.options.torch_dtype(config)
+        rate = rate or _products_per_s(torch.device(device), dtype)
+        forward_ms, step_ms = _median_step_ms(engine, grid, batch, adapters, grid.prompts)
+        moved = least_bytes(config, dtype, grid, batch, adapters)
+        embedding = config.vocab_size * config.hidden_size
+        matrices = least_bytes(config, dtype, grid, 0, 0) // dtype.itemsize - embedding
+        products = matrices * (batch + grid.prompt) + embedding * (batch + 1)
+        least_ms = 1e3 * max(moved / bytes_per_s, products / rate)
+        yield {
+            "adapters": adapters,
+            "batch": batch,
+            "rank": grid.rank,
+            "prompt": grid.prompt,
+            "bytes_ms": 1e3 * moved / bytes_per_s,
+            "products_ms": 1e3 * products / rate,
+            "forward_ms": forward_ms,
+            "step_ms": step_ms,
+            "step_over_least": forward_ms / least_ms,
+        }
+
+
+def _points_left(
+    model: str, device: str, grid: DecodeGrid, known: Collection[tuple[int, int]], budget_s: float
+) -> Iterator[tuple[Engine, int, int]]:
+    """Yield an engine with adapters and batch of each point that is not known, within `budget_s` seconds."""
     left = [point for point in grid.points() if point not in known]
     if not left:
         return
     until_s = time.monotonic() + budget_s
-    config = model_config(model)
     with _engine(model, device, grid) as engine:
-        dtype = engine.options.torch_dtype(config)
-        rate = _products_per_s(torch.device(device), dtype)
         for adapters, batch in left:
             if time.monotonic() >= until_s:
                 return
-            forward_ms, step_ms = _median_step_ms(engine, grid, batch, adapters, grid.prompts)
-            moved = least_bytes(config, dtype, grid, batch, adapters)
-            embedding = config.vocab_size * config.hidden_size
-            matrices = least_bytes(config, dtype, grid, 0, 0) // dtype.itemsize - embedding
-            products = matrices * (batch + grid.prompt) + embedding * (batch + 1)
-            least_ms = 1e3 * max(moved / bytes_per_s, products / rate)
-            yield {
-                "adapters": adapters,
-                "batch": batch,
-                "rank": grid.rank,
-                "prompt": grid.prompt,
-                "bytes_ms": 1e3 * moved / bytes_per_s,
-                "products_ms": 1e3 * products / rate,
-                "forward_ms": forward_ms,
-                "step_ms": step_ms,
-                "step_over_least": forward_ms / least_ms,
-            }
+            yield engine, adapters, batch
 
 
 def _products_per_s(device: torch.device, dtype: torch.dtype) -> float:

@@ -452,7 +452,22 @@ def profiles(lab: Lab) -> Findings:
 EXPERIMENTS: Final[Mapping[str, Experiment]] = {
     function.__name__: function
     for function in (
-        *(fig1, fig3, fig4, fig5, fig6, fig14, points, runs, fig17, fig18, fig19, fig20, fig21, fig22, fig23),
-        *(fig24, profiles),
+        fig1,
+        fig3,
+        fig4,
+        fig5,
+        fig6,
+        fig14,
+        points,
+        runs,
+        fig17,
+        fig18,
+        fig19,
+        fig20,
+        fig21,
+        fig22,
+        fig23,
+        fig24,
+        profiles,
     )
 }

@@ -13,7 +13,22 @@ from capplan.reproduce.twin._surrogates import table3, table4
 EXPERIMENTS: Final[Mapping[str, Experiment]] = {
     each.__name__: each
     for each in (
-        *(table1, unpredictable, fig9, table2, table3, table4, table5),
-        *(fig1, figa13, fig4, fig5, fig6, fig7, fig8, fig10, fig11, fig12),
+        table1,
+        unpredictable,
+        fig9,
+        table2,
+        table3,
+        table4,
+        table5,
+        fig1,
+        figa13,
+        fig4,
+        fig5,
+        fig6,
+        fig7,
+        fig8,
+        fig10,
+        fig11,
+        fig12,
     )
 }
