@@ -86,11 +86,14 @@ def _interrupted() -> typer.Exit:
 
 
 def _comes_of_interrupt(error: BaseException | None) -> bool:
-    """Tell whether an error was raised in place of an interrupt, as extension modules do on import."""
+    """Tell whether an error was raised in place of an interrupt, as extension modules do on import.
+
+    Some chain the interrupt, others (pydantic-core) quote it in their own text.
+    """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt) or KeyboardInterrupt.__name__ in str(error):
             return True
         error = error.__cause__ or error.__context__
     return False
