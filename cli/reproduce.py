@@ -40,6 +40,9 @@ class ReproduceArgs:
         False, "--shipped", help="Show the run that ships with capplan, and simulate nothing."
     )
     quick: bool = typer.Option(False, "--quick", help="Some figures on their first seed, in minutes.")
+    varied: bool = typer.Option(
+        False, "--varied", help="Also with the other numbers of the setting that the recipe lists."
+    )
     seeds: int | None = typer.Option(None, metavar="N", min=1, max=100, help="Instead of the recipe's.")
     traces: str | None = typer.Option(None, metavar="DIR", help="Folder of the public traces.")
     measured: str | None = typer.Option(
@@ -101,6 +104,7 @@ def _simulated(args: ReproduceArgs, papers: Sequence[str]) -> list[Reproduction]
         options = Options(
             folder,
             quick=args.quick,
+            varied=args.varied,
             seeds=args.seeds,
             traces=None if args.traces is None else Path(args.traces),
             measured=None if args.measured is None else Path(args.measured),

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from capplan._jit import cache_dir
 from capplan.errors import InputError
-from capplan.reproduce._recipe import Recipe
+from capplan.reproduce._recipe import Recipe, vary
 from capplan.reproduce._results import Findings
 from capplan.spec import write_text_atomic
 from capplan.twin import in_parallel
@@ -37,6 +37,8 @@ class Lab:
     workers: int | None = None
     ray_address: str | None = None
     progress: Callable[[int, int], None] | None = None
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    """Numbers of the setting that differ from the recipe's."""
 
     def showing(self, progress: Callable[[int, int], None] | None) -> Lab:
         """Return the lab with a callback for cases done and their total."""
@@ -56,7 +58,7 @@ class Lab:
         first = {path: number for number, path in reversed(list(enumerate(paths))) if not path.exists()}
         missing = sorted(first.values())
         found = in_parallel(
-            partial(_named, simulate),
+            partial(_named, simulate, self.recipe.paper, self.numbers),
             [cases[number] for number in missing],
             workers=self.workers,
             ray_address=self.ray_address,
@@ -102,7 +104,8 @@ Experiment: TypeAlias = Callable[[Lab], Findings]
 """Simulates a figure: the values of every row of its recipe, and its curves."""
 
 
-def _named(simulate: Callable[[Item], Answer], case: Item) -> Answer:
+def _named(simulate: Callable[[Item], Answer], paper: str, numbers: Mapping[str, Any], case: Item) -> Answer:
+    vary(paper, numbers)
     try:
         return simulate(case)
     except Exception as error:

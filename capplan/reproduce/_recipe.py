@@ -5,10 +5,11 @@ A recipe is a file of ``datasets/papers``. Its rows and their bands are fixed be
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from copy import deepcopy
 from functools import lru_cache
 from importlib import resources
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -19,6 +20,11 @@ PAPERS: Final = ("twin", "chameleon", "loraserve", "toppings", "joint")
 """Names of recipes, in the order of the tables."""
 
 Model = TypeVar("Model", bound=BaseModel)
+Cached = TypeVar("Cached", bound=Callable[..., Any])
+
+_varied: dict[str, Mapping[str, Any]] = {}
+"""Numbers of settings that this process takes instead of a recipe's, by paper."""
+_caches: list[Callable[[], None]] = []
 
 
 class Band(SpecModel):
@@ -86,6 +92,14 @@ class Free(SpecModel):
     fixed_by: Text
 
 
+class Variation(SpecModel):
+    """Figures with other numbers of the setting, for what in it could be wrong."""
+
+    text: Text
+    numbers: Mapping[str, Any] = Field(description="By key of the setting, with dots between levels.")
+    figures: tuple[Text, ...]
+
+
 class Recipe(SpecModel):
     """What a paper reports, and the setting on which it is simulated."""
 
@@ -103,6 +117,8 @@ class Recipe(SpecModel):
         default=(), description="What was changed after rows had been seen, and by which words of the paper."
     )
     figures: tuple[Figure, ...] = Field(min_length=1)
+    varied: tuple[Variation, ...] = ()
+    varied_seeds: Count = 2
 
     @model_validator(mode="after")
     def _refers_to_what_is_there(self) -> Recipe:
@@ -113,6 +129,10 @@ class Recipe(SpecModel):
             ids = [row.id for row in figure.rows]
             if len(set(ids)) < len(ids):
                 raise rule_error("must have unique ids", key=("figures", number, "rows"))
+        for number, variation in enumerate(self.varied):
+            if not {figure.id for figure in self.figures} >= set(variation.figures):
+                raise rule_error("must be ids of figures", key=("varied", number, "figures"))
+            _with_numbers(self.setting, variation.numbers)
         return self
 
     def figure(self, name: str) -> Figure:
@@ -134,9 +154,39 @@ class Recipe(SpecModel):
         return validate_document(model, dict(self.setting), lambda key: f"{self.paper}.yaml: setting: {key}")
 
 
-@lru_cache
+def cached(function: Cached) -> Cached:
+    """Keep the last results of a function of a setting, until `vary` changes numbers of it."""
+    kept = lru_cache(maxsize=64)(function)
+    _caches.append(kept.cache_clear)
+    return cast("Cached", kept)
+
+
+def vary(paper: str, numbers: Mapping[str, Any]) -> None:
+    """Take these numbers instead of the recipe's in this process; none: the recipe's."""
+    if _varied.get(paper, {}) == numbers:
+        return
+    _varied[paper] = numbers
+    for clear in _caches:
+        clear()
+
+
+def _with_numbers(setting: Mapping[str, Any], numbers: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a setting with other numbers."""
+    changed: Any = deepcopy(dict(setting))
+    for path, value in numbers.items():
+        *parents, last = path.split(".")
+        at = changed
+        for key in parents:
+            at = at.get(key, {}) if isinstance(at, dict) else {}
+        if not isinstance(at, dict) or last not in at:
+            raise rule_error("must be a key of the setting", key=("varied",), value=path)
+        at[last] = value
+    return cast("Mapping[str, Any]", changed)
+
+
+@cached
 def read_recipe(paper: str) -> Recipe:
-    """Return a recipe by its name.
+    """Return a recipe by its name, with the numbers of `vary`.
 
     Raises
     ------
@@ -147,4 +197,5 @@ def read_recipe(paper: str) -> Recipe:
         raise InputError(f"must be one of {', '.join(PAPERS)}", paper, "PAPER")
     file = resources.files("capplan") / "datasets" / "papers" / f"{paper}.yaml"
     source = parse_yaml(file.read_text(encoding="utf-8"), file.name)
-    return validate_document(Recipe, source.data, source.locate)
+    recipe = validate_document(Recipe, source.data, source.locate)
+    return recipe.replace(setting=_with_numbers(recipe.setting, _varied.get(paper, {})))

@@ -65,6 +65,13 @@ class Result(SpecModel):
     curves: tuple[Curve, ...] = ()
 
 
+class Varied(SpecModel):
+    """Judged rows of some figures with other numbers of the setting."""
+
+    text: Text
+    rows: tuple[Row, ...]
+
+
 class Reproduction(SpecModel):
     """The simulated figures of a paper."""
 
@@ -73,6 +80,7 @@ class Reproduction(SpecModel):
     capplan: Text
     date: Text
     results: tuple[Result, ...]
+    varied: tuple[Varied, ...] = ()
 
     @property
     def rows(self) -> tuple[Row, ...]:

@@ -9,13 +9,13 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from capplan.errors import InputError
 from capplan.reproduce import chameleon, joint, loraserve, toppings, twin
 from capplan.reproduce._lab import Experiment, Lab
-from capplan.reproduce._recipe import Figure, Recipe, read_recipe
-from capplan.reproduce._results import Reproduction, result_of
+from capplan.reproduce._recipe import Figure, Recipe, read_recipe, vary
+from capplan.reproduce._results import Reproduction, Result, Varied, result_of
 from capplan.spec import parse_json, validate_document
 from capplan.version import installed_version
 
@@ -35,6 +35,8 @@ class Options:
 
     folder: Path
     quick: bool = False
+    varied: bool = False
+    """Also with the other numbers of the setting that the recipe lists."""
     seeds: int | None = None
     traces: Path | None = None
     measured: Path | None = None
@@ -69,29 +71,50 @@ def reproduce(paper: str, figures: Sequence[str] = (), *, options: Options) -> R
     recipe = read_recipe(paper)
     chosen = _chosen(recipe, figures, options)
     seeds = options.seeds or (recipe.quick_seeds if options.quick else recipe.seeds)
-    lab = Lab(
-        recipe,
-        options.folder / "cases" / paper,
-        tuple(range(seeds)),
-        quick=options.quick,
-        traces=options.traces,
-        measured=options.measured,
-        workers=options.workers,
-        ray_address=options.ray_address,
-    )
-    lab.folder.mkdir(parents=True, exist_ok=True)
-    results = []
-    for figure in chosen:
-        on_progress = options.progress and partial(options.progress, f"{paper} {figure.id}")
-        findings = _EXPERIMENTS[paper][figure.id](lab.showing(on_progress))
-        results.append(result_of(recipe, figure, findings))
+    results = _simulated(paper, {}, chosen, seeds, options)
+    varied = []
+    for each in recipe.varied if options.varied else ():
+        own = [figure for figure in chosen if figure.id in each.figures]
+        found = _simulated(paper, each.numbers, own, options.seeds or recipe.varied_seeds, options)
+        judged = (row for result in found for row in result.rows if row.inside is not None)
+        varied.append(Varied(text=each.text, rows=tuple(judged)))
     return Reproduction(
         paper=paper,
         command=_command(paper, figures, options),
         capplan=installed_version(),
         date=datetime.now(tz=UTC).date().isoformat(),
-        results=tuple(results),
+        results=results,
+        varied=tuple(varied),
     )
+
+
+def _simulated(
+    paper: str, numbers: Mapping[str, Any], figures: Sequence[Figure], seeds: int, options: Options
+) -> tuple[Result, ...]:
+    """Simulate figures with some other numbers of the setting."""
+    vary(paper, numbers)
+    try:
+        recipe = read_recipe(paper)
+        lab = Lab(
+            recipe,
+            options.folder / "cases" / paper,
+            tuple(range(seeds)),
+            quick=options.quick,
+            traces=options.traces,
+            measured=options.measured,
+            workers=options.workers,
+            ray_address=options.ray_address,
+            numbers=numbers,
+        )
+        lab.folder.mkdir(parents=True, exist_ok=True)
+        results = []
+        for figure in figures:
+            on_progress = options.progress and partial(options.progress, f"{paper} {figure.id}")
+            findings = _EXPERIMENTS[paper][figure.id](lab.showing(on_progress))
+            results.append(result_of(recipe, figure, findings))
+        return tuple(results)
+    finally:
+        vary(paper, {})
 
 
 def experiments(paper: str) -> Mapping[str, Experiment]:
@@ -136,6 +159,7 @@ def _missing(figure: Figure, options: Options) -> list[tuple[str, str]]:
 
 def _command(paper: str, figures: Sequence[str], options: Options) -> str:
     words = ["capplan", "reproduce", paper, *figures, *(["--quick"] if options.quick else [])]
+    words += ["--varied"] if options.varied else []
     if options.seeds is not None:
         words += ["--seeds", str(options.seeds)]
     for flag in ("traces", "measured"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from capplan.reproduce import (
     PAPERS,
     Findings,
     Options,
+    Recipe,
     changed_rows,
     experiments,
     read_recipe,
@@ -25,6 +27,8 @@ from capplan.reproduce import (
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 CHEAP = ("chameleon", "fig5")
 """A figure that needs no trace and takes no time."""
+VARIED = ("loraserve", "points")
+"""A figure that is simulated with other numbers of the setting, and needs no trace."""
 
 
 @pytest.mark.parametrize("paper", PAPERS)
@@ -99,6 +103,28 @@ def test_kept_cases_are_not_simulated_again(tmp_path: Path) -> None:
     files[0].unlink()
     assert reproduce(paper, (figure,), options=options).results == first.results
     assert files[0].exists()
+
+
+def test_other_numbers_of_the_setting_change_rows_and_last_for_a_variation(tmp_path: Path) -> None:
+    options = Options(tmp_path, seeds=1, workers=1)
+    paper, figure = VARIED
+    plain = reproduce(paper, (figure,), options=options)
+    found = reproduce(paper, (figure,), options=replace(options, varied=True))
+    assert found.results == plain.results == reproduce(paper, (figure,), options=options).results
+    judged = [row for row in plain.rows if row.inside is not None]
+    varied = [each.rows for each in found.varied if each.rows]
+    assert varied
+    for rows in varied:
+        assert [row.key for row in rows] == [row.key for row in judged]
+    assert any(list(rows) != judged for rows in varied)
+
+
+@pytest.mark.parametrize("numbers", [{"no": 1}, {"load_ms.no": 1}, {"other_lengths.no.slo_s": 1}])
+def test_a_variation_names_numbers_of_the_setting(numbers: dict[str, float]) -> None:
+    recipe = read_recipe("chameleon").model_dump()
+    recipe["varied"] = [{"text": "other", "numbers": numbers, "figures": []}]
+    with pytest.raises(ValueError, match="must be a key of the setting"):
+        Recipe.model_validate(recipe)
 
 
 @pytest.mark.long

@@ -105,6 +105,8 @@ def reproduction_markdown(recipe: Recipe, reproduction: Reproduction) -> str:
         lines += [*(f"- {text.strip()}" for text in recipe.changed), ""]
     for result in reproduction.results:
         lines += _figure(recipe.figure(result.figure), result)
+    if reproduction.varied:
+        lines += _varied(recipe, reproduction)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -139,6 +141,45 @@ def _figure(figure: Figure, result: Result) -> list[str]:
     notes = [f"- **Outside**: {'; '.join(texts)}. {reason}" for reason, texts in readings.items()]
     paragraphs = [each for each in (figure.note.strip(), "\n".join(notes)) if each]
     return [f"## {figure.title} (`{figure.id}`)", "", *table, "", *(f"{each}\n" for each in paragraphs)]
+
+
+def _varied(recipe: Recipe, reproduction: Reproduction) -> list[str]:
+    """Return the rows that other numbers of the setting bring inside or outside."""
+    shipped = {row.key: row for row in reproduction.rows}
+    columns = [{row.key: row for row in each.rows} for each in reproduction.varied]
+    rows = []
+    for key, row in shipped.items():
+        others = [column.get(key) for column in columns]
+        if any(other is not None and other.inside != row.inside for other in others):
+            of = next(each for each in recipe.figure(row.figure).rows if each.id == row.id)
+            texts = ["" if each is None else ours(each, statement=of.statement) for each in (row, *others)]
+            marked = [
+                f"**{text}**" if each is not None and each.inside else text
+                for text, each in zip(texts, (row, *others), strict=True)
+            ]
+            rows.append((row.figure, row.text, *marked))
+    counts = [
+        (sum(bool(shipped[key].inside) for key in column), sum(bool(row.inside) for row in column.values()))
+        for column in columns
+    ]
+    named = [each.text for each in reproduction.varied]
+    totals = [
+        (name, str(len(column)), str(before), str(now))
+        for name, column, (before, now) in zip(named, columns, counts, strict=True)
+    ]
+    return [
+        "## Settings varied",
+        "",
+        f"The same figures with one number of the setting changed, {recipe.varied_seeds} seeds each: rows "
+        "inside their bands.",
+        "",
+        *_table(("setting", "judged rows of its figures", "inside before", "inside"), totals),
+        "",
+        "Rows that some change brings inside (**bold**) or outside:",
+        "",
+        *_table(("figure", "row", "as above", *named), rows),
+        "",
+    ]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

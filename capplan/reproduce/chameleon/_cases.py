@@ -46,8 +46,8 @@ class Case:
     system: str
     seed: int
     rps: float
-    mix: str = "up"
-    """Preset workload, ``chameleon-`` and this, or other lengths of the setting."""
+    mix: str = ""
+    """Preset workload, ``chameleon-`` and this, or other lengths of the setting; empty: the setting's."""
     platform: Platform = A40
     horizon_s: float = 0.0
     """0: that of the setting."""
@@ -62,7 +62,10 @@ class Case:
 
     def scenario(self) -> Scenario:
         """Return the input of the simulation."""
-        load, chosen = at_rate(workload(self.mix, self.traces), self.rps), system(self.system)
+        load, chosen = (
+            at_rate(workload(self.mix or setting().mix, self.traces), self.rps),
+            system(self.system),
+        )
         served = profile(self.platform)
         policies = choose_policies(load, served, scheduler=chosen.scheduler, cache=chosen.cache)
         args, horizon_s = self.platform.args(len(load.adapters)), self.horizon_s or setting().horizon_s

@@ -299,14 +299,15 @@ def _evictions(lab: Lab) -> Findings:
     names = ("lru", "fairshare", CHAMELEON)
     found = _at(lab, [BASELINE, *names], ["medium"])
     cuts = {name: _cuts(found[name, "medium"], found[BASELINE, "medium"]) for name in names}
-    high = _of_mixes(lab, ["gdsf", CHAMELEON], ["up"])
+    mix = setting().mix
+    high = _of_mixes(lab, ["gdsf", CHAMELEON], [mix])
     key = "largest_rank_ttft_p99_s"
     return Findings(
         {
             **cuts,
             "order": [lru < fair < ours for lru, fair, ours in zip(*cuts.values(), strict=True)],
             "rank128": _cuts(found[CHAMELEON, "medium"], found["fairshare", "medium"], key),
-            "gdsf": _mean(high["gdsf", "up"]) > _mean(high[CHAMELEON, "up"]),
+            "gdsf": _mean(high["gdsf", mix]) > _mean(high[CHAMELEON, mix]),
             "evictions": _all_of(found[CHAMELEON, "medium"], "evictions"),
         }
     )

@@ -21,7 +21,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -47,7 +46,7 @@ from capplan.models import (
     roofline_profile,
     step_ms,
 )
-from capplan.reproduce._recipe import Recipe, read_recipe
+from capplan.reproduce._recipe import Recipe, cached, read_recipe
 from capplan.serving import adapter_bytes, kv_bytes_per_token, weight_bytes
 from capplan.spec import (
     ATTENTION_MODULES,
@@ -86,6 +85,8 @@ class Setting(SpecModel):
 
     gpu: str
     model: str
+    mix: str
+    """Preset workload of most figures, ``chameleon-`` and this."""
     ranks: tuple[int, ...]
     slo_over_alone: float
     slora_knee_rps: float
@@ -122,13 +123,13 @@ class System:
     cache: Mapping[str, Any]
 
 
-@lru_cache
+@cached
 def recipe() -> Recipe:
     """Return the recipe of the paper."""
     return read_recipe("chameleon")
 
 
-@lru_cache
+@cached
 def setting() -> Setting:
     """Return the numbers of the recipe."""
     return recipe().typed(Setting)
@@ -152,7 +153,7 @@ class Platform:
     @property
     def mix(self) -> str:
         """Workload of the platform."""
-        return "up" if self == A40 else f"a100-{self.model.removeprefix('llama-')}"
+        return setting().mix if self == A40 else f"a100-{self.model.removeprefix('llama-')}"
 
     def pool(self) -> int:
         """Return the tokens of KV and adapters."""
@@ -185,7 +186,7 @@ A40: Final = Platform()
 """Where most figures are measured."""
 
 
-@lru_cache(maxsize=32)
+@cached
 def profile(platform: Platform = A40) -> Profile:
     """Return the profile of S-LoRA on a platform."""
     sheet, arch, tp = gpu_sheet(platform.gpu), model_arch(platform.model), platform.tp
@@ -250,7 +251,7 @@ def _roof(platform: Platform) -> _Roof:
     )
 
 
-@lru_cache
+@cached
 def _physics() -> Efficiencies:
     """Return the roofline's shares, with S-LoRA's host time of a step instead of kernel launches."""
     measured = load_profile(setting().host_profile)
@@ -317,7 +318,7 @@ def load_share(platform: Platform, rank: int, tokens: float | None = None) -> fl
     return load / (load + prefill_ms(platform, tokens or 1e3 * medium_ktokens(), rank))
 
 
-@lru_cache(maxsize=64)
+@cached
 def workload(mix: str, traces: str, factor: float | None = None) -> Workload:
     """Return a preset workload of the paper, ``chameleon-`` and `mix`, with scaled lengths.
 
@@ -362,7 +363,7 @@ def _factor_for(slo_s: float, mix: str, traces: str) -> float:
     return low
 
 
-@lru_cache(maxsize=64)
+@cached
 def slo_s(platform: Platform, mix: str, traces: str) -> float:
     """Return the SLO on the P99 of TTFT: a multiple of the mean time of a request alone."""
     return _slo_s(workload(mix, traces), platform)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from capplan.reproduce._lab import Experiment, Lab
+from capplan.reproduce._recipe import cached
 from capplan.reproduce._results import Curve, Findings
 from capplan.reproduce.joint._design import Effects, Factors, Levels
 from capplan.reproduce.joint._setting import (
@@ -70,7 +71,7 @@ def settings() -> list[tuple[int, float]]:
     return [(gpus, load) for gpus in setting().gpus for load in setting().loads]
 
 
-@cache
+@cached
 def factors() -> Factors:
     """Return the factors of the study."""
     given = setting()

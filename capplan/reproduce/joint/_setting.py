@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from typing import Any, Final, TypeAlias
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from capplan.errors import InputError
 from capplan.reproduce import toppings
-from capplan.reproduce._recipe import read_recipe
+from capplan.reproduce._recipe import cached, read_recipe
 from capplan.reproduce._search import highest
 from capplan.reproduce.joint._design import Levels
 from capplan.serving import adapter_bytes
@@ -118,13 +118,13 @@ class Setting(SpecModel):
         )
 
 
-@cache
+@cached
 def engine_profile(load_ms: float) -> Profile:
     """Return the profile of the engine that all systems share."""
     return toppings.profile(copy_ms=load_ms)
 
 
-@cache
+@cached
 def setting() -> Setting:
     """Return the setting of the recipe."""
     return read_recipe("joint").typed(Setting)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -11,7 +10,7 @@ from pydantic import Field
 
 from capplan.datasets import gpu_sheet, model_arch
 from capplan.models import EngineChoice, roofline_profile
-from capplan.reproduce._recipe import read_recipe
+from capplan.reproduce._recipe import cached, read_recipe
 from capplan.spec import (
     Adapter,
     Coefficient,
@@ -95,13 +94,13 @@ class Setting(SpecModel):
     precision: Positive = Field(description="Of highest loads.")
 
 
-@lru_cache
+@cached
 def setting() -> Setting:
     """Return the setting of the recipe."""
     return read_recipe("loraserve").typed(Setting)
 
 
-@lru_cache
+@cached
 def server(model: str, tp: int, engine: str) -> Profile:
     """Return the profile of a server.
 

@@ -21,10 +21,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 from capplan.datasets import gpu_sheet
 from capplan.models import ADDITIVE, EngineChoice, assumed_model, roofline_profile
+from capplan.reproduce._recipe import cached
 from capplan.reproduce.toppings._setting import PAPER, PrefillTime, Server, setting
 from capplan.serving import lora_elements_per_rank, weight_bytes
 from capplan.serving.pooled import LayerTimes, layer_groups
@@ -119,7 +119,7 @@ def _provenance(source: str) -> Provenance:
     )
 
 
-@lru_cache
+@cached
 def profile(
     kernel: Kernel = Kernel.BGMV, server: Server | None = None, copy_ms: float | None = None
 ) -> Profile:
@@ -166,7 +166,7 @@ def padded_rank(rank: int, server: Server) -> int:
     return -(-rank * padded_elements(arch, tp) // _elements(arch, tp, fully_sharded=True))
 
 
-@lru_cache
+@cached
 def dlora_profile(rank: int, server: Server) -> Profile:
     """Return the profile with dLoRA's computation of adapters of one rank, which are all in memory."""
     plain = profile(server=server)

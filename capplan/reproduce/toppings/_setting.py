@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Final
 
 from pydantic import Field
 
 from capplan.datasets import model_arch
-from capplan.reproduce._recipe import read_recipe
+from capplan.reproduce._recipe import cached, read_recipe
 from capplan.spec import Cache, Count, ModelArch, Positive, Rank, Share, SpecModel, Text
 
 PAPER: Final = "toppings"
@@ -164,13 +163,13 @@ class System(SpecModel):
         return Cache.model_validate({"policy": "none", "loading": self.loading, **loads, **cores})
 
 
-@cache
+@cached
 def setting() -> Setting:
     """Return the setting."""
     return read_recipe(PAPER).typed(Setting)
 
 
-@cache
+@cached
 def systems() -> Mapping[str, System]:
     """Return the compared servers by name."""
     return {name: System.model_validate(given) for name, given in read_recipe(PAPER).systems.items()}

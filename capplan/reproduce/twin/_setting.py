@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from typing import Any
 
-from capplan.reproduce._recipe import read_recipe
+from capplan.reproduce._recipe import cached, read_recipe
 from capplan.spec import Adapter, SpecModel
 
 
@@ -96,7 +95,7 @@ class Setting(SpecModel):
     motivation: Motivation
 
 
-@lru_cache
+@cached
 def setting() -> Setting:
     """Return the setting of the recipe."""
     return read_recipe("twin").typed(Setting)
