@@ -33,6 +33,7 @@ from capplan.reports.tables import (
     Strict,
     answer,
     bottleneck_lines,
+    choice_lines,
     extrapolation_lines,
     folder_lines,
     groups_table,
@@ -159,7 +160,7 @@ def plan(args: PlanArgs) -> None:
         for line in bottleneck_lines(result):
             typer.echo(line)
         typer.echo(_summary(result, args.output))
-        for line in (*plan_notes(result), *folder_lines(workload)):
+        for line in (*choice_lines(result), *plan_notes(result), *folder_lines(workload)):
             typer.echo(line)
     if args.strict:
         require_no_extrapolation(extrapolation_lines(result.provenance))

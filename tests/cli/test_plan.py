@@ -277,3 +277,21 @@ def test_the_answer_says_whether_the_search_was_cut(is_cut: bool) -> None:
     said = answer(small_plan(provenance={"search": "time_limit" if is_cut else "complete"}))
     assert "within every bound; the lower bound is 2" in said
     assert ("the search ran out of time" in said) == is_cut
+
+
+def test_fewer_moves_on_more_gpus_are_told_with_their_price(run: Run, tmp_path: Path) -> None:
+    """The load falls to a quarter: fewer GPUs are needed if adapters move, and none moves if they stay."""
+    file, old, new = (write_inputs(tmp_path).with_name(name) for name in ("w.yaml", "old.json", "new.json"))
+    options = ("--seeds", "1", "--duration", "600")
+    for rate_rps, more in ((4.0, ("-o", old)), (1.0, ("-o", new, "--previous", old))):
+        adapters = f'  - {{name: "a-{{i}}", count: 20, rank: 8, rate_rps: {rate_rps}}}\n'
+        file.write_text(LARGE.partition("adapters:\n")[0] + "adapters:\n" + adapters)
+        result = run("plan", file, *options, *more)
+        assert result.exit_code == 0, result.output
+    choices = Plan.from_json(new).provenance["choices"]
+    told = [line for line in result.stdout.splitlines() if line.startswith("or ")]
+    assert told
+    assert len(told) == len(choices)
+    for line, choice in zip(told, choices, strict=True):
+        assert line.startswith(f"or {choice['gpus']} GPU")
+        assert f"--move-cost {choice['move_cost']:g}" in line
