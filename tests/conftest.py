@@ -1,4 +1,5 @@
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -20,6 +21,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=25)
 settings.register_profile("dev", deadline=None, max_examples=50)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files of which no test is selected: each worker would import them."""
+    without = config.getoption("markexpr")
+    if collection_path.suffix != ".py" or not re.fullmatch(r"not \w+( and not \w+)*", without):
+        return None
+    marks = re.search(r"^pytestmark = (.*)", collection_path.read_text(encoding="utf-8"), re.MULTILINE)
+    left_out = {f"pytest.mark.{mark}" for mark in re.findall(r"not (\w+)", without)}
+    return True if marks and left_out & set(re.findall(r"pytest\.mark\.\w+", marks[1])) else None
 
 
 @pytest.fixture(scope="session")

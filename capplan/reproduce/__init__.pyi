@@ -1,5 +1,5 @@
 from ._lab import Lab
-from ._recipe import PAPERS, Figure, Plot, Recipe, read_recipe
+from ._recipe import PAPERS, Figure, Plot, Recipe, RowRecipe, read_recipe
 from ._results import Curve, Findings, Reproduction, Result, Row, changed_rows, result_of
 from ._run import Options, experiments, left_out, reproduce, stored_rows
 
@@ -15,6 +15,7 @@ __all__ = [
     "Reproduction",
     "Result",
     "Row",
+    "RowRecipe",
     "changed_rows",
     "experiments",
     "left_out",

@@ -66,10 +66,11 @@ class Result(SpecModel):
 
 
 class Varied(SpecModel):
-    """Judged rows of some figures with other numbers of the setting."""
+    """Judged rows of some figures with other numbers of the setting, by `Row.key`."""
 
     text: Text
-    rows: tuple[Row, ...]
+    ours: Mapping[str, float | None]
+    inside: Mapping[str, bool]
 
 
 class Reproduction(SpecModel):

@@ -76,8 +76,9 @@ def reproduce(paper: str, figures: Sequence[str] = (), *, options: Options) -> R
     for each in recipe.varied if options.varied else ():
         own = [figure for figure in chosen if figure.id in each.figures]
         found = _simulated(paper, each.numbers, own, options.seeds or recipe.varied_seeds, options)
-        judged = (row for result in found for row in result.rows if row.inside is not None)
-        varied.append(Varied(text=each.text, rows=tuple(judged)))
+        judged = [row for result in found for row in result.rows if row.inside is not None]
+        ours = {row.key: row.ours for row in judged}
+        varied.append(Varied(text=each.text, ours=ours, inside={row.key: bool(row.inside) for row in judged}))
     return Reproduction(
         paper=paper,
         command=_command(paper, figures, options),

@@ -9,7 +9,7 @@ from capplan.reports._console import DASH, Cell, Mark, Table, counted
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from capplan.reproduce import Figure, Recipe, Reproduction, Result, Row
+    from capplan.reproduce import Figure, Recipe, Reproduction, Result, Row, RowRecipe
 
 HEAD: Final = ("", "paper", "ours", "over seeds", "band", "inside")
 
@@ -145,41 +145,38 @@ def _figure(figure: Figure, result: Result) -> list[str]:
 
 def _varied(recipe: Recipe, reproduction: Reproduction) -> list[str]:
     """Return the rows that other numbers of the setting bring inside or outside."""
-    shipped = {row.key: row for row in reproduction.rows}
-    columns = [{row.key: row for row in each.rows} for each in reproduction.varied]
-    rows = []
-    for key, row in shipped.items():
-        others = [column.get(key) for column in columns]
-        if any(other is not None and other.inside != row.inside for other in others):
+    totals, rows = [], []
+    judged_rows = {row.key: row for row in reproduction.rows}
+    for number, each in enumerate(reproduction.varied, start=1):
+        before = sum(bool(judged_rows[key].inside) for key in each.inside)
+        counts = (number, each.text, len(each.inside), before, sum(each.inside.values()))
+        totals.append([str(field) for field in counts])
+    for key, row in judged_rows.items():
+        if any(each.inside.get(key, row.inside) != row.inside for each in reproduction.varied):
             of = next(each for each in recipe.figure(row.figure).rows if each.id == row.id)
-            texts = ["" if each is None else ours(each, statement=of.statement) for each in (row, *others)]
-            marked = [
-                f"**{text}**" if each is not None and each.inside else text
-                for text, each in zip(texts, (row, *others), strict=True)
-            ]
-            rows.append((row.figure, row.text, *marked))
-    counts = [
-        (sum(bool(shipped[key].inside) for key in column), sum(bool(row.inside) for row in column.values()))
-        for column in columns
-    ]
-    named = [each.text for each in reproduction.varied]
-    totals = [
-        (name, str(len(column)), str(before), str(now))
-        for name, column, (before, now) in zip(named, columns, counts, strict=True)
-    ]
+            found = [(row.ours, bool(row.inside))]
+            found += [(each.ours.get(key), each.inside.get(key, False)) for each in reproduction.varied]
+            rows.append((row.figure, row.text, *(_varied_cell(of, *each) for each in found)))
     return [
         "## Settings varied",
         "",
-        f"The same figures with one number of the setting changed, {recipe.varied_seeds} seeds each: rows "
-        "inside their bands.",
+        "Figures again with other numbers of the setting, on "
+        f"{counted(recipe.varied_seeds, 'seed')}: how many of their rows are inside.",
         "",
-        *_table(("setting", "judged rows of its figures", "inside before", "inside"), totals),
+        *_table(("", "setting", "rows with a band", "inside above", "inside"), totals),
         "",
-        "Rows that some change brings inside (**bold**) or outside:",
+        "Rows that a change brings inside (**bold**) or outside, by its number:",
         "",
-        *_table(("figure", "row", "as above", *named), rows),
+        *_table(("figure", "row", "above", *(number for number, *_ in totals)), rows),
         "",
     ]
+
+
+def _varied_cell(row: RowRecipe, value: float | None, is_inside: bool) -> str:
+    if value is None:
+        return ""
+    text = ("yes" if is_inside else "no") if row.statement else _with_unit(short(value), row.unit)
+    return f"**{text}**" if is_inside else text
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
