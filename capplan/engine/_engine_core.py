@@ -437,8 +437,7 @@ class EngineCore:
         """Return the requests that ended in a step: by length, by a stop token, or with an error."""
         finished = [request for request in ended if request.finish_reason is None]
         for request in finished:
-            request.finish_reason = "length"
-            del self.requests[request.number]
+            self._leave(request, "length")
         for request in non_finite:
             if request.finish_reason is None:
                 self._end_early(request, "error")
@@ -464,15 +463,15 @@ class EngineCore:
 
     def _end_early(self, request: Request, reason: FinishReason) -> None:
         """End a running or waiting request between two steps."""
-        if request.running:
-            self.state.counters.n_finished = 0
-            finish(self.state, self.limits, request.row, reason == "stop")
-            self._release_finished()
-        elif self._arrived.pop(request.number, None) is None and self._by_row[request.row] is request:
-            cancel_waiting(self.state, self.limits, request.row)
-            self._release(request)
-        del self.requests[request.number]
-        request.finish_reason = reason
+        if self._arrived.pop(request.number, None) is None and self._by_row[request.row] is request:
+            if request.running:
+                self._counters["n_finished"] = 0
+                finish(self.state, self.limits, request.row, reason == "stop")
+                self._release_finished()
+            else:
+                cancel_waiting(self.state, self.limits, request.row)
+                self._release(request)
+        self._leave(request, reason)
         for step in self._in_flight:
             step.has_lost = True
 
@@ -484,9 +483,12 @@ class EngineCore:
         self.blocks.release(rows)
         finished = self._requests_of(rows)
         for request in finished:
-            request.running = False
             self._release(request)
         return finished
+
+    def _leave(self, request: Request, reason: FinishReason) -> None:
+        del self.requests[request.number]
+        request.running, request.finish_reason = False, reason
 
     def _release(self, request: Request) -> None:
         self._by_row[request.row] = None

@@ -48,7 +48,7 @@ def check_requests(core: EngineCore) -> None:
     rows = {number: request.row for number, request in requests.items() if request in core._by_row}
     assert sorted(rows.values()) == sorted(running + waiting)
     assert {number: int(state.rows.request[row]) for number, row in rows.items()} == {n: n for n in rows}
-    assert sorted(request.row for request in requests.values() if request.running) == sorted(running)
+    assert sorted(row for number, row in rows.items() if requests[number].running) == sorted(running)
     assert int(state.counters.n_free_rows + state.counters.n_ending) + len(rows) == state.rows.size
     assert all(request.finish_reason is None for request in requests.values())
 
