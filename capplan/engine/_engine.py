@@ -100,6 +100,9 @@ def build_core(
     for number in range(1, len(sources) + 1):
         loads.set_sizes(number)
     core = EngineCore(state, limits, worker.all_ranks(), blocks, loads, clock, worker.device, scheduler)
+    # Other ranks do not have the tokens of a step that is not completed.
+    if limits.async_scheduling and worker.device.type == "cuda" and options.tensor_parallel_size == 1:
+        core.depth = 2
     return core, sizes
 
 

@@ -2,13 +2,19 @@
 
 Scheduling decisions are those of `capplan.serving`, on the same kind of state as the twin's. The core
 executes and measures them.
+
+A step is launched, which waits for nothing on the device, and completed once its tokens are on the host. With
+async scheduling on a GPU the next step is launched in between. It reads the tokens on the device, and follows
+on the same stream: pages and slots that the host has given away meanwhile are overwritten after their use.
+Tokens of requests that have ended meanwhile are dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import repeat
-from typing import Final, NamedTuple
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -18,10 +24,11 @@ from capplan.engine._input_batch import InputBatch
 from capplan.engine._model_runner import Runner
 from capplan.engine._pool import BlockTables
 from capplan.engine._request import FinishReason, Request
-from capplan.engine._sampler import sample, token_logprobs
+from capplan.engine._sampler import Sampled, TokenCopies, sample, token_logprobs
 from capplan.engine._scheduler_output import (
     Decision,
     ScheduledRequests,
+    SchedulerOutput,
     cancel_waiting,
     decision_of,
     new_scheduled,
@@ -51,6 +58,44 @@ class StepOutput(NamedTuple):
     """Requests that ended, including those with an error."""
 
 
+@dataclass(slots=True)
+class _Step:
+    """Step that is launched and not completed.
+
+    Attributes
+    ----------
+    counters, disk_loads
+        The scheduler's between `schedule` and `commit`.
+    requests, rows, positions
+        Of its new tokens.
+    forward_end
+        End of the forward pass on the device; None: it has ended.
+    sampled
+        Waits for its tokens.
+    ended
+        Requests that end with their token of this step.
+    has_lost
+        Whether some of its requests have ended since.
+    timer, begin_ns, end_ns
+        Phases and bounds of its time; no end: it goes on.
+    """
+
+    output: SchedulerOutput
+    counters: Mapping[str, int]
+    disk_loads: int
+    decision: Decision | None
+    requests: list[Request]
+    rows: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    forward_end: Any
+    sampled: Callable[[], Sampled]
+    ended: list[Request] = field(default_factory=list)
+    has_lost: bool = False
+    timer: PhaseTimer = field(default_factory=PhaseTimer)
+    begin_ns: int = 0
+    end_ns: int = 0
+
+
 class EngineCore:
     """One engine instance.
 
@@ -64,6 +109,8 @@ class EngineCore:
         Requests in flight, by number.
     decisions
         Recorded scheduling decisions; None: not recorded.
+    depth
+        Number of steps to launch before the first one is completed: 2 on a GPU under async scheduling.
     """
 
     def __init__(
@@ -94,9 +141,15 @@ class EngineCore:
         self._input_batch = InputBatch(limits, state.adapters.size - 1, self._token_ids, blocks, device)
         self._scheduled = new_scheduled(min(state.rows.size, limits.max_num_seqs))
         self._by_row: list[Request | None] = [None] * state.rows.size
+        self._counters: Any = state.counters  # faster by key than by attribute
         self._lists = {name: getattr(state.lists, name) for name in ("admitted", "preempted", "finished")}
         self._steps = 0
         self._next_refresh_ns = limits.refresh_ns
+        self.depth = 1
+        self._latest = torch.zeros(state.rows.size, dtype=torch.int64, device=device)
+        self._copies = TokenCopies(device)
+        self._in_flight: deque[_Step] = deque()
+        self._timer, self._begin_ns = PhaseTimer(), 0
         self._scored: set[int] = set()  # rows of requests whose prompts get log-probabilities
         self._arrived: dict[int, tuple[Request, int, int]] = {}  # async: not visible yet, by number
 
@@ -119,9 +172,10 @@ class EngineCore:
         """Queue a request; return False if there is no room, or it can never run.
 
         All requests of its adapter with the same `prefix` have the same first `shared_tokens` tokens. With
-        async scheduling the next step is decided already, and the request is visible to the one after it.
+        async scheduling the next step is decided already, or as if it were, and the request is visible to the
+        one after it.
         """
-        if not self.limits.async_scheduling:
+        if not self.limits.async_scheduling or self.depth > 1:
             return self._enqueue(request, prefix, shared_tokens)
         accepted = self.has_room and self.can_run(request)
         if accepted:
@@ -156,39 +210,101 @@ class EngineCore:
             self._end_early(request, reason)
 
     def step(self) -> StepOutput | None:
-        """Schedule and run one step; return None if nothing can run."""
+        """Run one step; return None if nothing can run."""
         begin_ns = self.clock.now_ns()
+        in_flight = self._in_flight
         failed = self._accept_loads()
-        timer = PhaseTimer()
+        if in_flight:
+            self._timer.lap("forward")  # the device was computing
+        else:
+            self._begin_ns, self._timer = begin_ns, PhaseTimer()
         self._refresh(begin_ns)
-        tokens = self._schedule(begin_ns)
-        output = scheduler_output(self.state, self.lora.rank_of, self._scheduled)
-        timer.lap("schedule")
-        counters = self.state.counter_values()
-        if self.decisions is not None and (tokens or counters["n_loads"]):
-            self.decisions.append(decision_of(self.state, output.requests, begin_ns))
-            timer.skip()
-        self._update_running(begin_ns, counters)
-        timer.lap("prepare")
-        errors = self.loads.run(timer, output.requests["row"])
-        if tokens == 0:
+        while len(in_flight) < self.depth and self._launch(begin_ns, failed):
+            continue
+        if not in_flight:
             return StepOutput(None, [], failed) if failed else None
-        emitted, non_finite = self._execute(output.requests, errors, timer)
-        commit(self._memory)
-        finished = failed + self._finish(emitted, non_finite, errors)
-        timer.lap("commit")
-        self.clock.step(timer.total_ns)
-        end_ns = self.clock.now_ns()
-        for request in emitted:
-            request.token_ns.append(end_ns)
-        self._steps += 1
+        result = self._complete(in_flight.popleft(), failed)
+        if in_flight and not self.requests:
+            in_flight.popleft().sampled()  # for requests that have all ended
         self._take_arrivals()
+        return result
+
+    def _launch(self, begin_ns: int, failed: list[Request]) -> bool:
+        """Decide and launch a step, and add requests whose adapter fails; return False without tokens."""
+        tokens = self._schedule(begin_ns)
+        if tokens == 0 and self._in_flight:
+            return False
+        output = scheduler_output(self.state, self.lora.rank_of, self._scheduled)
+        rows = output.requests["row"]
+        self._timer.lap("schedule")
+        counters = self.state.counter_values()
+        decision = None
+        if self.decisions is not None:
+            decision = decision_of(self.state, output.requests, begin_ns)
+            if tokens == 0 and counters["n_loads"]:
+                self.decisions.append(decision)
+            self._timer.skip()
+        self._update_running(begin_ns, counters)
+        self._timer.lap("prepare")
         loads = counters["n_loads"]
+        if loads and self._in_flight:
+            # The loads wait for the device, and their time is this step's.
+            self._wait(self._in_flight[0])
+            self._end_time(self._in_flight[0])
+        errors = self.loads.run(self._timer, rows)
+        if tokens == 0:
+            return False
         disk_loads = int(self.state.adapters.load_from_disk[:loads].sum()) if loads else 0
+        step = self._run(output, counters, disk_loads, decision)
+        errors |= self.loads.failed_meanwhile(rows)
+        commit(self._memory)
+        step.ended = self._release_finished()
+        self._in_flight.append(step)
+        for adapter, error in errors.items():
+            failed += self._fail_all(adapter, error)
+            self.loads.discard(adapter)
+        self._timer.lap("commit")
+        return True
+
+    def _complete(self, step: _Step, failed: list[Request]) -> StepOutput:
+        """Wait for the tokens of a step and give them to its requests."""
+        sampled = self._wait(step)
+        emitted, non_finite = self._accept_tokens(step, sampled)
+        self._timer.lap("sample")
+        finished = failed + self._finish(step.ended, emitted, non_finite)
+        self._timer.lap("commit")
+        if not step.end_ns:
+            self._end_time(step)
+        for request in emitted:
+            request.token_ns.append(step.end_ns)
+        self._steps += 1
+        if self.decisions is not None and step.decision is not None:
+            self.decisions.append(step.decision._replace(begin_ns=step.begin_ns))
         record = step_record(
-            self._steps, begin_ns, end_ns, output, counters, disk_loads, len(finished), timer
+            self._steps,
+            step.begin_ns,
+            step.end_ns,
+            step.output,
+            step.counters,
+            step.disk_loads,
+            len(finished),
+            step.timer,
         )
         return StepOutput(record, emitted, finished)
+
+    def _wait(self, step: _Step) -> Sampled:
+        """Wait for the tokens of a step."""
+        if step.forward_end is not None:
+            step.forward_end.synchronize()
+        self._timer.lap("forward")
+        return step.sampled()
+
+    def _end_time(self, step: _Step) -> None:
+        """End the time of a step; that of the next one follows if it is launched."""
+        step.begin_ns, step.timer = self._begin_ns, self._timer
+        self.clock.step(step.timer.total_ns)
+        self._begin_ns = step.end_ns = self.clock.now_ns()
+        self._timer = PhaseTimer()
 
     def _schedule(self, begin_ns: int) -> int:
         """Decide a step and return its tokens.
@@ -196,13 +312,14 @@ class EngineCore:
         In async scheduling a decision without tokens ends the overlap: the requests that have ended leave,
         and those that have arrived are visible at once.
         """
-        self.state.counters.now_ns = begin_ns
+        self._counters["now_ns"] = begin_ns
         tokens = schedule(self._memory)
         if tokens == 0 and self.limits.async_scheduling:
             self._update_running(begin_ns, self.state.counter_values())
             commit(self._memory)
-            self._take_arrivals()
-            tokens = schedule(self._memory)
+            if not self._in_flight:
+                self._take_arrivals()
+                tokens = schedule(self._memory)
         return int(tokens)
 
     def _refresh(self, now_ns: int) -> None:
@@ -245,32 +362,48 @@ class EngineCore:
         by_row = self._by_row
         return [request for row in rows.tolist() if (request := by_row[row]) is not None]
 
-    def _execute(
-        self, scheduled: ScheduledRequests, errors: dict[int, str], timer: PhaseTimer
-    ) -> tuple[list[Request], list[Request]]:
-        """Run the model and sample; return the requests with a new token, and those without finite logits."""
-        prepared = self._input_batch.prepare_inputs(scheduled)
-        requests = self._requests_of(prepared.rows)
-        timer.lap("prepare")
-        logits = self.runner.run(prepared.inputs)
-        errors |= self.loads.failed_meanwhile(scheduled["row"])
-        if self._device.type == "cuda":
-            # Otherwise the model's time counts as the sampler's. Adapter copies on their stream go on.
-            torch.cuda.current_stream(self._device).synchronize()
-        timer.lap("forward")
+    def _run(
+        self, output: SchedulerOutput, counters: Mapping[str, int], disk_loads: int, decision: Decision | None
+    ) -> _Step:
+        """Launch the model and the sampler."""
+        prepared = self._input_batch.prepare_inputs(output.requests)
+        inputs, rows, positions = prepared.inputs, prepared.rows, prepared.next_positions
+        requests = self._requests_of(rows)
+        if self._in_flight:
+            inputs = inputs._replace(latest=self._latest)
+        self._timer.lap("prepare")
+        logits = self.runner.run(inputs)
+        forward_end = self._copies.computed()
+        self._timer.lap("forward")
+        sampled = sample(logits, requests, positions)
+        if self.depth > 1:
+            on_device = torch.from_numpy(rows).to(self._device, non_blocking=True)
+            self._latest.index_copy_(0, on_device, torch.as_tensor(sampled.tokens))
+            self._token_ids[rows, positions] = -1 - rows  # see `StepInputs.latest`
+        fetched = self._copies.begin(sampled)
         if self._scored:
-            self._score_prompts(scheduled[prepared.order])
-        tokens, finite = sample(logits, requests)
-        self._token_ids[prepared.rows, prepared.next_positions] = tokens
-        non_finite = [requests[i] for i in np.flatnonzero(~finite).tolist()]
-        if errors or non_finite:
-            # Tokens computed with an adapter that failed to load are invalid; other requests' are not.
-            good = [i for i, request in enumerate(requests) if finite[i] and request.adapter not in errors]
-            requests, tokens = [requests[i] for i in good], tokens[good]
-        for request, token in zip(requests, tokens.tolist(), strict=True):
+            self._score_prompts(output.requests[prepared.order])
+        self._timer.lap("sample")
+        return _Step(output, counters, disk_loads, decision, requests, rows, positions, forward_end, fetched)
+
+    def _accept_tokens(self, step: _Step, sampled: Sampled) -> tuple[list[Request], list[Request]]:
+        """Give their tokens to requests; return those with one, and those without finite logits."""
+        requests = emitted = step.requests
+        rows, positions = step.rows, step.positions
+        tokens, finite = np.asarray(sampled.tokens), np.asarray(sampled.finite)
+        kept: Sequence[int] = range(len(requests))
+        non_finite: list[Request] = []
+        if step.has_lost or not finite.all():
+            left = [i for i in kept if requests[i].finish_reason is None]
+            non_finite = [requests[i] for i in left if not finite[i]]
+            kept = [i for i in left if finite[i]]
+            emitted = [requests[i] for i in kept]
+            rows, positions, tokens = rows[kept], positions[kept], tokens[kept]
+        sampled.report(requests, kept)
+        self._token_ids[rows, positions] = tokens
+        for request, token in zip(emitted, tokens.tolist(), strict=True):
             request.output.append(token)
-        timer.lap("sample")
-        return requests, non_finite
+        return emitted, non_finite
 
     def _score_prompts(self, scheduled: ScheduledRequests) -> None:
         """Add log-probabilities of prompts whose tokens were computed, a few tokens at a time.
@@ -291,17 +424,20 @@ class EngineCore:
             for at in range(max(known, int(found["computed"])), last, _SCORED_TOKENS):
                 positions = np.arange(at, min(at + _SCORED_TOKENS, last))
                 logits = self.runner.logits(positions - int(found["computed"]) + start)
-                following = request.prompt[positions + 1].tolist()
+                following = torch.from_numpy(request.prompt[positions + 1]).to(logits.device, torch.int64)
                 top = request.params.logprobs or 0
-                request.prompt_logprobs += map(token_logprobs, logits, following, repeat(top))
+                found = token_logprobs(logits, following, top)
+                request.prompt_logprobs += found.listed([top] * positions.size)
             if last == request.prompt.size - 1:
                 self._scored.discard(request.row)
 
     def _finish(
-        self, emitted: list[Request], non_finite: list[Request], errors: Mapping[int, str]
+        self, ended: list[Request], emitted: list[Request], non_finite: list[Request]
     ) -> list[Request]:
-        """Return the requests that ended in the step: by length, by a stop token, or with an error."""
-        finished = self._release_finished()
+        """Return the requests that ended in a step: by length, by a stop token, or with an error."""
+        finished = [request for request in ended if request.finish_reason is None]
+        for request in finished:
+            self._leave(request, "length")
         for request in non_finite:
             if request.finish_reason is None:
                 self._end_early(request, "error")
@@ -315,12 +451,6 @@ class EngineCore:
                     self._end_early(request, "stop")
                     finished.append(request)
                 request.finish_reason = "stop"
-        for adapter, error in errors.items():
-            for request in finished:
-                if request.adapter == adapter:
-                    request.finish_reason, request.error = "error", error
-            finished += self._fail_all(adapter, error)
-            self.loads.discard(adapter)
         return finished
 
     def _fail_all(self, adapter: int, error: str) -> list[Request]:
@@ -333,30 +463,33 @@ class EngineCore:
 
     def _end_early(self, request: Request, reason: FinishReason) -> None:
         """End a running or waiting request between two steps."""
-        if request.running:
-            self.state.counters.n_finished = 0
-            finish(self.state, self.limits, request.row, reason == "stop")
-            self._release_finished()
-        elif self._arrived.pop(request.number, None) is not None:
-            del self.requests[request.number]
-        else:
-            cancel_waiting(self.state, self.limits, request.row)
-            self._release(request)
-        request.finish_reason = reason
+        if self._arrived.pop(request.number, None) is None and self._by_row[request.row] is request:
+            if request.running:
+                self._counters["n_finished"] = 0
+                finish(self.state, self.limits, request.row, reason == "stop")
+                self._release_finished()
+            else:
+                cancel_waiting(self.state, self.limits, request.row)
+                self._release(request)
+        self._leave(request, reason)
+        for step in self._in_flight:
+            step.has_lost = True
 
     def _release_finished(self) -> list[Request]:
-        rows: NDArray[np.int64] = self._lists["finished"][: self.state.counters.n_finished]
+        """Release what requests hold that have ended, or end with the tokens in flight."""
+        rows: NDArray[np.int64] = self._lists["finished"][: self._counters["n_finished"]]
         if not rows.size:
             return []
         self.blocks.release(rows)
         finished = self._requests_of(rows)
         for request in finished:
-            request.running = False
-            request.finish_reason = "length"
             self._release(request)
         return finished
 
-    def _release(self, request: Request) -> None:
+    def _leave(self, request: Request, reason: FinishReason) -> None:
         del self.requests[request.number]
+        request.running, request.finish_reason = False, reason
+
+    def _release(self, request: Request) -> None:
         self._by_row[request.row] = None
         self._scored.discard(request.row)

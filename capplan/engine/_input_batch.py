@@ -67,10 +67,10 @@ class ModelInputs(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """Inputs of one step on the host, valid until the next `InputBatch.prepare_inputs`."""
+    """Inputs of one step on the host, valid until the second `InputBatch.prepare_inputs` after it."""
 
     columns: NDArray[np.int64]
-    """Id, position, page and offset of every token, shape (4, tokens)."""
+    """Id, position, page and offset of every token, shape (4, tokens); ids as in `latest`."""
     new_pages: NDArray[np.int64]
     """Pages taken for this step."""
     decodes: NDArray[np.int64]
@@ -82,6 +82,11 @@ class StepInputs(NamedTuple):
     segments: tuple[Segment, ...]
     sampled: NDArray[np.int64]
     """Last token of each request that gets a new token."""
+    latest: torch.Tensor | None = None
+    """Last sampled token of each row, on the device; an id of ``-1 - row`` is that token.
+
+    None: the host knows all ids.
+    """
 
     def on(self, device: torch.device) -> ModelInputs:
         """Return the tensors of the step; on the CPU they share the memory of these arrays."""
@@ -95,6 +100,8 @@ class StepInputs(NamedTuple):
             at, context = put(self.decodes).unbind(0)
             decodes = Decodes(at, context, put(self.tables))
         tokens, positions, pages, offsets = put(self.columns).unbind(0)
+        if self.latest is not None:
+            tokens = tokens.where(tokens >= 0, self.latest[(-1 - tokens).clamp(min=0)])
         return ModelInputs(
             tokens=tokens,
             positions=positions,
@@ -189,13 +196,16 @@ class InputBatch:
             (seqs,),
             (adapters + 2,),
         )
-        # Pinned memory is copied asynchronously; it is not overwritten before the step's logits are back.
+        # Pinned memory is copied asynchronously: that of a step is used again by the second step after it.
         pin = device.type == "cuda"
-        tensors = [torch.zeros(size, dtype=torch.int64, pin_memory=pin) for size in sizes]
-        self._buffers = _Buffers(*(tensor.numpy() for tensor in tensors))
+        self._buffers, self._others = (
+            _Buffers(*(torch.zeros(size, dtype=torch.int64, pin_memory=pin).numpy() for size in sizes))
+            for _ in range(2)
+        )
 
     def prepare_inputs(self, scheduled: ScheduledRequests) -> PreparedStep:
         """Take the pages of a step with at least one request and return its inputs."""
+        self._buffers, self._others = self._others, self._buffers
         blocks, buffers = self._blocks, self._buffers
         blocks.allocate(scheduled)
         lines = scheduled[blocks.line]

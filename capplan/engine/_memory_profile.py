@@ -62,7 +62,8 @@ def sample_largest(logits: torch.Tensor) -> None:
     params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, logprobs=_LOGPROBS)
     prompt, rng = np.zeros(1, np.int32), np.random.default_rng(0)
     request = Request(0, 0, None, 0, prompt, params, frozenset(), arrival_ns=0, rng=rng)
-    sample(logits, [request] * logits.shape[0])
+    requests = [request] * logits.shape[0]
+    sample(logits, requests, np.ones(len(requests), np.int64))
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -181,8 +181,6 @@ class _StaticInputs(NamedTuple):
     decodes: Decodes
     numbers: torch.Tensor
     """Row of each token in the adapter tables, -1 without one."""
-    host_numbers: torch.Tensor
-    """In pinned memory; not overwritten before the step's logits are back."""
     replay: Replay
 
 
@@ -311,9 +309,8 @@ class StepGraphs:
             prompts=prompts,
         )
         numbers = torch.full((size,), -1, dtype=torch.int32, device=self._device)
-        host_numbers = torch.empty(size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         replay = self._capture(lambda: self._forward(inputs, numbers, key.kind))
-        return _StaticInputs(inputs, decodes, numbers, host_numbers, replay)
+        return _StaticInputs(inputs, decodes, numbers, replay)
 
     def _fill(self, static: _StaticInputs, inputs: ModelInputs) -> None:
         for own, value, padding in (
@@ -329,14 +326,13 @@ class StepGraphs:
             pages, tiles = static.inputs.prompts
             held, found = torch.cat([each.pages for each in inputs.prefills]), self._tiles_of(inputs.prefills)
             pages[: held.shape[0]].copy_(held)
-            tiles[: found.shape[0]].copy_(found)
+            tiles[: found.shape[0]].copy_(found, non_blocking=True)
             tiles[found.shape[0] :].zero_()
         if any(segment.adapter for segment in inputs.segments):
-            numbers = static.host_numbers.numpy()
-            numbers[:] = -1
+            numbers = torch.full(static.numbers.shape, -1, dtype=torch.int32)
             for segment in inputs.segments:
                 numbers[segment.start : segment.end] = self._number_of.get(segment.adapter, -1)
-            static.numbers.copy_(static.host_numbers, non_blocking=True)
+            static.numbers.copy_(numbers, non_blocking=True)
 
     def _fill_decodes(self, static: _StaticInputs, decodes: Decodes | None) -> None:
         own, requests = static.decodes, 0

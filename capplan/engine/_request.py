@@ -129,10 +129,9 @@ class Request:
         self.has_minimum = params.min_tokens > 0 and bool(self.stop_ids)
         self.greedy = params.temperature == 0 and params.logprobs is None and not params.keep_logits
 
-    @property
-    def is_short(self) -> bool:
-        """Whether it must not end yet."""
-        return len(self.output) < self.params.min_tokens
+    def is_short(self, tokens: int) -> bool:
+        """Return whether it must not end yet, with so many tokens of prompt and output."""
+        return tokens - self.prompt.size < self.params.min_tokens
 
 
 @dataclass(frozen=True)

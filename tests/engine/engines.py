@@ -7,6 +7,7 @@ from capplan.engine import Completion, Engine, ModelConfig, Request, SamplingPar
 from capplan.engine._engine import Prompt
 from capplan.engine._engine_core import EngineCore
 from capplan.serving import NONE, State
+from capplan.serving.state import ENDING
 from capplan.testing import check_integrity
 
 TINY_MODEL = ModelConfig(
@@ -38,15 +39,17 @@ def check_engine(engine: Engine) -> None:
 
 
 def check_requests(core: EngineCore) -> None:
-    """Check that every request has its own row, in the list of its state."""
+    """Check that every request has its own row, in the list of its state, until it ends or is about to."""
     state, requests = core.state, core.requests
-    running = linked_rows(state, int(state.counters.run_head))
+    running = [
+        row for row in linked_rows(state, int(state.counters.run_head)) if state.rows.since[row] != ENDING
+    ]
     waiting = [row for head in state.adapters.queue_head for row in linked_rows(state, int(head))]
-    rows = {number: request.row for number, request in requests.items()}
+    rows = {number: request.row for number, request in requests.items() if request in core._by_row}
     assert sorted(rows.values()) == sorted(running + waiting)
     assert {number: int(state.rows.request[row]) for number, row in rows.items()} == {n: n for n in rows}
-    assert sorted(request.row for request in requests.values() if request.running) == sorted(running)
-    assert int(state.counters.n_free_rows) + len(rows) == state.rows.size
+    assert sorted(row for number, row in rows.items() if requests[number].running) == sorted(running)
+    assert int(state.counters.n_free_rows + state.counters.n_ending) + len(rows) == state.rows.size
     assert all(request.finish_reason is None for request in requests.values())
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from capplan.engine import Engine, SamplingParams
+from capplan.engine._sampler import Sampled, TokenCopies
 from capplan.engine.lora._loader import CopyStream, CudaCopyStream
 from tests.engine.engines import TINY_MODEL, TimedRequest, replay
 
@@ -139,3 +140,36 @@ def test_a_gpu_copies_on_one_stream_between_two_events(monkeypatch: pytest.Monke
     one = [("record", 0, "compute"), ("wait", 0), ("copy",), ("record", 1, "copies"), ("synchronize", 1)]
     two = [("record", 2, "compute"), ("wait", 2), ("copy",), ("record", 3, "copies"), ("synchronize", 3)]
     assert calls == [("stream",), *one, *two]
+
+
+def test_the_host_waits_for_the_copy_of_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU with a fake of CUDA: the copy waits for the sampler, on a stream of its own."""
+    calls: list[tuple[str, Any]] = []
+
+    class Stream:
+        device = "cuda"
+
+        def __init__(self, *_: Any) -> None:
+            pass
+
+        def wait_event(self, event: Any) -> None:
+            calls.append(("wait", event.on))
+
+    class Event:
+        def record(self, stream: Any) -> None:
+            self.on = "copies" if isinstance(stream, Stream) else stream
+            calls.append(("record", self.on))
+
+        def synchronize(self) -> None:
+            calls.append(("synchronize", self.on))
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "compute")
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda own, _: calls.append(("keep", own.tolist())))
+    fetched = TokenCopies(torch.device("cuda")).begin(Sampled(torch.tensor([3]), torch.tensor([True])))
+    kept = [("keep", [3]), ("keep", [True])]
+    assert calls == [("record", "compute"), ("wait", "compute"), *kept, ("record", "copies")]
+    assert [each.tolist() for each in fetched()[:2]] == [[3], [True]]
+    assert calls[-1] == ("synchronize", "copies")

@@ -26,6 +26,8 @@ MODES: dict[str, dict[str, Any]] = {
     "slora": {"rules": "slora", "num_kv_blocks": 60},
     "chameleon": {"scheduler": "chameleon", "cache": "chameleon", "num_kv_blocks": 60},
     "chunks": {"scheduler": {"policy": "fifo", "chunked": True}, "cache": "none", "num_kv_blocks": 60},
+    "async": {"rules": "vllm-0.32-async", "shared_prefix_tokens": 4},
+    "overlap": {"rules": "vllm-0.33-async", "shared_prefix_tokens": 4, "depth": 2},
 }
 SLOTLESS = ("slora", "chameleon", "chunks")
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -44,7 +46,11 @@ def tiny(mode: str = "capplan", adapters: Any = None, **more: Any) -> Engine:
         "max_num_batched_tokens": 40,
     }
     given_adapters = {"a": 3, "b": 8} if adapters is None else adapters
-    return Engine(TINY, given_adapters, **(sizes | MODES[mode] | more))
+    chosen = sizes | MODES[mode] | more
+    depth = chosen.pop("depth", 1)
+    engine = Engine(TINY, given_adapters, **chosen)
+    engine.core.depth = depth  # as on a GPU
+    return engine
 
 
 def submitted(engine: Engine, adapter: str | None, prompt: int = 5, max_tokens: int = 6) -> Request:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """Of the kernels that run on a GPU; on a CPU they run in Triton's interpreter."""
 
 
-def tiny(**settings: Any) -> Engine:
-    return Engine(TINY, ADAPTERS, **({"num_kv_blocks": 40, "block_size": 4, "max_num_seqs": 8} | settings))
+def tiny(depth: int = 1, **settings: Any) -> Engine:
+    """Return an engine that launches `depth` steps before it completes the first one, as on a GPU."""
+    engine = Engine(TINY, ADAPTERS, **({"num_kv_blocks": 40, "block_size": 4, "max_num_seqs": 8} | settings))
+    engine.core.depth = depth
+    return engine
 
 
 def answers(engine: Engine, **sampling: Any) -> list[tuple[int, ...]]:
@@ -121,9 +125,64 @@ def test_requests_that_outgrow_their_predictions_give_the_same_tokens(chunked: b
     assert min(counts.overruns, counts.recomputes, counts.evictions) > 0
 
 
-def test_async_scheduling_changes_no_tokens_and_ends_requests_that_no_decision_has_seen() -> None:
-    assert answers(tiny(rules="vllm-0.32-async"), max_tokens=9) == answers(tiny(), max_tokens=9)
-    with tiny(rules="vllm-0.32-async", max_in_flight=2) as engine:
+asynchronous = pytest.mark.parametrize(
+    ("rules", "depth"), [("vllm-0.32-async", 1), ("vllm-0.32-async", 2), ("vllm-0.33-async", 2)]
+)
+
+
+@asynchronous
+def test_async_scheduling_changes_no_answers(rules: str, depth: int) -> None:
+    """With every way of sampling, stop tokens, chunks, adapter loads, preemptions and an abort."""
+    kinds: tuple[dict[str, Any], ...] = (
+        {"logprobs": 2},
+        {"temperature": 1.5, "top_p": 0.9, "stop_token_ids": tuple(range(0, 300, 9))},
+        {"temperature": 0.7, "logprobs": 1, "keep_logits": True, "prompt_logprobs": True},
+        {"min_tokens": 9, "stop_token_ids": tuple(range(0, 300, 3))},
+    )
+    small = {"num_kv_blocks": 20, "max_loras": 2, "max_num_batched_tokens": 12, "rules": rules}
+    found = []
+    for settings in ({}, {**small, "depth": depth}):
+        with tiny(device=DEVICE, virtual_time=True, **settings) as engine:
+            requests = [
+                engine.new_request(
+                    list(range(1, 4 + i)),
+                    [*ADAPTERS, None][i % 4],
+                    SamplingParams(max_tokens=20 + i, **kinds[i % 4]),
+                )
+                for i in range(12)
+            ]
+            assert all(engine.submit(request) for request in requests)
+            for step in range(1000):
+                if step == 9:
+                    engine.abort(requests[0])
+                if engine.step() is None and not engine.wait_for_adapter():
+                    break
+            check_engine(engine)
+            found.append([engine.completion(request) for request in requests])
+            records = engine.records
+    assert sum(record.preemptions for record in records) > 2
+    assert sum(record.loads for record in records) > 3
+    assert found[1][0].finish_reason == "abort"
+    assert {each.finish_reason for each in found[1][1:]} == {"stop", "length"}
+    for right, each in list(zip(*found, strict=True))[1:]:
+        assert (each.token_ids, each.finish_reason) == (right.token_ids, right.finish_reason)
+        for name in ("logprobs", "prompt_logprobs"):
+            own, others = (getattr(answer, name) or () for answer in (each, right))
+            assert [own.logprob for own in own] == pytest.approx([one.logprob for one in others], abs=1e-4)
+        assert (each.logits is None) == (right.logits is None)
+        assert each.logits is None or torch.allclose(each.logits, right.logits, atol=1e-4)
+    for record, following in pairwise(records):
+        assert record.begin_ns + record.duration_ns <= following.begin_ns
+        phases = sum(
+            getattr(record, f"{name}_ms")
+            for name in ("schedule", "load", "prepare", "forward", "sample", "commit")
+        )
+        assert record.duration_ns == pytest.approx(1e6 * phases)
+
+
+@asynchronous
+def test_async_scheduling_ends_requests_that_no_decision_has_seen(rules: str, depth: int) -> None:
+    with tiny(rules=rules, depth=depth, max_in_flight=2) as engine:
         params = SamplingParams(max_tokens=3, ignore_eos=True)
         first, second, third = (engine.new_request([1, 2, 3], "a", params) for _ in range(3))
         assert engine.submit(first)
@@ -310,12 +369,14 @@ def test_an_overflowing_adapter_does_not_affect_other_requests(tmp_path: Path) -
             assert [answer.token_ids for answer in mixed[1::2]] == [answer.token_ids for answer in healthy]
 
 
-def test_non_finite_logits_end_only_their_request(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rules", "depth"), [("capplan", 1), ("vllm-0.32-async", 2), ("vllm-0.33-async", 2)])
+def test_non_finite_logits_end_only_their_request(rules: str, depth: int, tmp_path: Path) -> None:
     drawn = {"max_tokens": 12, "ignore_eos": True, "temperature": 1.0, "seed": 7, "logprobs": 2}
     with tiny() as engine:
         [healthy] = engine.generate([[1, 2, 3, 4, 5]], **drawn)
         write_adapter(tmp_path, engine, scale=5e37)
-    with Engine(TINY, {"wild": tmp_path}, num_kv_blocks=24, block_size=4) as engine:
+    with Engine(TINY, {"wild": tmp_path}, num_kv_blocks=24, block_size=4, rules=rules) as engine:
+        engine.core.depth = depth
         mixed = engine.generate([[1, 2, 3, 4, 5]] * 4, ["wild", None] * 2, **drawn)
         check_engine(engine)
     for broken in mixed[::2]:
@@ -515,7 +576,8 @@ def test_top_k_and_min_p_leave_the_tokens_out_that_they_should() -> None:
         rng = np.random.default_rng(1)
         prompt = np.zeros(1, np.int32)
         request = Request(0, 0, None, 0, prompt, params, frozenset(), arrival_ns=0, rng=rng)
-        return {int(token) for _ in range(40) for token in sample(logits.repeat(64, 1), [request] * 64)[0]}
+        batch = logits.repeat(64, 1), [request] * 64, np.ones(64, np.int64)
+        return {token for _ in range(40) for token in sample(*batch).tokens.tolist()}
 
     assert drawn(top_k=1) == {ranked[0]}
     assert drawn(top_k=4) == set(ranked[:4])

@@ -224,11 +224,20 @@ class TwinReplay:
             self.copier.begin(adapter, self.now_ns, duration_ns, announce=True)
 
 
-@pytest.mark.parametrize("rules", [r for r in RULES if r.policy != POOLED], ids=lambda rules: rules.name)
-def test_decisions_equal_the_twins_under_measured_durations(rules: ServingRules) -> None:
+@pytest.mark.parametrize(
+    ("rules", "depth"),
+    [
+        pytest.param(rules, depth, id=f"{rules.name}-{depth}")
+        for rules in RULES
+        for depth in range(1, 2 + rules.async_scheduling)
+        if rules.policy != POOLED
+    ],
+)
+def test_decisions_equal_the_twins_under_measured_durations(rules: ServingRules, depth: int) -> None:
     preemptions = loads = from_disk = chunks = 0
     for seed in range(20 if rules.name in ("vllm-0.8", "capplan") else 6):
         engine, arrivals = draw(seed, rules=rules.name)
+        engine.core.depth = depth
         engine.core.decisions = []
         answers = replay(engine, arrivals)
         assert all(answer is not None for answer in answers)

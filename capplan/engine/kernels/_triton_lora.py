@@ -238,7 +238,8 @@ class TritonLoRA(StepLoRA):
         limit = max(tables.max_rank_of[number] for number, _, _ in used)
         lora_tokens = sum(end - start for _, start, end in used)
         kind = kind or chosen_kind(lora_tokens, len(used), sgmv_from_tokens)
-        super().__init__(layout, tables, weights, numbers.to(weights.device), kind, limit)
+        on_device = numbers.to(weights.device, non_blocking=True)
+        super().__init__(layout, tables, weights, on_device, kind, limit)
         if kind == "sgmv":
             self.tiles_launch().run()
 
