@@ -85,7 +85,7 @@ class TestTraffic:
 def test_kernels_per_layer_of_a_decode_step() -> None:
     assert kernels_per_layer(WIDE, 300, None) == 9
     assert kernels_per_layer(WIDE, 1, None) == 10  # contexts are split
-    assert kernels_per_layer(WIDE, 300, "sgmv") == 17
+    assert kernels_per_layer(WIDE, 300, "sgmv") == 15
 
 
 def test_occupancy_is_that_of_the_scarcest_resource() -> None:
