@@ -85,6 +85,8 @@ _LEAST_PART: Final = 256
 _PROGRAMS_PER_MULTIPROCESSOR: Final = 2
 _EXPANDS_PER_MULTIPROCESSOR: Final = 8
 """Programs of an expand of tiles: twice as many as fit, so that none waits long for the last ones."""
+_PAIRS: Final = 128
+"""Pairs of columns that a program of an expand finishes: token by token, more spill registers at rank 8."""
 
 
 class StepLoRA(LoRALayers):
@@ -250,14 +252,14 @@ class StepLoRA(LoRALayers):
         following = (out.stride(0), *target_strides)
         shared = {"ALIGNMENT": self._layout.row_alignment, "HALF": half}
         if self._kind == "sgmv":
-            config = tiles_config(16, 64, 128, out.dtype, len(pairs)) | shared
+            config = tiles_config(16, _PAIRS, 2 * _PAIRS, out.dtype, len(pairs)) | shared
             blocks = sum(triton.cdiv(number, config["BLOCK_WIDTH"]) for number in pairs)
             tiles = self._most_tiles + triton.cdiv(self._tokens, TILE_TOKENS)
             programs = min(tiles * blocks, _EXPANDS_PER_MULTIPROCESSOR * multiprocessors(out.device))
             arguments = (*read, self._tiles, *written, self._tokens, blocks, *strides, *following)
             return Launch(expand_pairs_tiles, (programs,), arguments, config)
         config = expand_tokens_config(self._limit, self._splits[site], self._kind == "bgmv") | shared
-        config["BLOCK_WIDTH"] //= 2
+        config["BLOCK_WIDTH"] = _PAIRS
         grid = (self._tokens, len(pairs), triton.cdiv(max(pairs), config["BLOCK_WIDTH"]))
         arguments = (*read, *written, self._limit, *strides, h.stride(2), *following)
         return Launch(expand_pairs_tokens, grid, arguments, config)
@@ -376,7 +378,7 @@ def tiles_config(rank: int, width: int, results: int, dtype: torch.dtype, module
         "THIN_TOKENS": THIN_TOKENS,
         "BLOCK_RANK": rank,
         "BLOCK_WIDTH": width,
-        "num_warps": 4 if results < TILE_TOKENS else 8,
+        "num_warps": 4 if results < TILE_TOKENS else max(8, results // 16),
         "num_stages": 3,
     }
 
