@@ -192,8 +192,9 @@ def distinct(found: Iterable[tuple[str, Launch]]) -> list[tuple[Launch, list[str
 
 
 def one_of_each(found: Iterable[tuple[Launch, list[str]]]) -> list[tuple[Launch, list[str]]]:
-    """Return the last binary of each kernel, and of both ways of attention."""
-    return list({(each[0].kernel.fn.__name__, each[0].config.get("SPLIT")): each for each in found}.values())
+    """Return the last binary of each kernel, of both ways of attention, and of what follows an expand."""
+    kinds = {(e[0].kernel.fn.__name__, e[0].config.get("SPLIT"), e[0].config.get("HALF")): e for e in found}
+    return list(kinds.values())
 
 
 def variant(launch: Launch) -> str:
@@ -206,6 +207,7 @@ def variant(launch: Launch) -> str:
         "BLOCKS": f"{config.get('MODULES')} modules",
         "SPLIT": "in parts" if config.get("SPLIT") else "whole",
         "PADDED": "padded" if config.get("PADDED") else "",
+        "HALF": "rotated" if config.get("HALF") else "gated",
     }
     return ", ".join(text for name, text in words.items() if name in config and text)
 

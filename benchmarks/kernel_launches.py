@@ -41,7 +41,7 @@ from capplan.engine.lora._adapter import SITES
 from capplan.engine.lora._memory import StaticSlots
 from capplan.engine.models import ModelShard
 from capplan.engine.models._config import config_from_hf
-from capplan.engine.models._decoder import Pointwise, RopeTable, TorchAttention, forward
+from capplan.engine.models._decoder import GATE_UP, QKV, Pointwise, RopeTable, TorchAttention, forward
 from capplan.engine.models._weights import empty_weights
 from capplan.engine.parallel._group import Collectives
 
@@ -88,7 +88,8 @@ def lora_launches(
 ) -> Iterator[tuple[str, str, Launch]]:
     """Yield (half, site, launch) of every site; activations are views of wider tensors, as in a step.
 
-    The launches of tiles read what the first launch of all writes.
+    Half "add" are expands without what follows, which only assisted loading runs. The launches of tiles read
+    what the first launch of all writes.
     """
     dtype = getattr(torch, config.dtype)
     layout = AdapterLayout(config)
@@ -107,7 +108,14 @@ def lora_launches(
         x = torch.zeros((batch.tokens, layout.sizes[modules[0]][0]), dtype=dtype, device=device)
         out = torch.zeros((batch.tokens, width), dtype=dtype, device=device)
         yield "shrink", SITE_NAMES[site], step.shrink_launch(0, site, x)
-        yield "expand", SITE_NAMES[site], step.expand_launch(0, site, out)
+        half = "add" if site in (QKV, GATE_UP) else "expand"
+        yield half, SITE_NAMES[site], step.expand_launch(0, site, out)
+        if site == QKV:
+            rotation = _rotation(config, batch.tokens, device)
+            yield "expand", SITE_NAMES[site], step.rotate_launch(0, out, *rotation)
+        if site == GATE_UP:
+            gates = out.new_empty(batch.tokens, width // 2)
+            yield "expand", SITE_NAMES[site], step.gate_launch(0, out, gates)
 
 
 def attention_launches(
@@ -139,14 +147,21 @@ def pointwise_launches(config: ModelConfig, tokens: int, device: torch.device) -
     yield norm_launch(x, None, x[0], config.rms_eps, torch.empty_like(x))
     yield norm_launch(x, x.clone(), x[0], config.rms_eps, torch.empty_like(x))
     yield gate_launch(gates, gates[:, : config.intermediate_size].clone())
-    cache, _ = _cache(config, tokens, 1, device)
+    cache, angles, slots = _rotation(config, tokens, device)
     queries = _queries(config, tokens, device)
     heads = queries.as_strided(
         (tokens, queries.stride(0) // config.head_dim, config.head_dim), queries.stride()
     )
-    angles = torch.zeros((2, tokens, 1, config.head_dim), dtype=dtype, device=device).unbind()
-    slots = torch.zeros((2, tokens), dtype=torch.int64, device=device).unbind()
     yield rotate_launch(cache, 0, heads, angles, slots)
+
+
+def _rotation(
+    config: ModelConfig, tokens: int, device: torch.device
+) -> tuple[KvCache, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Return a cache, and the angles and slots of tokens, each in a page of its own."""
+    cache, pages = _cache(config, tokens, 1, device)
+    angles = cache.pages.new_zeros((2, tokens, 1, config.head_dim)).unbind()
+    return cache, angles, (pages[:, 0], torch.zeros_like(pages[:, 0]))
 
 
 class _Kernels(TorchDispatchMode):

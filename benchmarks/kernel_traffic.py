@@ -109,8 +109,8 @@ def cases() -> Iterator[tuple[str, str, Launch]]:
             for half, site, launch in lora_launches(config, batch, device):
                 if half == "tiles":
                     launch.run()
-                    continue
-                yield model, f"{site}; {batch.tokens} {tokens}", launch
+                elif half != "add":
+                    yield model, f"{site}; {batch.tokens} {tokens}", launch
         for parts in PARTS:
             for launch in attention_launches(config, 1, CONTEXT, device, parts):
                 yield model, f"{CONTEXT} tokens in {parts} parts", launch
@@ -138,16 +138,19 @@ def traffic_row(model: str, case: str, launch: Launch) -> dict[str, Any]:
 def step_row(batch: LoraBatch) -> dict[str, Any]:
     """Return the bytes of all adapters of a layer of Llama-3.1-8B, relative to the least.
 
-    The least is A, B and the activations of each site once, and its outputs read and written.
+    The least is A, B and the activations of each site once, its outputs read and written, of gate and up only
+    what follows, and half of the cosines and sines of each token.
     """
     config = gpu_models()["Llama-3.1-8B"]
     layout, itemsize = AdapterLayout(config), getattr(torch, config.dtype).itemsize
     with counted(finds_least=False) as traffic:
-        for _, _, launch in lora_launches(config, batch, torch.device("cpu")):
-            launch.run()
+        for half, _, launch in lora_launches(config, batch, torch.device("cpu")):
+            if half != "add":
+                launch.run()
     weights = batch.adapters * layout.elements(layout.ranks(batch.rank))
     sites = [[layout.sizes[module] for module in site] for site in SITES]
-    least = itemsize * (weights + batch.tokens * sum(s[0][A] + 2 * sum(b for _, b in s) for s in sites))
+    each = sum(s[0][A] + 2 * sum(b for _, b in s) for s in sites) - config.intermediate_size + config.head_dim
+    least = itemsize * (weights + batch.tokens * each)
     moved = traffic.loaded + traffic.stored
     return {
         "kernels": batch.kind,

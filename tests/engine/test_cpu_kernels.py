@@ -85,7 +85,8 @@ def test_decodes_attend_to_their_own_pages_and_new_keys(heads: int, kv_heads: in
     # Scores far apart: small ones underflow.
     qkv = torch.randn(len(lengths), (heads + 2 * kv_heads) * head_dim) * 6
     before = qkv.clone()
-    got = CompiledAttention(config, cache, rope, batch)(1, qkv)
+    attention = CompiledAttention(config, cache, rope, batch)
+    got = attention(1, attention.rotate_and_store(1, qkv))
     assert float((got.double() - right_answer(config, rope, positions, before, known)).abs().max()) < 1e-4
 
 

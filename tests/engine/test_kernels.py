@@ -33,7 +33,7 @@ from capplan.engine.kernels._triton_lora_kernels import shrink_tiles, shrink_tok
 from capplan.engine.lora import MODULES, AdapterLayout, HostAdapter, RowTables
 from capplan.engine.lora._adapter import SITES, pack
 from capplan.engine.lora._memory import AdapterMemory, StaticSlots, UnifiedPages
-from capplan.engine.models._decoder import KvCache, Pointwise, RopeTable, TorchAttention
+from capplan.engine.models._decoder import GATE_UP, QKV, KvCache, Pointwise, RopeTable, TorchAttention
 
 pytestmark = pytest.mark.long
 
@@ -42,7 +42,7 @@ CONFIG = ModelConfig(
     name="odd",
     layers=2,
     hidden_size=72,
-    heads=6,
+    heads=20,  # more pairs than one program rotates
     kv_heads=2,
     head_dim=14,
     intermediate_size=440,  # more columns than one program takes
@@ -141,17 +141,48 @@ def check_products(
     for site, modules in enumerate(SITES):
         width = sum(LAYOUT.sizes[module][1] for module in modules)
         x = torch.randn(tokens, LAYOUT.sizes[modules[0]][0] + 3, device=DEVICE).to(dtype)[:, :-3]
-        out = torch.randn(tokens, width, device=DEVICE).to(dtype)
-        right = out.double().clone()
+        base = torch.randn(tokens, width, device=DEVICE).to(dtype)
+        right = base.double().clone()
         for adapter, start, end in segments:
             if adapter:
-                right[start:end] = expected(adapters[adapter], layer, site, x[start:end], out[start:end])
-        applied._h.fill_(torch.nan)
-        if applied._kind == "sgmv":
-            applied._parts.fill_(torch.nan)
+                right[start:end] = expected(adapters[adapter], layer, site, x[start:end], base[start:end])
+        out, again = base.clone(), base.clone()
+        poison(applied)
         applied.add(layer, site, x, out)
-        error = (out.double() - right).abs().max() / right.abs().max()
-        assert float(error) < TOLERANCE[dtype]
+        pairs = [(out, right)]
+        poison(applied)
+        if site == GATE_UP:
+            gated = applied.add_and_gate(layer, x, again, Pointwise(1e-5))
+            pairs.append((gated, Pointwise(1e-5).gate(right)))
+        if site == QKV:
+            ours, exact = attention_of(tokens, dtype, dtype), attention_of(tokens, dtype, torch.float64)
+            q = applied.add_and_rotate(layer, x, again, ours)
+            pairs.append((q, exact.rotate_and_store(layer, right)))
+            kv, right_kv = (each.cache.pool.tensor for each in (ours, exact))
+            assert torch.equal(kv.isnan(), right_kv.isnan())
+            pairs.append((kv.nan_to_num(), right_kv.nan_to_num()))
+        for mine, correct in pairs:
+            error = (mine.double() - correct).abs().max() / correct.abs().max()
+            assert float(error) < TOLERANCE[dtype]
+
+
+def poison(applied: StepLoRA) -> None:
+    """Fill buffers with NaN."""
+    applied._h.fill_(torch.nan)
+    if applied._kind == "sgmv":
+        applied._parts.fill_(torch.nan)
+
+
+def attention_of(tokens: int, dtype: torch.dtype, stored: torch.dtype) -> TorchAttention:
+    """Return attention with angles of `dtype`, whose tokens go to the first pages; all of them hold NaN."""
+    pool = PagePool(tokens, kv_page_elements(CONFIG, 4), stored, DEVICE)
+    pool.tensor.fill_(torch.nan)
+    at = torch.arange(tokens, device=DEVICE).flip(0)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    inputs = ModelInputs(at, at % 64, 1 + at // 4, at % 4, nothing, None, (), (), nothing)
+    attention = TorchAttention(CONFIG, KvCache(CONFIG, pool, 4), RopeTable(CONFIG, 64, dtype, DEVICE), inputs)
+    attention.cos, attention.sin = attention.cos.to(stored), attention.sin.to(stored)
+    return attention
 
 
 LONG_RANK = 128

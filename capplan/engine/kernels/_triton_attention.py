@@ -411,8 +411,7 @@ class TritonAttention(TorchAttention):
     def rotate_and_store(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Rotate queries and keys, store keys and values, and return queries, (tokens, heads, head_dim)."""
         heads = qkv.view(qkv.shape[0], -1, self.cache.head_dim)
-        slots = self._inputs.pages, self._inputs.offsets
-        rotate_launch(self.cache, layer, heads, (self.cos, self.sin), slots).run()
+        rotate_launch(self.cache, layer, heads, (self.cos, self.sin), self.slots).run()
         return heads[:, : self._heads]
 
     def decode(self, layer: int, q: torch.Tensor, decodes: Decodes) -> torch.Tensor:

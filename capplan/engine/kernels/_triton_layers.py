@@ -14,6 +14,7 @@ import triton.language as tl
 
 from capplan.engine._pool import KvCache
 from capplan.engine.kernels._triton_lora import Launch
+from capplan.engine.kernels._triton_lora_kernels import gated, rotated
 from capplan.engine.models._decoder import Pointwise
 
 _BLOCK_HEADS: Final = 8
@@ -50,8 +51,7 @@ def gate_rows(gates, out, width, gates_stride, out_stride, BLOCK: tl.constexpr):
     inside = column < width
     gate = tl.load(gates + token * gates_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gates + token * gates_stride + width + column, mask=inside, other=0.0).to(tl.float32)
-    result = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out + token * out_stride + column, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + token * out_stride + column, gated(gate, up).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["pages", "offsets"])
@@ -82,18 +82,12 @@ def rotate_heads(
     low = tl.arange(0, BLOCK_HALF)[None, :]
     high = low + HEAD_DIM // 2
     known = (head < QUERIES + 2 * KEYS) & (low < HEAD_DIM // 2)
-    rotated = known & (head < QUERIES + KEYS)
+    turns = known & (head < QUERIES + KEYS)
     here = heads + token * heads_stride + head * HEAD_DIM
-    a = tl.load(here + low, mask=known, other=0.0)
-    b = tl.load(here + high, mask=known, other=0.0)
-    angles = token * HEAD_DIM
-    # Of values the cosine is 1 and the sine 0.
-    cos_a = tl.load(cos + angles + low, mask=rotated, other=1.0).to(tl.float32)
-    cos_b = tl.load(cos + angles + high, mask=rotated, other=1.0).to(tl.float32)
-    sin_a = tl.load(sin + angles + low, mask=rotated, other=0.0).to(tl.float32)
-    sin_b = tl.load(sin + angles + high, mask=rotated, other=0.0).to(tl.float32)
-    new_a = (a.to(tl.float32) * cos_a + b.to(tl.float32) * sin_a).to(a.dtype)
-    new_b = (b.to(tl.float32) * cos_b + a.to(tl.float32) * sin_b).to(a.dtype)
+    a = tl.load(here + low, mask=known, other=0.0).to(tl.float32)
+    b = tl.load(here + high, mask=known, other=0.0).to(tl.float32)
+    a, b = rotated(a, b, cos, sin, token * HEAD_DIM + low, turns, HEAD_DIM // 2)
+    new_a, new_b = a.to(heads.dtype.element_ty), b.to(heads.dtype.element_ty)
     query = known & (head < QUERIES)
     tl.store(here + low, new_a, mask=query)
     tl.store(here + high, new_b, mask=query)

@@ -1,5 +1,7 @@
 """LoRA products of a step in Triton: launches of shrink and expand, token by token or in tiles.
 
+The expand of q, k and v also rotates and stores, that of gate and up multiplies them.
+
 A shrink has few programs in a small batch. Its width is therefore split until the programs fill the GPU.
 Token by token the expand sums the parts; of a tile the last program of the shrink does, since many programs
 of the expand read them.
@@ -17,7 +19,10 @@ import torch
 import triton
 
 from capplan.engine._input_batch import Segment
+from capplan.engine._pool import KvCache
 from capplan.engine.kernels._triton_lora_kernels import (
+    expand_pairs_tiles,
+    expand_pairs_tokens,
     expand_tiles,
     expand_tokens,
     find_tiles,
@@ -27,7 +32,7 @@ from capplan.engine.kernels._triton_lora_kernels import (
 )
 from capplan.engine.lora._adapter import GROUPS, SITES, A, AdapterLayout, B
 from capplan.engine.lora._memory import RowTables
-from capplan.engine.models._decoder import LoRALayers
+from capplan.engine.models._decoder import GATE_UP, QKV, LoRALayers, Pointwise, TorchAttention
 
 _DEFAULT_MULTIPROCESSORS: Final = 132
 """Of an H100 (SXM), for devices that are no GPU."""
@@ -80,6 +85,8 @@ _LEAST_PART: Final = 256
 _PROGRAMS_PER_MULTIPROCESSOR: Final = 2
 _EXPANDS_PER_MULTIPROCESSOR: Final = 8
 """Programs of an expand of tiles: twice as many as fit, so that none waits long for the last ones."""
+_PAIRS: Final = 128
+"""Pairs of columns that a program of an expand finishes: token by token, more spill registers at rank 8."""
 
 
 class StepLoRA(LoRALayers):
@@ -140,6 +147,24 @@ class StepLoRA(LoRALayers):
         self.shrink(layer, site, x)
         self.expand(layer, site, out)
 
+    def add_and_rotate(
+        self, layer: int, x: torch.Tensor, qkv: torch.Tensor, attention: TorchAttention
+    ) -> torch.Tensor:
+        """Add to queries, keys and values, rotate and store them, and return queries."""
+        self.shrink(layer, QKV, x)
+        cache, angles = attention.cache, (attention.cos, attention.sin)
+        self.rotate_launch(layer, qkv, cache, angles, attention.slots).run()
+        return qkv.view(self._tokens, -1, cache.head_dim)[:, : -2 * cache.kv_heads]
+
+    def add_and_gate(
+        self, layer: int, x: torch.Tensor, gates: torch.Tensor, pointwise: Pointwise
+    ) -> torch.Tensor:
+        """Add to gate and up, and return silu of gate times up."""
+        self.shrink(layer, GATE_UP, x)
+        out = gates.new_empty(self._tokens, gates.shape[1] // 2)
+        self.gate_launch(layer, gates, out).run()
+        return out
+
     def shrink(self, layer: int, site: int, x: torch.Tensor) -> None:
         """Compute the low-rank activations: the first half of `add`."""
         self.shrink_launch(layer, site, x).run()
@@ -187,6 +212,57 @@ class StepLoRA(LoRALayers):
         tensors = (h, self._weights, rows, ranks, self._numbers, out, outputs)
         sizes = (self._limit, *strides, h.stride(2), out.stride(0))
         return Launch(expand_tokens, grid, (*tensors, *sizes), config)
+
+    def rotate_launch(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        cache: KvCache,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        slots: tuple[torch.Tensor, torch.Tensor],
+    ) -> Launch:
+        """Return the launch of `expand` for q, k and v, and of their rotation, see `TorchAttention`."""
+        keys = cache.pages[:, layer]
+        strides = keys.stride()[:3]
+        return self._pairs_launch(layer, QKV, qkv, (keys, *angles, *slots), strides, cache.head_dim // 2)
+
+    def gate_launch(self, layer: int, gates: torch.Tensor, out: torch.Tensor) -> Launch:
+        """Return the launch of `expand` for gate and up, and of silu of gate times up, which fills `out`."""
+        return self._pairs_launch(
+            layer, GATE_UP, gates, (out, None, None, None, None), (out.stride(0), 0, 0), 0
+        )
+
+    def _pairs_launch(
+        self,
+        layer: int,
+        site: int,
+        out: torch.Tensor,
+        targets: tuple[torch.Tensor | None, ...],
+        target_strides: tuple[int, ...],
+        half: int,
+    ) -> Launch:
+        """Return the launch for pairs of columns, `half` columns apart or of two modules."""
+        modules, h = SITES[site], self._h
+        rows, ranks = self._rows(layer, modules[0], B)
+        widths = [self._layout.sizes[module][B] for module in modules]
+        pairs = [width // 2 for width in widths] if half else widths[:1]
+        read = (h, self._weights, rows, ranks, self._numbers)
+        written = (out, self._outputs[site], *targets)
+        strides = (*self._strides(), *h.stride()[:2])
+        following = (out.stride(0), *target_strides)
+        shared = {"ALIGNMENT": self._layout.row_alignment, "HALF": half}
+        if self._kind == "sgmv":
+            config = tiles_config(16, _PAIRS, 2 * _PAIRS, out.dtype, len(pairs)) | shared
+            blocks = sum(triton.cdiv(number, config["BLOCK_WIDTH"]) for number in pairs)
+            tiles = self._most_tiles + triton.cdiv(self._tokens, TILE_TOKENS)
+            programs = min(tiles * blocks, _EXPANDS_PER_MULTIPROCESSOR * multiprocessors(out.device))
+            arguments = (*read, self._tiles, *written, self._tokens, blocks, *strides, *following)
+            return Launch(expand_pairs_tiles, (programs,), arguments, config)
+        config = expand_tokens_config(self._limit, self._splits[site], self._kind == "bgmv") | shared
+        config["BLOCK_WIDTH"] = _PAIRS
+        grid = (self._tokens, len(pairs), triton.cdiv(max(pairs), config["BLOCK_WIDTH"]))
+        arguments = (*read, *written, self._limit, *strides, h.stride(2), *following)
+        return Launch(expand_pairs_tokens, grid, arguments, config)
 
     def tiles_launch(self) -> Launch:
         """Return the launch that finds the tiles of a step."""
@@ -303,7 +379,7 @@ def tiles_config(rank: int, width: int, results: int, dtype: torch.dtype, module
         "THIN_TOKENS": THIN_TOKENS,
         "BLOCK_RANK": rank,
         "BLOCK_WIDTH": width,
-        "num_warps": 4 if results < TILE_TOKENS else 8,
+        "num_warps": 4 if results < TILE_TOKENS else max(8, results // 16),
         "num_stages": 3,
     }
 

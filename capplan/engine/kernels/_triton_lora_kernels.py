@@ -4,6 +4,9 @@
 program per token, module and tile. `*_tiles` kernels are for prefill, where many tokens share an adapter
 (SGMV): one program per tile of tokens of one adapter, on tensor cores.
 
+An expand adds to the base model's output, or `*_pairs_*` also do what follows: rotate queries and keys, or
+multiply gate and up. These write the tokens of the base model, too.
+
 Rows of weights begin at multiples of ALIGNMENT elements, so that they are read 16 bytes at a time.
 """
 
@@ -29,6 +32,23 @@ def must_upcast(dtype: torch.dtype) -> bool:
     Triton's interpreter multiplies the bit patterns of bfloat16 as integers (seen with 3.9).
     """
     return dtype == torch.bfloat16 and not isinstance(product, JITFunction)
+
+
+@triton.jit
+def gated(gate, up):
+    """Return silu(gate) times up."""
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def rotated(a, b, cos, sin, place, mask, HALF: tl.constexpr):
+    """Return dimensions of a head and those HALF further, rotated by angles at `place`; others as they are.
+
+    Both halves have the same angles; the sine is that of the second half, which adds.
+    """
+    c = tl.load(cos + place, mask=mask, other=1.0).to(tl.float32)
+    s = tl.load(sin + place + HALF, mask=mask, other=0.0).to(tl.float32)
+    return a * c - b * s, b * c + a * s
 
 
 @triton.jit(do_not_specialize=["limit"], do_not_specialize_on_alignment=["rows", "ranks", "number_of_token"])
@@ -131,7 +151,7 @@ def tile_number(number_of_token, tiles, tile, tokens, BLOCK_TOKENS: tl.constexpr
 def tile_tokens(number_of_token, start, number, tokens, BLOCK_TOKENS: tl.constexpr):
     """Return the first BLOCK_TOKENS tokens from the start of a tile, and which of them are its own."""
     token = start + tl.arange(0, BLOCK_TOKENS)
-    own = tl.load(number_of_token + token, mask=token < tokens, other=-1) == number
+    own = tl.load(number_of_token + token, mask=token < tokens, other=-2) == number
     return token.to(tl.int64), own  # times a stride it may pass 2**31
 
 
@@ -247,6 +267,25 @@ def shrink_tiles(
         )  # fmt: skip
 
 
+@triton.jit
+def expand_token(
+    h, weights, row_of, rank, column, inside, h_split_stride, ALIGNMENT: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_RANK: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Return B h for a block of columns of a module, where `h` points at a token's activations."""
+    split = tl.arange(0, SPLITS)
+    total = tl.zeros((BLOCK_WIDTH,), tl.float32)
+    for first in range(0, rank, BLOCK_RANK):
+        at = first + tl.arange(0, BLOCK_RANK)
+        here = at < rank
+        row = tl.multiple_of(tl.load(row_of + at, mask=here, other=0), ALIGNMENT)
+        place = h + split[:, None] * h_split_stride + at[None, :]
+        value = tl.sum(tl.load(place, mask=here[None, :], other=0.0), axis=0)
+        b = tl.load(weights + row[:, None] + column[None, :], mask=here[:, None] & inside[None, :], other=0.0)
+        total += tl.sum(b.to(tl.float32) * value[:, None], axis=0)
+    return total
+
+
 @triton.jit(
     do_not_specialize=["limit", "h_token_stride", "h_module_stride", "h_split_stride"],
     do_not_specialize_on_alignment=["rows", "ranks", "number_of_token", "outputs"],
@@ -288,17 +327,11 @@ def expand_tokens(
     if not PADDED:
         rank = tl.load(ranks + number * ranks_stride + module)
     inside = column < width
-    split = tl.arange(0, SPLITS)
-    total = tl.zeros((BLOCK_WIDTH,), tl.float32)
-    for first in range(0, rank, BLOCK_RANK):
-        at = first + tl.arange(0, BLOCK_RANK)
-        here = at < rank
-        row = tl.load(rows + number * rows_stride + module * group_stride + at, mask=here, other=0)
-        row = tl.multiple_of(row, ALIGNMENT)
-        place = h + token * h_token_stride + module * h_module_stride + split[:, None] * h_split_stride
-        value = tl.sum(tl.load(place + at[None, :], mask=here[None, :], other=0.0), axis=0)
-        b = tl.load(weights + row[:, None] + column[None, :], mask=here[:, None] & inside[None, :], other=0.0)
-        total += tl.sum(b.to(tl.float32) * value[:, None], axis=0)
+    total = expand_token(
+        h + token * h_token_stride + module * h_module_stride, weights,
+        rows + number * rows_stride + module * group_stride, rank, column, inside, h_split_stride, ALIGNMENT,
+        SPLITS, BLOCK_RANK, BLOCK_WIDTH,
+    )  # fmt: skip
     target = out + token * out_stride + start + column
     before = tl.load(target, mask=inside, other=0.0)
     tl.store(target, (before.to(tl.float32) + total).to(out.dtype.element_ty), mask=inside)
@@ -306,12 +339,10 @@ def expand_tokens(
 
 @triton.jit
 def expand_tile(
-    h, weights, row_of, rank, number_of_token, start, number, tokens, out, column, inside, h_token_stride,
-    out_stride, UPCAST: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    BLOCK_RANK: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+    h, weights, row_of, rank, token, own, column, inside, h_token_stride, UPCAST: tl.constexpr,
+    ALIGNMENT: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Add B h to a block of columns of a module for one tile."""
-    token, own = tile_tokens(number_of_token, start, number, tokens, BLOCK_TOKENS)
+    """Return B h for a block of columns of a module and the tokens of a tile."""
     total = tl.zeros((BLOCK_TOKENS, BLOCK_WIDTH), tl.float32)
     for first in range(0, rank, BLOCK_RANK):
         at = first + tl.arange(0, BLOCK_RANK)
@@ -321,6 +352,21 @@ def expand_tile(
         value = tl.load(h + token[:, None] * h_token_stride + at[None, :], mask=mask, other=0.0)
         b = tl.load(weights + row[:, None] + column[None, :], mask=here[:, None] & inside[None, :], other=0.0)
         total = product(value, b, total, UPCAST)
+    return total
+
+
+@triton.jit
+def add_tile(
+    h, weights, row_of, rank, number_of_token, start, number, tokens, out, column, inside, h_token_stride,
+    out_stride, UPCAST: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    BLOCK_RANK: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Add B h to a block of columns of a module for one tile."""
+    token, own = tile_tokens(number_of_token, start, number, tokens, BLOCK_TOKENS)
+    total = expand_tile(
+        h, weights, row_of, rank, token, own, column, inside, h_token_stride, UPCAST, ALIGNMENT, BLOCK_TOKENS,
+        BLOCK_RANK, BLOCK_WIDTH,
+    )  # fmt: skip
     target = out + token[:, None] * out_stride + column[None, :]
     mask = own[:, None] & inside[None, :]
     before = tl.load(target, mask=mask, other=0.0)
@@ -380,14 +426,185 @@ def expand_tiles(
             out_of = out + tl.multiple_of(tl.load(outputs + module * 2), ALIGNMENT)
             h_of = h + module * h_module_stride
             if thick:
-                expand_tile(
+                add_tile(
                     h_of, weights, row_of, rank, number_of_token, start, number, tokens, out_of, column,
                     inside, h_token_stride, out_stride, UPCAST, ALIGNMENT, TILE_TOKENS, BLOCK_RANK,
                     BLOCK_WIDTH,
                 )  # fmt: skip
             else:
-                expand_tile(
+                add_tile(
                     h_of, weights, row_of, rank, number_of_token, start, number, tokens, out_of, column,
                     inside, h_token_stride, out_stride, UPCAST, ALIGNMENT, THIN_TOKENS, BLOCK_RANK,
                     BLOCK_WIDTH,
                 )  # fmt: skip
+
+
+@triton.jit
+def pair_columns(outputs, module, pair, ALIGNMENT: tl.constexpr, HALF: tl.constexpr):
+    """Return the column of the first side of pairs in a module, and which pairs it has.
+
+    The second side is HALF further: in the same head, or at the same column of the next module if HALF is 0.
+    """
+    column = pair if HALF == 0 else pair + pair // HALF * HALF
+    return column, column < tl.multiple_of(tl.load(outputs + module * 2 + 1), ALIGNMENT)
+
+
+@triton.jit
+def finish_pairs(
+    a, b, token, own, module, pair, column, inside, out, outputs, target, cos, sin, pages, offsets,
+    out_stride, target_stride, value_offset, slot_stride, ALIGNMENT: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Add the base model's output to both sides of pairs of columns, and store what follows.
+
+    HALF 0: silu(gate) times up, in `target`. Otherwise sides are halves of heads: queries are rotated in
+    place, and rotated keys, and values, stored in the page of each token; `target` points at a layer's keys.
+    """
+    mask = own & inside
+    here = out + token * out_stride + column
+    out_a = here + tl.multiple_of(tl.load(outputs + module * 2), ALIGNMENT)
+    out_b = here + tl.multiple_of(tl.load(outputs + (module + (HALF == 0)) * 2), ALIGNMENT) + HALF
+    a += tl.load(out_a, mask=mask, other=0.0).to(tl.float32)
+    b += tl.load(out_b, mask=mask, other=0.0).to(tl.float32)
+    if HALF == 0:
+        tl.store(target + token * target_stride + pair, gated(a, b).to(out.dtype.element_ty), mask=mask)
+    else:
+        turns = tl.where(module < 2, mask, False)  # values do not
+        a, b = rotated(a, b, cos, sin, token * (2 * HALF) + pair % HALF, turns, HALF)
+        a, b = a.to(out.dtype.element_ty), b.to(out.dtype.element_ty)
+        if module == 0:
+            tl.store(out_a, a, mask=mask)
+            tl.store(out_b, b, mask=mask)
+        else:
+            slot = tl.load(pages + token, mask=own, other=0) * target_stride
+            slot += tl.load(offsets + token, mask=own, other=0) * slot_stride
+            place = target + slot + (module - 1) * value_offset + column
+            tl.store(place, a, mask=mask)
+            tl.store(place + HALF, b, mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["limit", "h_token_stride", "h_module_stride", "h_split_stride"],
+    do_not_specialize_on_alignment=["rows", "ranks", "number_of_token", "outputs", "pages", "offsets"],
+)
+def expand_pairs_tokens(
+    h, weights, rows, ranks, number_of_token, out, outputs, target, cos, sin, pages, offsets, limit,
+    rows_stride, group_stride, ranks_stride, h_token_stride, h_module_stride, h_split_stride, out_stride,
+    target_stride, value_offset, slot_stride, PADDED: tl.constexpr, ALIGNMENT: tl.constexpr,
+    SPLITS: tl.constexpr, HALF: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Add B h to pairs of columns, see `finish_pairs`; tokens of the base model have rank 0."""
+    token = tl.program_id(0).to(tl.int64)  # times a stride it may pass 2**31
+    module = tl.program_id(1)
+    pair = tl.program_id(2) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
+    column, inside = pair_columns(outputs, module, pair, ALIGNMENT, HALF)
+    if tl.max(inside.to(tl.int32), axis=0) == 0:
+        return
+    number = tl.load(number_of_token + token)
+    h += token * h_token_stride + module * h_module_stride
+    row_of = rows + number * rows_stride + module * group_stride
+    rank_of = ranks + number * ranks_stride + module
+    rank = tl.load(rank_of, mask=number >= 0, other=0)
+    if PADDED:
+        rank = tl.where(number >= 0, limit, 0)
+    a = expand_token(
+        h, weights, row_of, rank, column, inside, h_split_stride, ALIGNMENT, SPLITS, BLOCK_RANK, BLOCK_WIDTH
+    )
+    if HALF == 0:
+        h += h_module_stride
+        row_of += group_stride
+        if not PADDED:
+            rank = tl.load(rank_of + 1, mask=number >= 0, other=0)
+    b = expand_token(
+        h, weights, row_of, rank, column + HALF, inside, h_split_stride, ALIGNMENT, SPLITS, BLOCK_RANK,
+        BLOCK_WIDTH,
+    )  # fmt: skip
+    token += tl.arange(0, 1)
+    finish_pairs(
+        a, b, token, token >= 0, module, pair, column, inside, out, outputs, target, cos, sin, pages, offsets,
+        out_stride, target_stride, value_offset, slot_stride, ALIGNMENT, HALF,
+    )  # fmt: skip
+
+
+@triton.jit
+def finish_tile(
+    h, weights, rows, ranks, number_of_token, start, number, tokens, module, pair, out, outputs, target, cos,
+    sin, pages, offsets, group_stride, h_token_stride, h_module_stride, out_stride, target_stride,
+    value_offset, slot_stride, UPCAST: tl.constexpr, ALIGNMENT: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Add B h to pairs of columns for one tile, see `finish_pairs`; pointers are those of the module."""
+    token, own = tile_tokens(number_of_token, start, number, tokens, BLOCK_TOKENS)
+    column, inside = pair_columns(outputs, module, pair, ALIGNMENT, HALF)
+    rank = tl.load(ranks, mask=number >= 0, other=0)
+    a = expand_tile(
+        h, weights, rows, rank, token, own, column, inside, h_token_stride, UPCAST, ALIGNMENT, BLOCK_TOKENS,
+        BLOCK_RANK, BLOCK_WIDTH,
+    )  # fmt: skip
+    if HALF == 0:
+        h += h_module_stride
+        rows += group_stride
+        rank = tl.load(ranks + 1, mask=number >= 0, other=0)
+    b = expand_tile(
+        h, weights, rows, rank, token, own, column + HALF, inside, h_token_stride, UPCAST, ALIGNMENT,
+        BLOCK_TOKENS, BLOCK_RANK, BLOCK_WIDTH,
+    )  # fmt: skip
+    finish_pairs(
+        a, b, token[:, None], own[:, None], module, pair[None, :], column[None, :], inside[None, :], out,
+        outputs, target, cos, sin, pages, offsets, out_stride, target_stride, value_offset, slot_stride,
+        ALIGNMENT, HALF,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "blocks", "h_token_stride", "h_module_stride"],
+    do_not_specialize_on_alignment=[
+        *("rows", "ranks", "number_of_token", "tiles", "outputs", "pages", "offsets")
+    ],
+)
+def expand_pairs_tiles(
+    h, weights, rows, ranks, number_of_token, tiles, out, outputs, target, cos, sin, pages, offsets, tokens,
+    blocks, rows_stride, group_stride, ranks_stride, h_token_stride, h_module_stride, out_stride,
+    target_stride, value_offset, slot_stride, UPCAST: tl.constexpr, ALIGNMENT: tl.constexpr,
+    MODULES: tl.constexpr, TILE_TOKENS: tl.constexpr, THIN_TOKENS: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_RANK: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Add B h to pairs of columns for all tiles, as `expand_tiles`, see `finish_pairs`.
+
+    The tiles are followed by windows of TILE_TOKENS tokens, of which those of the base model have rank 0.
+    """
+    count = tl.load(tiles)
+    items = (count + tl.cdiv(tokens, TILE_TOKENS)) * blocks
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        tile = item // blocks
+        block = item % blocks
+        module = 0
+        before = 0
+        end = 0
+        for each in tl.static_range(MODULES):
+            end += tl.cdiv(tl.load(outputs + each * 2 + 1), BLOCK_WIDTH * (1 if HALF == 0 else 2))
+            module += (block >= end).to(tl.int32)
+            before = tl.where(block >= end, end, before)
+        pair = (block - before) * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
+        tiled = tile < count
+        start = tl.load(tiles + 1 + tile, mask=tiled, other=0)
+        start = tl.where(tiled, start, (tile - count) * TILE_TOKENS)
+        number = tl.load(number_of_token + start, mask=tiled, other=-1)
+        _, own = tile_tokens(number_of_token, start, number, tokens, TILE_TOKENS)
+        last = tl.max(tl.where(own, tl.arange(0, TILE_TOKENS), -1), axis=0)
+        h_of = h + module * h_module_stride
+        row_of = rows + number * rows_stride + module * group_stride
+        rank_of = ranks + number * ranks_stride + module
+        if last >= THIN_TOKENS:
+            finish_tile(
+                h_of, weights, row_of, rank_of, number_of_token, start, number, tokens, module, pair, out,
+                outputs, target, cos, sin, pages, offsets, group_stride, h_token_stride, h_module_stride,
+                out_stride, target_stride, value_offset, slot_stride, UPCAST, ALIGNMENT, HALF, TILE_TOKENS,
+                BLOCK_RANK, BLOCK_WIDTH,
+            )  # fmt: skip
+        elif last >= 0:
+            finish_tile(
+                h_of, weights, row_of, rank_of, number_of_token, start, number, tokens, module, pair, out,
+                outputs, target, cos, sin, pages, offsets, group_stride, h_token_stride, h_module_stride,
+                out_stride, target_stride, value_offset, slot_stride, UPCAST, ALIGNMENT, HALF, THIN_TOKENS,
+                BLOCK_RANK, BLOCK_WIDTH,
+            )  # fmt: skip

@@ -37,6 +37,25 @@ class LoRALayers(ABC):
     def add(self, layer: int, site: int, x: torch.Tensor, out: torch.Tensor) -> None:
         """Add the low-rank product of each token of `x` to `out`, the base model's output."""
 
+    def add_and_rotate(
+        self, layer: int, x: torch.Tensor, qkv: torch.Tensor, attention: TorchAttention
+    ) -> torch.Tensor:
+        """Add to queries, keys and values; then as `TorchAttention.rotate_and_store`."""
+        self.add(layer, QKV, x, qkv)
+        return attention.rotate_and_store(layer, qkv)
+
+    def add_and_gate(
+        self, layer: int, x: torch.Tensor, gates: torch.Tensor, pointwise: Pointwise
+    ) -> torch.Tensor:
+        """Add to gate and up; then as `Pointwise.gate`."""
+        self.add(layer, GATE_UP, x, gates)
+        return pointwise.gate(gates)
+
+
+class _NoAdapters(LoRALayers):
+    def add(self, layer: int, site: int, x: torch.Tensor, out: torch.Tensor) -> None:
+        pass
+
 
 class Pointwise:
     """RMS norms and activation in PyTorch."""
@@ -103,23 +122,28 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 
 
 class TorchAttention:
-    """Paged attention of one step, on blocks gathered into one tensor."""
+    """Paged attention of one step, on blocks gathered into one tensor.
+
+    Attributes
+    ----------
+    cos, sin
+        Cosines and signed sines of each token.
+    slots
+        Page of each token, and its offset there.
+    """
 
     def __init__(self, config: ModelConfig, cache: KvCache, rope: RopeTable, inputs: ModelInputs) -> None:
         self.cache = cache
         self.group = config.heads // config.kv_heads
         self.cos, self.sin = rope.at(inputs.positions)
+        self.slots = inputs.pages, inputs.offsets
         self._rotated = config.heads + config.kv_heads
         self._heads = config.heads
         self._inputs = inputs
         self._mask: torch.Tensor | None = None
 
-    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """Rotate queries and keys, store keys and values, and return the attention of every token.
-
-        From shape (tokens, query_size + 2 * kv_size) to shape (tokens, query_size).
-        """
-        q = self.rotate_and_store(layer, qkv)
+    def __call__(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """Return the attention of rotated queries, whose keys are stored, shape (tokens, query_size)."""
         decodes, prefills = self._inputs.decodes, self._inputs.prefills
         if (
             not prefills and self._inputs.prompts is None and decodes is not None
@@ -136,7 +160,7 @@ class TorchAttention:
         heads = qkv.view(qkv.shape[0], -1, self.cache.head_dim)
         rotated = rotate(heads[:, : self._rotated], self.cos, self.sin)
         keys, values = rotated[:, self._heads :], heads[:, self._rotated :]
-        self.cache.write(layer, keys, values, self._inputs.pages, self._inputs.offsets)
+        self.cache.write(layer, keys, values, *self.slots)
         return rotated[:, : self._heads]
 
     def decode(self, layer: int, q: torch.Tensor, decodes: Decodes) -> torch.Tensor:
@@ -179,16 +203,21 @@ def forward(
     ranks: Collectives,
 ) -> torch.Tensor:
     """Return the last hidden state of every token, after the final norm, shape (tokens, hidden_size)."""
+    adapters = adapters or _NoAdapters()
     x = _embed(weights, tokens, ranks)
     h = pointwise.norm(x, weights.layers[0].input_norm)
     following = [layer.input_norm for layer in weights.layers[1:]] + [weights.norm]
     for number, (layer, next_norm) in enumerate(zip(weights.layers, following, strict=True)):
-        mixed = attention(number, _linear(layer.qkv, h, adapters, number, QKV))
-        out = ranks.all_reduce(_linear(layer.o, mixed, adapters, number, OUT))
-        h = pointwise.add_norm(x, out, layer.post_norm)
-        inner = pointwise.gate(_linear(layer.gate_up, h, adapters, number, GATE_UP))
-        out = ranks.all_reduce(_linear(layer.down, inner, adapters, number, DOWN))
-        h = pointwise.add_norm(x, out, next_norm)
+        qkv = _linear(layer.qkv, h, adapters, number, QKV)
+        mixed = attention(number, adapters.add_and_rotate(number, h, qkv, attention))
+        out = _linear(layer.o, mixed, adapters, number, OUT)
+        adapters.add(number, OUT, mixed, out)
+        h = pointwise.add_norm(x, ranks.all_reduce(out), layer.post_norm)
+        gates = _linear(layer.gate_up, h, adapters, number, GATE_UP)
+        inner = adapters.add_and_gate(number, h, gates, pointwise)
+        out = _linear(layer.down, inner, adapters, number, DOWN)
+        adapters.add(number, DOWN, inner, out)
+        h = pointwise.add_norm(x, ranks.all_reduce(out), next_norm)
     return h
 
 
@@ -202,13 +231,7 @@ def _embed(weights: Weights, tokens: torch.Tensor, ranks: Collectives) -> torch.
     return ranks.all_reduce(own.masked_fill_(absent.unsqueeze(1), 0.0))
 
 
-def _linear(
-    linear: Linear, x: torch.Tensor, adapters: LoRALayers | None, layer: int, site: int
-) -> torch.Tensor:
-    """Apply a linear map of the base model and its adapters."""
-    if adapters is None:
-        return linear(x)
+def _linear(linear: Linear, x: torch.Tensor, adapters: LoRALayers, layer: int, site: int) -> torch.Tensor:
+    """Apply a linear map of the base model, beside what its adapters begin."""
     adapters.begin(layer, site, x)
-    out = linear(x)
-    adapters.add(layer, site, x, out)
-    return out
+    return linear(x)
