@@ -85,6 +85,7 @@ files: dict[str, str] = export(answer)
 """
 
 
+@pytest.mark.long
 def test_a_program_passes_strict_mypy_without_plugins(tmp_path: Path) -> None:
     """Editors and other type checkers have no plugin of pydantic."""
     program, config = tmp_path / "program.py", tmp_path / "mypy.ini"

@@ -50,6 +50,7 @@ def test_profiles_lists_every_shipped_one(run: Run, tmp_path: Path, monkeypatch:
     assert listed[0]["fit_error"] is None
 
 
+@pytest.mark.long
 def test_a_fitted_profile_shows_its_error_and_an_assumed_one_none(run: Run) -> None:
     """A roofline was listed with an error of 0, as if it were exact."""
     shipped = json.loads(run("profiles", "--json").stdout)
@@ -92,6 +93,7 @@ def test_what_no_profile_ships_of_is_one_line_with_the_next_command(run: Run, wo
     assert step in error_line(run("profiles", *words.split()))
 
 
+@pytest.mark.long
 def test_profiles_states_the_errors_that_compose_states(run: Run) -> None:
     """GPUs left out of the fit, and adapter terms of another GPU."""
     name = "h200/llama-3.1-8b/vllm-0.15.1"

@@ -13,6 +13,7 @@ pytest.importorskip("torch", reason="kernels are timed with torch (extra `engine
 TINY = ("profile", "kernels", "--grid", "tiny", "--hidden", "32")
 
 
+@pytest.mark.long
 def test_timings_fits_and_report_are_written_and_told(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "kernels"
     result = run(*TINY, "-o", folder, "--budget-s", "2", "--tolerance", "1000")

@@ -132,6 +132,7 @@ def test_long_tables_are_folded() -> None:
     assert "<details>" not in page.page("t", page.section("s", Table(["n"], rows[:50])))
 
 
+@pytest.mark.long
 @given(curves, st.booleans(), st.booleans())
 def test_any_numbers_make_strict_json(given_curves: list[Curve], log: bool, diagonal: bool) -> None:
     def refuse(constant: str) -> None:

@@ -292,6 +292,7 @@ def test_every_kernel_gives_the_same_tokens(kernel: str, memory: str) -> None:
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("memory", "kernel"), [("slots", "mbgmv"), ("unified", "sgmv"), ("slots", "triton")])
 def test_padded_decode_steps_give_the_same_tokens(memory: str, kernel: str) -> None:
     """Steps are padded as for CUDA graphs; nothing is captured on a CPU."""
@@ -311,6 +312,7 @@ def test_padded_decode_steps_give_the_same_tokens(memory: str, kernel: str) -> N
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.long
 def test_steps_with_prompts_as_graphs_give_the_same_tokens() -> None:
     """Prompts in chunks beside decodes, padded to 64 tokens; a step of 64 has no padding, and no graph."""
     pytest.importorskip("triton", reason="the kernels need triton (extra `engine`)")

@@ -123,6 +123,7 @@ def assert_equals(oracle: Oracle, answer: Completion) -> None:
     assert expected.argmax(dim=-1).tolist() == list(answer.token_ids)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("model_name", "engine_name"), CASES)
 def test_logits_and_tokens_equal_transformers_and_peft(
     model_name: str, engine_name: str, oracles: dict[str, Oracle]

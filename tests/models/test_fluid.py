@@ -101,6 +101,7 @@ def multiplied(load: FluidLoad, factor: float) -> FluidLoad:
     )
 
 
+@pytest.mark.long
 @given(engines(), loads())
 def test_every_figure_is_finite_and_every_share_a_share(engine: FluidEngine, load: FluidLoad) -> None:
     state = state_of(engine, load)

@@ -95,6 +95,7 @@ def test_the_same_log_gives_the_same_files(day: Path) -> None:
     assert first[".yaml"] == second[".yaml"]
 
 
+@pytest.mark.long
 def test_windows_scales_and_time_zones(day: Path, tmp_path: Path) -> None:
     whole, evening = observed(day), observed(day, window="2026-05-10T18:00..2026-05-10T20:00")
     assert evening.duration_s == pytest.approx(7200)

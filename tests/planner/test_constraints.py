@@ -45,6 +45,7 @@ def names_of(assignment: Assignment) -> set[str]:
     return {share.name for share in assignment.shares}
 
 
+@pytest.mark.long
 @settings(max_examples=30, derandomize=True)
 @given(st.data())
 def test_apart_from_and_together_with_are_kept(data: st.DataObject) -> None:

@@ -65,6 +65,7 @@ def price(problem: Problem, answer: Sequence[Assignment]) -> float:
     return sum(problem.pools[a.pool].usd_per_hour or 0.0 for a in answer)
 
 
+@pytest.mark.long
 @settings(max_examples=8, derandomize=True)
 @given(seed=st.integers(0, 1000), dear=st.sampled_from([1.0, 1.5, 3.0, 8.0]))
 def test_min_cost_is_cheapest_and_min_gpus_is_smallest(seed: int, dear: float) -> None:

@@ -91,6 +91,7 @@ def test_findings_lack_no_row() -> None:
         result_of(recipe, recipe.figures[0], Findings({}))
 
 
+@pytest.mark.long
 def test_kept_cases_are_not_simulated_again(tmp_path: Path) -> None:
     paper, figure = "joint", next(each.id for each in read_recipe("joint").figures if each.quick)
     options = Options(tmp_path, quick=True, workers=1)
@@ -105,6 +106,7 @@ def test_kept_cases_are_not_simulated_again(tmp_path: Path) -> None:
     assert files[0].exists()
 
 
+@pytest.mark.long
 def test_other_numbers_of_the_setting_change_rows_and_last_for_a_variation(tmp_path: Path) -> None:
     options = Options(tmp_path, seeds=1, workers=1)
     paper, figure = VARIED

@@ -34,6 +34,7 @@ def test_fast_forward_stepping_and_the_reference_leave_the_same_trace(scenario: 
     assert_forms_agree(scenario)
 
 
+@pytest.mark.long
 @settings(max_examples=60)
 @given(st.integers(0, 2**32), st.integers(1, 3), st.integers(2, 12), st.integers(1, 12))
 def test_long_queues_of_adapters_without_a_slot_are_reversed_as_in_the_reference(
@@ -61,6 +62,7 @@ def test_long_queues_of_adapters_without_a_slot_are_reversed_as_in_the_reference
     assert_forms_agree(crowded)
 
 
+@pytest.mark.long
 def test_the_comparison_of_many_scenarios_detects_a_broken_rule(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

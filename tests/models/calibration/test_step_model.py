@@ -215,6 +215,7 @@ def test_a_run_does_not_affect_its_own_prediction() -> None:
     assert not np.allclose(again[~of_first], blind[~of_first])
 
 
+@pytest.mark.long
 @given(st.integers(0, 50))
 def test_residuals_by_regime_and_by_slots_cover_every_row_once(seed: int) -> None:
     frame = steps_of("additive", ADDITIVE_TRUTH, rows=150, noise=0.1, seed=seed)

@@ -162,6 +162,7 @@ def test_the_instances_report_in_turn() -> None:
     np.testing.assert_allclose(found, expected, atol=2e-9)
 
 
+@pytest.mark.long
 @given(clusters(shared=True), st.integers(0, 99))
 def test_without_any_report_least_work_left_is_smooth_shares(scenario: ClusterScenario, seed: int) -> None:
     looking = run_cluster(scenario, build_rule("least-work-left", scenario), seed, state_period_s=1e6)
