@@ -41,7 +41,8 @@ def test_every_kernel_compiles_for_every_architecture_without_spilling() -> None
     assert {(row["kernel"], row["arch"]) for row in rows} == {(k, a) for k in KERNELS for a in (80, 90, 100)}
     assert {row["spilled_bytes"] for row in rows} == {0}
     assert min(row["occupancy"] for row in rows) >= 0.25
-    assert min(row["wide_loads"] for row in rows if row["kernel"] != "find_tiles") > 0.1  # unaligned: none
+    least = {"find_tiles": -1.0, "expand_pairs_tiles": 0.1, "expand_pairs_tokens": 0.3}
+    assert all(row["wide_loads"] > least.get(row["kernel"], 0.4) for row in rows)  # unaligned: none
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, and no interpreter")
