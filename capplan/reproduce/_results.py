@@ -69,6 +69,7 @@ class Varied(SpecModel):
     """Judged rows of some figures with other numbers of the setting, by `Row.key`."""
 
     text: Text
+    seeds: int
     ours: Mapping[str, float | None]
     inside: Mapping[str, bool]
 

@@ -75,10 +75,12 @@ def reproduce(paper: str, figures: Sequence[str] = (), *, options: Options) -> R
     varied = []
     for each in recipe.varied if options.varied else ():
         own = [figure for figure in chosen if figure.id in each.figures]
-        found = _simulated(paper, each.numbers, own, options.seeds or recipe.varied_seeds, options)
+        used = options.seeds or recipe.varied_seeds
+        found = _simulated(paper, each.numbers, own, used, options)
         judged = [row for result in found for row in result.rows if row.inside is not None]
         ours = {row.key: row.ours for row in judged}
-        varied.append(Varied(text=each.text, ours=ours, inside={row.key: bool(row.inside) for row in judged}))
+        inside = {row.key: bool(row.inside) for row in judged}
+        varied.append(Varied(text=each.text, seeds=used, ours=ours, inside=inside))
     return Reproduction(
         paper=paper,
         command=_command(paper, figures, options),

@@ -24,10 +24,20 @@ from tests.engine.engines import TINY_MODEL
 pytestmark = pytest.mark.long
 
 KERNELS = {
-    *("shrink_tokens", "expand_tokens", "expand_pairs_tokens"),
-    *("find_tiles", "shrink_tiles", "expand_tiles", "expand_pairs_tiles"),
-    *("attend_pages", "merge_splits", "attend_prompts", "share_rows"),
-    *("norm_rows", "gate_rows", "rotate_heads"),
+    "shrink_tokens",
+    "expand_tokens",
+    "expand_pairs_tokens",
+    "find_tiles",
+    "shrink_tiles",
+    "expand_tiles",
+    "expand_pairs_tiles",
+    "attend_pages",
+    "merge_splits",
+    "attend_prompts",
+    "share_rows",
+    "norm_rows",
+    "gate_rows",
+    "rotate_heads",
 }
 WIDE = TINY_MODEL.replace(hidden_size=256, intermediate_size=64, head_dim=32, dtype="bfloat16")
 

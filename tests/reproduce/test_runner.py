@@ -113,6 +113,7 @@ def test_other_numbers_of_the_setting_change_rows_and_last_for_a_variation(tmp_p
     plain = reproduce(paper, (figure,), options=options)
     found = reproduce(paper, (figure,), options=replace(options, varied=True))
     assert found.results == plain.results == reproduce(paper, (figure,), options=options).results
+    assert {each.seeds for each in found.varied} == {1}
     judged = {row.key: row.ours for row in plain.rows if row.inside is not None}
     varied = [each.ours for each in found.varied if each.ours]
     assert varied

@@ -558,7 +558,13 @@ def finish_tile(
 @triton.jit(
     do_not_specialize=["tokens", "blocks", "h_token_stride", "h_module_stride"],
     do_not_specialize_on_alignment=[
-        *("rows", "ranks", "number_of_token", "tiles", "outputs", "pages", "offsets")
+        "rows",
+        "ranks",
+        "number_of_token",
+        "tiles",
+        "outputs",
+        "pages",
+        "offsets",
     ],
 )
 def expand_pairs_tiles(

@@ -161,7 +161,7 @@ def _varied(recipe: Recipe, reproduction: Reproduction) -> list[str]:
         "## Settings varied",
         "",
         "Figures again with other numbers of the setting, on "
-        f"{counted(recipe.varied_seeds, 'seed')}: how many of their rows are inside.",
+        f"{counted(reproduction.varied[0].seeds, 'seed')}: how many of their rows are inside.",
         "",
         *_table(("", "setting", "rows with a band", "inside above", "inside"), totals),
         "",

@@ -62,10 +62,8 @@ class Case:
 
     def scenario(self) -> Scenario:
         """Return the input of the simulation."""
-        load, chosen = (
-            at_rate(workload(self.mix or setting().mix, self.traces), self.rps),
-            system(self.system),
-        )
+        load = at_rate(workload(self.mix or setting().mix, self.traces), self.rps)
+        chosen = system(self.system)
         served = profile(self.platform)
         policies = choose_policies(load, served, scheduler=chosen.scheduler, cache=chosen.cache)
         args, horizon_s = self.platform.args(len(load.adapters)), self.horizon_s or setting().horizon_s
