@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Annotated, Any, Final, Self, TypeAlias
 
@@ -30,6 +31,7 @@ _VERSION: Final = re.compile(
 )
 
 
+@functools.cache
 def version_numbers(version: str) -> tuple[int, ...]:
     """Return the two or three numbers of a version without its suffix, such as (0, 8, 5) of 0.8.5.post1.
 

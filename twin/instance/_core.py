@@ -306,6 +306,11 @@ def _charge(engine: SimulatedEngine, requests: Requests, tokens: int) -> None:
         step_ns = compute_ns(c, costs, tokens, tables_line(c, costs, tokens), ranks_ms(state, costs))
     counts.load_ns += load_ns
     duration_ns = load_ns + switches_ns(state, limits) + step_ns
+    # vLLM's rules never pause decoding for prompts alone.
+    paused_ns = duration_ns if limits.policy != VLLM and c.step_decodes == 0 else load_ns
+    if paused_ns > 0:
+        counts.interruptions += 1
+        counts.interrupted_ns += paused_ns
     _elapse(engine, requests, duration_ns, load_ns, tokens)
 
 
@@ -323,10 +328,6 @@ def _elapse(engine: SimulatedEngine, requests: Requests, duration_ns: int, load_
     counts.now_ns += duration_ns
     clock.at.visible_ns = begin_ns if limits.async_scheduling else counts.now_ns
     sum_up(c, counts, trace.sums, duration_ns, tokens)
-    # vLLM's rules never pause decoding for prompts alone.
-    paused_ns = duration_ns if limits.policy != VLLM and c.step_decodes == 0 else load_ns
-    counts.interruptions += paused_ns > 0
-    counts.interrupted_ns += paused_ns
     if has_pool(state):
         record_pool_gaps(engine, duration_ns)
     else:

@@ -118,19 +118,19 @@ def pool_metrics(scenario: Scenario, trace: TwinTrace, overhead_s: float) -> Poo
     if scenario.pool is None:
         return None
     requests, counts = scenario.requests, trace.pool
-    done = (trace.finish_ns != NEVER) & (trace.finish_ns <= scenario.horizon_ns)
-    queue_s = (trace.admitted_ns - requests.arrival_ns) / NS_PER_S
-    ttft_s = (trace.first_ns - requests.arrival_ns) / NS_PER_S + overhead_s
-    e2e_s = (trace.finish_ns - requests.arrival_ns) / NS_PER_S + overhead_s
-    share = np.divide(trace.interrupted_ns / NS_PER_S, e2e_s, out=np.zeros(done.size), where=e2e_s > 0.0)
-    by_request = {
+    done = np.flatnonzero((trace.finish_ns != NEVER) & (trace.finish_ns <= scenario.horizon_ns))
+    arrival_ns = requests.arrival_ns[done]
+    queue_s = (trace.admitted_ns[done] - arrival_ns) / NS_PER_S
+    e2e_s = (trace.finish_ns[done] - arrival_ns) / NS_PER_S + overhead_s
+    interrupted_s = trace.interrupted_ns[done] / NS_PER_S
+    finished = {
         "queue_s": queue_s,
-        "ttft_s": ttft_s,
+        "ttft_s": (trace.first_ns[done] - arrival_ns) / NS_PER_S + overhead_s,
         "e2e_s": e2e_s,
-        "interruption_count": trace.interruptions.astype(np.float64),
-        "interruption_share": share,
+        "interruption_count": trace.interruptions[done].astype(np.float64),
+        "interruption_share": np.divide(interrupted_s, e2e_s, out=np.zeros(done.size), where=e2e_s > 0.0),
     }
-    wait_ms = trace.held_up_ns[done & (requests.adapter > 0)] / NS_PER_MS
+    wait_ms = trace.held_up_ns[done[requests.adapter[done] > 0]] / NS_PER_MS
     size = size_classes(scenario, trace)
     names = _NAMES[max(0, int(size.max(initial=0)))]
     hits, misses = int(counts.hits), int(counts.misses)
@@ -140,9 +140,9 @@ def pool_metrics(scenario: Scenario, trace: TwinTrace, overhead_s: float) -> Poo
         misses=misses,
         load_wait_ms=latency_stats(wait_ms),
         missed_load_wait_ms=latency_stats(wait_ms[wait_ms > 0]),
-        queue_s=latency_stats(queue_s[done]),
-        queue_share=_share(queue_s[done], e2e_s[done]),
-        sizes=_by_size(size, names, done, by_request) if size.size else (),
+        queue_s=latency_stats(queue_s),
+        queue_share=_share(queue_s, e2e_s),
+        sizes=_by_size(names, size, size[done], finished) if size.size else (),
         squashes=int(counts.squashes),
         bypasses=int(counts.bypasses),
         overruns=int(counts.overruns),
@@ -166,9 +166,9 @@ def size_classes(scenario: Scenario, trace: TwinTrace) -> NDArray[np.int64]:
     if pool is None or taken.size == 0:
         return size
     sample = RequestSample(
-        prompt_tokens=requests.prompt_tokens[taken].astype(np.int64),
-        output_tokens=requests.output_tokens[taken].astype(np.int64),
-        adapter=requests.adapter[taken].astype(np.int64),
+        prompt_tokens=requests.prompt_tokens[taken].astype(np.int64, copy=False),
+        output_tokens=requests.output_tokens[taken].astype(np.int64, copy=False),
+        adapter=requests.adapter[taken].astype(np.int64, copy=False),
         execution_s=np.full(taken.size, np.nan),
         adapter_bytes=pool.adapter_bytes,
         adapter_tokens=pool.adapter_tokens,
@@ -178,18 +178,22 @@ def size_classes(scenario: Scenario, trace: TwinTrace) -> NDArray[np.int64]:
 
 
 def _by_size(
-    size: NDArray[np.int64], names: Sequence[str], done: NDArray[np.bool_], by_request: Mapping[str, Floats]
+    names: Sequence[str],
+    submitted: NDArray[np.int64],
+    finished: NDArray[np.int64],
+    values: Mapping[str, Floats],
 ) -> tuple[SizeMetrics, ...]:
+    """Return the metrics of each size class from the classes and values of finished requests."""
     found = []
     for number, name in enumerate(names):
-        mine = done & (size == number)
+        mine = {metric: each[finished == number] for metric, each in values.items()}
         found.append(
             SizeMetrics(
                 name=name,
-                submitted=int(np.count_nonzero(size == number)),
-                finished=int(np.count_nonzero(mine)),
-                queue_share=_share(by_request["queue_s"][mine], by_request["e2e_s"][mine]),
-                **{metric: latency_stats(values[mine]) for metric, values in by_request.items()},
+                submitted=int(np.count_nonzero(submitted == number)),
+                finished=mine["e2e_s"].size,
+                queue_share=_share(mine["queue_s"], mine["e2e_s"]),
+                **{metric: latency_stats_in_place(each) for metric, each in mine.items()},
             )
         )
     return tuple(found)
@@ -357,9 +361,6 @@ def summarize(
     charged_s = float(reduced.ttft_s.sum()) + (submitted - completed) * horizon_s
     busy = float(trace.sums.busy_ns)
 
-    # Without any pause all are 0, and the statistics those of the first one.
-    paused = slice(None if trace.counts.interruptions else 1)
-
     def mean_over_busy(integral: float) -> float:
         return float(integral) / busy if busy else 0.0
 
@@ -374,8 +375,8 @@ def summarize(
         **_named("tpot_ms", latency_stats_in_place(reduced.tpot_ms)),
         **_named("e2e_s", latency_stats_in_place(reduced.e2e_s)),
         **_named("tpt_ms", latency_stats_in_place(reduced.tpt_ms)),
-        **_named("interruption_count", latency_stats_in_place(reduced.interruption_count[paused])),
-        **_named("interruption_share", latency_stats_in_place(reduced.interruption_share[paused])),
+        **_named("interruption_count", latency_stats_in_place(reduced.interruption_count, mostly_equal=True)),
+        **_named("interruption_share", latency_stats_in_place(reduced.interruption_share, mostly_equal=True)),
         served_fraction=served,
         starved=served < STARVED_BELOW,
         completed=completed,
@@ -480,7 +481,8 @@ def _reduce(
         out.e2e_s[completed] = e2e_s
         out.tpt_ms[completed] = e2e_s * 1e3 / output
         out.interruption_count[completed] = trace.interruptions[i]
-        out.interruption_share[completed] = trace.interrupted_ns[i] / 1e9 / e2e_s if e2e_s > 0.0 else 0.0
+        interrupted_ns = trace.interrupted_ns[i]
+        out.interruption_share[completed] = interrupted_ns / 1e9 / e2e_s if interrupted_ns > 0 else 0.0
         completed += 1
         if output > 1:
             decoding_ns += finish_ns - first_ns

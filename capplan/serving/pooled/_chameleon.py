@@ -71,20 +71,13 @@ def _overdue(state: State, limits: Limits) -> int:
         head = queues.head[queue]
         if head == NONE or state.counters.now_ns - own.arrival_ns[head] <= limits.refresh_ns:
             continue
-        if available(state, queue) < _charge(state, head) <= queues.quota[queue] - _of_adapters(state, queue):
+        # Requests of any queue may keep a shared adapter in use.
+        own_tokens = queues.quota[queue] - queues.of_adapters[queue]
+        if available(state, queue) < _charge(state, head) <= own_tokens:
             continue
         if chosen == NONE or own.arrival[head] < own.arrival[chosen]:
             chosen = head
     return int(chosen)
-
-
-@inner
-def _of_adapters(state: State, queue: int) -> int:
-    """Return the tokens of a quota that shared adapters hold, which requests of any queue may keep in use."""
-    held = 0
-    for adapter in range(state.pooled.adapter_book.shape[0]):
-        held += state.pooled.adapter_book[adapter, queue]
-    return held
 
 
 @inner

@@ -168,6 +168,7 @@ def book_adapter(state: State, adapter: int, queue: int, tokens: int) -> None:
     """Take tokens of a queue's quota for an adapter that requests share."""
     state.pooled.adapter_book[adapter, queue] += tokens
     state.pooled.queues.outstanding[queue] += tokens
+    state.pooled.queues.of_adapters[queue] += tokens
 
 
 @inner
@@ -185,6 +186,7 @@ def unbook_adapter(state: State, adapter: int) -> None:
     pooled = state.pooled
     for queue in range(pooled.counts.n_queues):
         pooled.queues.outstanding[queue] -= pooled.adapter_book[adapter, queue]
+        pooled.queues.of_adapters[queue] -= pooled.adapter_book[adapter, queue]
         pooled.adapter_book[adapter, queue] = 0
 
 

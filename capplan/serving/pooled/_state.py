@@ -75,7 +75,8 @@ _QUEUE = int_fields(
     "n",
     "running",  # admitted rows of this queue
     "quota",  # tokens
-    "outstanding",  # tokens of it that admitted rows hold, of this queue or others
+    "outstanding",  # tokens of it that admitted rows hold, of this queue or others, and their shared adapters
+    "of_adapters",  # of them those of shared adapters
     "spare",  # scratch of an admission
 )
 _ADAPTER = int_fields(
