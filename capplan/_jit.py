@@ -213,7 +213,18 @@ def jit(function: F) -> F:
     """
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # made at run time
         return function
-    entry = _Entry(function, targetoptions={"nopython": True, **_ENTRY_OPTIONS})
+    return _entry(function, inner)
+
+
+def jit_once(function: F) -> F:
+    """Compile an entry as `jit` does, whose compiled callers call it as `inner_once` (which says why)."""
+    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # made at run time
+        return function
+    return _entry(function, inner_once)
+
+
+def _entry(function: F, linked: Callable[[F], F]) -> F:
+    entry = _Entry(function, linked(function), targetoptions={"nopython": True, **_ENTRY_OPTIONS})
     cache_on_disk(entry)
     return cast("F", entry)
 
@@ -259,7 +270,7 @@ def inner_sum(function: F) -> F:
 
 
 def inner_with(part: type, otherwise: object) -> Callable[[F], F]:
-    """Compile a function as `inner` does where its first argument has a field of type `part`.
+    """Compile a function as `inner` does where its first argument has a field of type `part`, at any depth.
 
     Elsewhere its calls are the constant `otherwise`: rules that a state has no room for take no compile time.
     """
@@ -270,20 +281,29 @@ def inner_with(part: type, otherwise: object) -> Callable[[F], F]:
 
             @functools.wraps(function)
             def chosen(first: Any, *rest: Any) -> object:
-                has_part = any(isinstance(member, part) for member in first)
-                return (function if has_part else constant)(first, *rest)
+                return (function if _holds(first, part) else constant)(first, *rest)
 
             return cast("F", chosen)
 
         def implementation(kinds: Any, _named: Any) -> Callable[..., object]:
-            has_part = any(getattr(member, "record", None) is part for member in kinds[0].members)
-            return function if has_part else constant
+            return function if _holds_kind(kinds[0], part) else constant
 
         linked: Any = inner(function)
         linked._compiler._get_implementation = implementation
         return cast("F", linked)
 
     return decorate
+
+
+def _holds(value: object, part: type) -> bool:
+    """Return whether a field of a named tuple, or of its named tuples, is a `part`."""
+    return isinstance(value, tuple) and any(isinstance(each, part) or _holds(each, part) for each in value)
+
+
+def _holds_kind(kind: Any, part: type) -> bool:
+    """Return the same of a compiled type."""
+    members = getattr(kind, "members", ())
+    return any(getattr(each, "record", None) is part or _holds_kind(each, part) for each in members)
 
 
 def _constant(value: object, parameters: int) -> Callable[..., object]:
@@ -313,9 +333,9 @@ class _Linked(CPUDispatcher):
 class _Entry(CPUDispatcher):
     """A function callable from Python; compiled callers use its linked form."""
 
-    def __init__(self, function: Callable[..., object], **options: Any) -> None:
+    def __init__(self, function: Callable[..., object], linked: Any, **options: Any) -> None:
         super().__init__(function, **options)
-        self._linked: Any = inner(function)
+        self._linked = linked
 
     @property
     def _numba_type_(self) -> Any:

@@ -288,7 +288,8 @@ def new_state(rows: int, adapters: int, num_blocks: int, limits: Limits) -> Stat
     counters.n_free_places = running if cached else 0
     return State(
         counters=counters,
-        rows=np.zeros(rows, _ROW).view(np.recarray),
+        # `take_row` clears a row: most of them are never used, and clearing all takes time.
+        rows=np.empty(rows, _ROW).view(np.recarray),
         adapters=records,
         # Rows that are squashed leave their places to others, which may be preempted as well.
         lists=np.zeros(2 * running if pooled else running, _LISTS).view(np.recarray),

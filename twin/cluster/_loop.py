@@ -144,7 +144,8 @@ def serve(
         if lacking != NONE or cursor.is_single:
             return lacking
     for instance in range(cluster.progress.size):
-        mark_running(load_member(cluster.memory, instance))
+        member = load_member(cluster.memory, instance)
+        mark_running(member.state, member.trace)
     return NONE
 
 

@@ -224,7 +224,7 @@ def run_with(
     laid = loop.laid
     advance_instances(laid.cluster, 0, scenario.instances, scenario.horizon_ns)
     for member in laid.members:
-        mark_running(member)
+        mark_running(member.state, member.trace)
     moves = None if changes is None else changes.moves(scenario.horizon_ns)
     return replace(trace_of(laid, migrations=0), moves=moves)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan._jit import by_reference, inner, jit
+from capplan._jit import by_reference, inner, inner_once, jit
 from capplan.models import KvLine, StepFeatures, StepRanks, rank_ms, step_line, step_ms, with_line_ms
 from capplan.serving import NONE, Limits, State, adapter_loaded, int_fields, new_record
 from capplan.serving.pooled import ASSISTED, ASYNCHRONOUS, ON_DEMAND, with_pool
@@ -193,7 +193,7 @@ def _ranks(state: State, costs: Costs) -> StepRanks:
     )
 
 
-@inner
+@inner_once
 def loads_ns(
     state: State, limits: Limits, costs: Costs, clock: TwinClock, trace: TwinTrace, begin_ns: int
 ) -> int:
@@ -229,7 +229,7 @@ def loads_ns(
     return in_step_ns
 
 
-@inner
+@with_pool(0)
 def _wait_of_step_ns(state: State, limits: Limits, clock: TwinClock, begin_ns: int) -> int:
     """Return the wait of prompts for loads on demand, or of decodes after assisted prompts."""
     c = state.counters
@@ -255,7 +255,7 @@ def waits_in_step(limits: Limits, c: np.record) -> bool:
     return bool(c.n_loads > 0 or limits.policy == SLORA or limits.loading != ASYNCHRONOUS)
 
 
-@inner
+@with_pool(0)
 def assisted_prompts_ns(state: State, costs: Costs, clock: TwinClock, begin_ns: int, step_ns: int) -> int:
     """Return the duration of a batch of prompts, while CPU cores compute for adapters that are copied."""
     cold = False

@@ -18,6 +18,7 @@ from capplan.serving.pooled import (
     has_pool,
     refresh,
     switches_ns,
+    with_pool,
 )
 from capplan.serving.state import SLORA, VLLM
 from capplan.serving.vllm import decode_step, steps_ahead
@@ -93,7 +94,7 @@ def run(
             refresh_queues(scenario, engine, until_ns)
         if until_ns == pauses.next_ns:
             pauses.call()
-    mark_running(engine)
+    mark_running(engine.state, engine.trace)
     record_pool(engine)
     return engine.trace
 
@@ -150,8 +151,7 @@ def advance(engine: SimulatedEngine, requests: Requests, until_ns: int, fast_for
             if state.counters.n_loads > 0:  # asynchronous loads start without a batch as well
                 loads_ns(state, limits, costs, clock, trace, counts.now_ns)
                 record_loads(trace, counts.now_ns, state.counters.n_loads)
-            if has_pool(state):
-                _note_admissions_only(engine)
+            _note_admissions_only(engine)
             if not _wait(engine, requests, until_ns):
                 break
             continue
@@ -163,9 +163,8 @@ def advance(engine: SimulatedEngine, requests: Requests, until_ns: int, fast_for
 
 
 @jit
-def mark_running(engine: SimulatedEngine) -> None:
+def mark_running(state: State, trace: TwinTrace) -> None:
     """Mark the requests that run at the end of the simulation."""
-    state, trace = engine.state, engine.trace
     row = state.counters.run_head
     while row != NONE:
         if trace.finish_ns[state.rows.request[row]] == NEVER:
@@ -235,7 +234,7 @@ def _resume(engine: SimulatedEngine, requests: Requests, until_ns: int) -> bool:
     return True
 
 
-@inner
+@with_pool(None)
 def _note_admissions_only(engine: SimulatedEngine) -> None:
     """Note what a schedule without tokens did: requests that now wait for their adapters, and preemptions."""
     state, costs, clock, trace = engine.state, engine.costs, engine.clock, engine.trace
@@ -298,12 +297,13 @@ def _charge(engine: SimulatedEngine, requests: Requests, tokens: int) -> None:
     load_ns = 0
     if waits_in_step(limits, c):
         load_ns = loads_ns(state, limits, costs, clock, trace, counts.now_ns)
+    constant_ms = ranks_ms(state, costs)
     if limits.policy != VLLM and c.step_decodes == 0:
-        step_ns = prompts_ns(state, costs, tokens, ranks_ms(state, costs))
+        step_ns = prompts_ns(state, costs, tokens, constant_ms)
         if limits.loading == ASSISTED:
             load_ns += assisted_prompts_ns(state, costs, clock, counts.now_ns, step_ns) - step_ns
     else:
-        step_ns = compute_ns(c, costs, tokens, tables_line(c, costs, tokens), ranks_ms(state, costs))
+        step_ns = compute_ns(c, costs, tokens, tables_line(c, costs, tokens), constant_ms)
     counts.load_ns += load_ns
     duration_ns = load_ns + switches_ns(state, limits) + step_ns
     # vLLM's rules never pause decoding for prompts alone.
@@ -321,8 +321,7 @@ def _elapse(engine: SimulatedEngine, requests: Requests, duration_ns: int, load_
     c = state.counters
     counts = trace.counts
     begin_ns = counts.now_ns
-    if has_pool(state):
-        record_admissions(engine, begin_ns, load_ns)
+    record_admissions(engine, begin_ns, load_ns)
     if trace.admitted_ns.size > 0:
         record_details(engine, requests, begin_ns, duration_ns, load_ns, tokens)
     counts.now_ns += duration_ns
@@ -383,7 +382,7 @@ def record_gaps(c: np.record, at: np.record, gaps: NDArray[np.int64], duration_n
         gaps[gap_bin(duration_ns)] += decodes
 
 
-@inner
+@with_pool(None)
 def record_pool_gaps(engine: SimulatedEngine, duration_ns: int) -> None:
     """Count the token gaps that the step ends, under the rules for one pool.
 
@@ -442,7 +441,7 @@ def record_details(
     )
 
 
-@inner
+@with_pool(None)
 def record_admissions(engine: SimulatedEngine, begin_ns: int, load_ns: int) -> None:
     """Record the admitted requests, which wait for their adapters among the running ones or in steps."""
     state, limits, clock, trace = engine.state, engine.limits, engine.clock, engine.trace

@@ -10,7 +10,7 @@ Source: S-LoRA c1ddf48, ``router/manager.py`` and ``router/req_queue.py``.
 
 from __future__ import annotations
 
-from capplan._jit import inner
+from capplan._jit import inner, inner_once
 from capplan.serving._structures import Heap, links_first, links_remove
 from capplan.serving.state import (
     NO_CLAIM,
@@ -25,7 +25,7 @@ from capplan.serving.vllm._running import fits_to_end, insert_by_end
 from capplan.serving.vllm._waiting_queue import next_adapter, pop_head
 
 
-@inner
+@inner_once
 def slora_takes(state: State, limits: Limits, adapter: int, prompt: int, output: int) -> bool:
     """Return whether a request can ever run: the prompt fits into one batch, the whole into memory."""
     tokens = prompt + output + limits.block_size - 1
@@ -33,7 +33,7 @@ def slora_takes(state: State, limits: Limits, adapter: int, prompt: int, output:
     return prompt <= limits.max_num_batched_tokens and tokens < room
 
 
-@inner
+@inner_once
 def schedule_slora(state: State, limits: Limits) -> int:
     """Decide one step, either a batch of prompts or one token for each decoding row; return its tokens."""
     c = state.counters

@@ -280,6 +280,9 @@ def take_row(state: State) -> int:
         return int(state.rows.free_rows[returned - 1])
     row = c.fresh_row
     c.fresh_row = row + 1
+    # `submit` sets the other fields.
+    state.rows.sequence[row] = state.rows.following[row] = state.rows.previous[row] = 0
+    state.rows.waiting_key[row] = state.rows.streak[row] = state.rows.registered[row] = 0
     return int(row)
 
 
