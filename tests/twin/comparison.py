@@ -51,7 +51,7 @@ def run_stopping(scenario: Scenario) -> t.TwinTrace:
         if trace.counts.now_ns >= refreshes_ns[0] or (clock.at.idle and until_ns == refreshes_ns[0]):
             at_ns = refreshes_ns.popleft()
             if at_ns == horizon_ns:
-                mark_running(engine)
+                mark_running(engine.state, engine.trace)
                 record_pool(engine)
                 return trace
             refresh_queues(scenario, engine, at_ns)
