@@ -4,6 +4,7 @@ import re
 import runpy
 import shlex
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,20 @@ def test_the_guide_to_deploying_names_every_flag_of_a_script() -> None:
     page = (DOCS / "guides" / "deploy.md").read_text(encoding="utf-8")
     named = set(re.findall(r"--[a-z][a-z-]+", scripts)) | set(re.findall(r"VLLM_[A-Z_]+(?==)", scripts))
     assert {name for name in named if f"`{name}" not in page} == set()
+
+
+def test_pages_list_the_routers_targets_and_step_forms() -> None:
+    from capplan.deploy import EXPORTERS
+    from capplan.models._step_latency import FORMS
+    from capplan.spec import ROUTER_NAMES
+
+    def missing(page: str, names: Iterable[str]) -> list[str]:
+        text = (DOCS / page).read_text(encoding="utf-8")
+        return [name for name in names if f"`{name}`" not in text and f"--target {name}" not in text]
+
+    assert missing("how-it-works/cluster.md", ROUTER_NAMES) == []
+    assert missing("guides/deploy.md", EXPORTERS) == []
+    assert missing("how-it-works/calibration.md", [form.name for form in FORMS]) == []
 
 
 def test_install_lists_the_targets_of_the_makefile() -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from capplan import serving  # loads the rules, and numba, when a plan is exported
 from capplan.deploy._servers import (
     engine_flags,
     lora_module,
@@ -17,7 +18,6 @@ from capplan.deploy._servers import (
 )
 from capplan.deploy._target import Loss, Setting
 from capplan.errors import InputError
-from capplan.serving import RELEASES
 from capplan.spec import PLAN_ROUTER, Group, Plan, PlanAdapter, yaml_text
 
 PORT: Final = 8000
@@ -108,7 +108,7 @@ def node_labels(plan: Plan, group: Group, settings: Mapping[str, str]) -> dict[s
 
 def image_of(plan: Plan, group: Group, settings: Mapping[str, str]) -> str:
     """Return the image of a group's engine: that of the settings, or vLLM's of the plan's version."""
-    version = vllm_version(plan.engine_of(group)) or RELEASES[-1].last
+    version = vllm_version(plan.engine_of(group)) or serving.RELEASES[-1].last
     return settings[IMAGE.name] or f"vllm/vllm-openai:v{version.partition('+')[0]}"
 
 

@@ -47,7 +47,8 @@ def test_help_lines_are_those_of_the_commands() -> None:
             yield f"{path}{name}", child.help.split("\n")[0]
             yield from lines(child, f"{path}{name} ") if hasattr(child, "commands") else ()
 
-    assert dict(lines(typer.main.get_command(app), "")) == _COMMANDS
+    found = dict(lines(typer.main.get_command(app), ""))
+    assert found == _COMMANDS, "_COMMANDS has the first lines of the commands' docstrings"
 
 
 def test_version_is_the_package_version(run: Run) -> None:
@@ -177,6 +178,7 @@ def test_nowhere_to_write_an_error_is_no_traceback(tmp_path: Path) -> None:
         "import capplan.cli",
         f"{RUNNER}.invoke(app, ['--help'])",
         f"{RUNNER}.invoke(app, ['schema', 'plan'])",
+        f"{RUNNER}; [CliRunner().invoke(app, [*name.split(), '--help']) for name in {list(_COMMANDS)}]",
     ],
 )
 def test_asking_for_help_loads_no_heavy_library(statement: str) -> None:

@@ -27,6 +27,7 @@ def assert_as_recorded(recorded: Sequence[Step], steps: Sequence[Step]) -> None:
     for before, now in zip(recorded, steps, strict=True):
         pair = (before.output.splitlines(), now.output.splitlines())
         diff = f"{now.command}\n" + "\n".join(difflib.unified_diff(*pair, "recorded", "now"))
+        diff += "\nIf that is right: python -m tests.examples.transcripts NAME records it."
         assert words(now.output) == words(before.output), diff
         assert numbers(now.output) == pytest.approx(numbers(before.output), rel=0.01, abs=0.011), diff
 

@@ -326,5 +326,6 @@ def reference_router(
     if work is not None:
         rules["least-work-left"] = work
     if name not in rules:
-        raise InputError(f"must be one of {', '.join(rules)}", name, "router")
+        rule = f"must have its rule in plain Python in `reference_router`, as {', '.join(rules)}"
+        raise InputError(rule, name, "router")
     return rules[name]

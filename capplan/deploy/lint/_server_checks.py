@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from capplan import serving  # loads the rules, and numba, when a server is checked
 from capplan.deploy.lint._parts import AdapterFolder, RunningServer, Server
 from capplan.deploy.lint._plan_checks import listed
 from capplan.deploy.lint._rule import Context, Hit
 from capplan.errors import InputError
-from capplan.serving import RELEASES, flag_since, release_of
 from capplan.spec import (
     LORA_RANKS,
     FolderAdapter,
@@ -62,7 +62,7 @@ def rank_not_allowed(server: Server, context: Context) -> Iterator[Hit]:
     if not _is_vllm(server) or rank is None:
         return
     version = server.version or context.version
-    least = release_of(version).min_lora_rank
+    least = serving.release_of(version).min_lora_rank
     allowed = [each for each in LORA_RANKS if each >= least]
     if rank not in allowed:
         of = f" {version}" if version else ""
@@ -89,9 +89,9 @@ def missing_in_version(server: Server, context: Context) -> Iterator[Hit]:
     version = server.version or context.version
     if not _is_vllm(server) or version is None:
         return
-    lacking = RELEASES[-1].flags - release_of(version).flags
+    lacking = serving.RELEASES[-1].flags - serving.release_of(version).flags
     for flag in sorted(lacking.intersection(server.flags)):
-        reason = f"vLLM {version} lacks {flag}, which vLLM has since {flag_since(flag)}"
+        reason = f"vLLM {version} lacks {flag}, which vLLM has since {serving.flag_since(flag)}"
         yield Hit(reason, server.line_of(flag, flag.strip("-").replace("-", "_")))
 
 
