@@ -211,19 +211,17 @@ def jit(function: F) -> F:
 
     If the cache folder cannot be written, or others can write to it, every process compiles for itself.
     """
-    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # made at run time
-        return function
     return _entry(function, inner)
 
 
 def jit_once(function: F) -> F:
     """Compile an entry as `jit` does, whose compiled callers call it as `inner_once` (which says why)."""
-    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # made at run time
-        return function
     return _entry(function, inner_once)
 
 
 def _entry(function: F, linked: Callable[[F], F]) -> F:
+    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # made at run time
+        return function
     entry = _Entry(function, linked(function), targetoptions={"nopython": True, **_ENTRY_OPTIONS})
     cache_on_disk(entry)
     return cast("F", entry)

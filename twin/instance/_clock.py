@@ -239,7 +239,7 @@ def _wait_of_step_ns(state: State, limits: Limits, clock: TwinClock, begin_ns: i
             row = state.lists.partial[i]
             if state.rows.tokens[row] > 0:
                 longest_ns = max(longest_ns, wait_for_load_ns(clock, state.rows.adapter[row], begin_ns))
-    if limits.loading == ASSISTED and c.step_decodes > 0 and _n_loading(state) > 0:
+    if limits.loading == ASSISTED and c.step_decodes > 0 and state.pooled.counts.n_loading > 0:
         row = c.run_head
         while row != NONE:
             adapter = state.rows.adapter[row]
@@ -270,12 +270,6 @@ def assisted_prompts_ns(state: State, costs: Costs, clock: TwinClock, begin_ns: 
     if not cold:
         return step_ns
     return assisted_ns(state, costs.assist, costs.load_ns, clock.ready_ns, clock.on_cpu, begin_ns, step_ns)
-
-
-@with_pool(0)
-def _n_loading(state: State) -> int:
-    """Return the number of loads in progress."""
-    return int(state.pooled.counts.n_loading)
 
 
 @with_pool(False)
