@@ -3,6 +3,7 @@
 import contextlib
 import json
 import random
+import re
 import shutil
 import socket
 import sqlite3
@@ -346,7 +347,8 @@ LIES: dict[str, tuple[Callable[[BaseHTTPRequestHandler, bytes], None], str]] = {
     "endless": (endless, "must not be larger than the registry says"),
     "endless headers": (many_headers, ""),
     "too long": (lambda handler, data: reply(handler, data, 2**62), "not completed"),
-    "too short": (lambda handler, data: reply(handler, data, 10), "the connection failed"),
+    # By whether the bytes past the length arrive with the ten before it: a broken answer, or ten good bytes.
+    "too short": (lambda handler, data: reply(handler, data, 10), "the connection failed|must have the digest"),
     "negative": (lambda handler, data: reply(handler, data, -1), ""),
     "cut off": (FAULTS["cut off"], ""),
     "too many bytes": (FAULTS["too many bytes"], ""),
@@ -371,7 +373,7 @@ def test_a_location_that_does_not_deliver_ends_with_a_reason(
         assert time.monotonic() - begin_s < 20
         assert paths
         assert all(path.startswith("/x/") for path in paths)
-        assert reason in caplog.text
+        assert re.search(reason, caplog.text)
         assert all("\n" not in record.getMessage() for record in caplog.records)
         fleet.check("s0")
         s0.check_idle()
