@@ -153,7 +153,7 @@ def drawn_shape(seed: int) -> LoopSettings:
         ranks=tuple(ranks),
         popularity=zipf(adapters, exponent),
         slots=(8,),
-        max_num_seqs=int(rng.choice([16, 24, 32, 48])),
+        engine=LoopSettings.engine.replace(max_num_seqs=int(rng.choice([16, 24, 32, 48]))),
         prompt_tokens=(prompt, 0.6 * prompt),
         output_tokens=(output, 0.6 * output),
         form=None,
@@ -172,7 +172,7 @@ def measure_shape(given: argparse.Namespace) -> bool:
     names = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
     print(", ".join(f"{name} {setting.config[name]}" for name in names))
     print(f"{setting.adapters} adapters of ranks {setting.ranks}", end=", ")
-    print(f"{setting.max_num_seqs} sequences, {planned} slots")
+    print(f"{setting.engine.max_num_seqs} sequences, {planned} slots")
     print(records_table(map(_shape_row, runs)))
     return all(_holds(run) for run in runs)
 

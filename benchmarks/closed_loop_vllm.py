@@ -49,7 +49,7 @@ from capplan.profiling.validation._compare import (
     predicted_values,
 )
 from capplan.profiling.validation._loop import saturated_rps
-from capplan.spec import write_text_atomic
+from capplan.spec import EngineConfig, write_text_atomic
 from capplan.twin.calibration import CalibrationOptions, CalibrationTables, calibrate
 from capplan.twin.instance import PAIRED_SEEDS, paired_order
 from capplan.twin.instance._paired import contradictions
@@ -229,7 +229,13 @@ class Loop:
             yield url
 
     def _measure_server(self, slots: int) -> None:
-        setting = EngineSetting(slots, RANK, MAX_NUM_SEQS, BUDGET_TOKENS, MODEL_LEN)
+        setting = EngineSetting(
+            slots,
+            RANK,
+            EngineConfig(
+                max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=BUDGET_TOKENS, max_model_len=MODEL_LEN
+            ),
+        )
         options = ServerProfilingOptions(
             budget_s=self._given.budget_s,
             point_s=self._given.point_s,

@@ -116,7 +116,7 @@ def closed_loop(given: argparse.Namespace) -> ClosedLoop:
         adapters=ADAPTERS,
         ranks=(RANK,),
         slots=(IN_MEMORY,),
-        max_num_seqs=SEQS,
+        engine=LoopSettings.engine.replace(max_num_seqs=SEQS),
         rules="chameleon",
         form=None,
     )

@@ -18,7 +18,7 @@ from capplan.profiling import MeasurementFolder
 from capplan.profiling import _tables as files
 from capplan.profiling.load import BenchOptions, BenchResult, LoadSettings, Target, bench
 from capplan.profiling.server import EngineSetting, ServerProfilingOptions, profile_server
-from capplan.spec import ModelArch
+from capplan.spec import EngineConfig, ModelArch
 from capplan.twin.calibration import CalibrationOptions, CalibrationResult, CalibrationTables, calibrate
 
 SERVER = {"base_ms": 15.0, "ms_per_token": 0.3, "load_ms": 12.0, "slots": 4}
@@ -43,7 +43,7 @@ def measured(url: str, folder: Path, budget_s: float) -> CalibrationResult:
     options = ServerProfilingOptions(
         budget_s=budget_s, point_s=4.0, max_streams=16, prompt_tokens=80, output_tokens=40
     )
-    setting = EngineSetting(A_MAX, S_MAX, SEQS, BUDGET)
+    setting = EngineSetting(A_MAX, S_MAX, EngineConfig(max_num_seqs=SEQS, max_num_batched_tokens=BUDGET))
     profile_server(Target(url, base_model="base"), ranks, setting, MeasurementFolder(folder), options)
     hardware = Hardware("toy", 16 * 2**30, engine_version="0.32.0", rules="vllm-0.32-sync")
     tables = {name: str(folder / file) for name, file in (("steps", files.STEPS), ("runs", files.RUNS))}

@@ -207,14 +207,9 @@ def _instance(args: CapacityArgs, workload: Workload, profile: Profile) -> Any:
     if slots is None:
         raise InputError("is required, unless the workload fixes engine.max_loras", location="--max-loras")
     rank = engine.max_lora_rank or allowed_lora_rank(max((a.rank for a in workload.adapters), default=1))
-    names = (
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "max_cpu_loras",
-        "max_model_len",
-        "gpu_memory_utilization",
-    )
-    given = {name: value for name in names if (value := getattr(engine, name)) is not None}
+    given: dict[str, Any] = engine.given
+    for name in ("max_loras", "max_lora_rank"):
+        given.pop(name, None)
     scheduler, cache = pair or (None, None)
     s_max = rank if workload.adapters else 0
     return Instance(profile, slots, s_max, scheduler=scheduler, cache=cache, **given)

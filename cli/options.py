@@ -8,13 +8,23 @@ from __future__ import annotations
 import inspect
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, Field, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, TypeVar, get_args, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Final,
+    NamedTuple,
+    TypeAlias,
+    TypeVar,
+    get_args,
+    get_type_hints,
+)
 
 import typer
 from typer.models import ArgumentInfo, OptionInfo, ParameterInfo
@@ -27,6 +37,7 @@ from capplan.spec import (
     STATE_PERIOD_S,
     Cache,
     EngineArgs,
+    EngineConfig,
     InputLimits,
     Queues,
     RebalanceSettings,
@@ -320,38 +331,75 @@ def _name_or_mapping(text: str | None, flag: str) -> Any:
     return parse_yaml(text, flag).data if text is not None and text.lstrip().startswith("{") else text
 
 
-def engine_option(name: str, default: float | None, least: int | None = None) -> Any:
-    """Return the option of a field of `EngineArgs`, with its description as the help text."""
-    field = EngineArgs.model_fields[name]
-    is_share = field.annotation is float
-    return typer.Option(default, metavar="SHARE" if is_share else "N", min=least, help=field.description)
+@dataclass(frozen=True)
+class _EngineFlags:
+    """Options of engine settings, by name."""
+
+    options: tuple[tuple[str, OptionInfo], ...]
+
+
+def engine_flags(
+    *, without: Sequence[str] = (), least: Mapping[str, int] | None = None, **defaults: float
+) -> Any:
+    """Return the default of a field that holds engine settings, for each of which `command` makes an option.
+
+    The field is an `EngineConfig` of the values as they are given: what they must be is checked by what the
+    command does with them.
+
+    Parameters
+    ----------
+    without
+        Settings that the command does not take, or declares itself.
+    least
+        Least values.
+    **defaults
+        Defaults; others are None: not given.
+    """
+    options = []
+    for name in EngineConfig.model_fields:
+        if name in without:
+            continue
+        field = EngineArgs.model_fields[name]
+        metavar = "SHARE" if field.annotation is float else "N"
+        info = typer.Option(
+            defaults.get(name), metavar=metavar, min=(least or {}).get(name), help=field.description
+        )
+        options.append((name, info))
+    return _EngineFlags(tuple(options))
 
 
 def command(function: Callable[[Any], None]) -> Callable[..., None]:
     """Turn a function of one options dataclass into a Typer command with one parameter per field.
 
-    The fields are annotated as Typer's parameters are. The docstring of the function is the help text.
+    The fields are annotated as Typer's parameters are, or are `engine_flags`. The docstring of the function
+    is the help text.
     """
     (options_type,) = (hint for name, hint in get_type_hints(function).items() if name != "return")
     hints = get_type_hints(options_type, include_extras=True)
-    parameters = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if field.default is MISSING else field.default,
-            annotation=hints[field.name],
-        )
-        for field in fields(options_type)
-    ]
+    parameters = []
+    for field in fields(options_type):
+        own: Sequence[tuple[str, Any, Any]] = ((field.name, field.default, hints[field.name]),)
+        if isinstance(field.default, _EngineFlags):
+            kinds = get_type_hints(EngineConfig)
+            own = [(name, info, kinds[name]) for name, info in field.default.options]
+        for name, default, hint in own:
+            given = inspect.Parameter.empty if default is MISSING else default
+            parameters.append(
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=given, annotation=hint)
+            )
 
     def invoke(**values: Any) -> None:
+        for field in fields(options_type):
+            if isinstance(field.default, _EngineFlags):
+                settings = {name: values.pop(name) for name, _ in field.default.options}
+                values[field.name] = EngineConfig.model_construct(**settings)
         args = options_type(**values)
-        _require_keys(args, hints)
-        _require_other_files(args, hints)
+        _require_keys(args)
+        _require_other_files(args)
         try:
             function(args)
         except InputError as error:
-            if (flag := _flag_given(error.location, args, hints)) is None:
+            if (flag := _flag_given(error.location, args)) is None:
                 raise
             raise InputError(error.rule, error.value, flag) from error
 
@@ -362,23 +410,51 @@ def command(function: Callable[[Any], None]) -> Callable[..., None]:
     return invoke
 
 
-def _require_other_files(args: Any, hints: Mapping[str, Any]) -> None:
+class _Given(NamedTuple):
+    """A parameter of a command, and its value."""
+
+    name: str
+    info: ParameterInfo
+    default: Any
+    names: Sequence[str]
+    """Spellings on the command line, if not by `name`."""
+    value: Any
+
+    @property
+    def flag(self) -> str:
+        """Spelling of an option on the command line; ``--on/--off`` for one with two."""
+        own = f"--{self.name.replace('_', '-')}"
+        return next((each for each in self.names if each.startswith("--")), own)
+
+
+def _given(args: Any) -> Iterator[_Given]:
+    """Yield the parameters of a command with their values."""
+    hints = get_type_hints(type(args), include_extras=True)
+    for field in fields(args):
+        name, default, value = field.name, field.default, getattr(args, field.name)
+        if isinstance(default, _EngineFlags):
+            for each, info in default.options:
+                yield _Given(each, info, info.default, (), getattr(value, each))
+        elif isinstance(default, ParameterInfo):
+            yield _Given(name, default, default.default, default.param_decls or (), value)
+        elif hints[name] is not typer.Context:
+            hinted = next(each for each in get_args(hints[name]) if isinstance(each, ParameterInfo))
+            yield _Given(name, hinted, default, (str(hinted.default), *(hinted.param_decls or ())), value)
+
+
+def _require_other_files(args: Any) -> None:
     """Check that no option names the document that the command is about, which an output would replace."""
-    declared = [
-        (field, _declaration(field, hints[field.name])[0], getattr(args, field.name))
-        for field in fields(args)
-        if hints[field.name] is not typer.Context
-    ]
+    given = list(_given(args))
     documents = [
-        value
-        for _, info, value in declared
-        if isinstance(info, ArgumentInfo) and info.metavar in ("PLAN", "WORKLOAD")
+        each.value
+        for each in given
+        if isinstance(each.info, ArgumentInfo) and each.info.metavar in ("PLAN", "WORKLOAD")
     ]
-    for field, info, path in declared:
-        is_file = isinstance(info, OptionInfo) and info.metavar == "FILE" and isinstance(path, str)
-        if is_file and any(_is_same_file(path, document) for document in documents):
-            rule = "must be another file than the one that is read"
-            raise InputError(rule, path, _flag(field, hints[field.name]))
+    for each in given:
+        is_file = isinstance(each.info, OptionInfo) and each.info.metavar == "FILE"
+        is_file = is_file and isinstance(each.value, str)
+        if is_file and any(_is_same_file(each.value, document) for document in documents):
+            raise InputError("must be another file than the one that is read", each.value, each.flag)
 
 
 def _is_same_file(path: str, other: str) -> bool:
@@ -396,21 +472,14 @@ _OPTIONS: Final = {
 """Settings that are named otherwise on the command line, with the fields of their options."""
 
 
-def _flag_given(location: str, args: Any, hints: Mapping[str, Any]) -> str | None:
+def _flag_given(location: str, args: Any) -> str | None:
     """Return the flag that gave a setting another value than the default; None if none did."""
-    for field in fields(args):
-        name = field.name
-        if name in (location, *_OPTIONS.get(location, ())):
-            info, default, _ = _declaration(field, hints[name])
-            if isinstance(info, OptionInfo) and getattr(args, name) not in (None, default):
-                return _flag(field, hints[name])
+    names = (location, *_OPTIONS.get(location, ()))
+    for each in _given(args):
+        is_option = isinstance(each.info, OptionInfo) and each.name in names
+        if is_option and each.value not in (None, each.default):
+            return each.flag
     return None
-
-
-def _flag(field: Field[Any], hint: Any) -> str:
-    """Return the spelling of an option on the command line; ``--on/--off`` for one with two."""
-    _, _, names = _declaration(field, hint)
-    return next((each for each in names if each.startswith("--")), f"--{field.name.replace('_', '-')}")
 
 
 def command_line(name: str, args: Any, without: Sequence[str] = ()) -> str:
@@ -418,19 +487,17 @@ def command_line(name: str, args: Any, without: Sequence[str] = ()) -> str:
 
     API keys and the fields named in `without` are left out.
     """
-    hints = get_type_hints(type(args), include_extras=True)
     words: list[str] = []
-    for field in fields(args):
-        info, default, _ = _declaration(field, hints[field.name])
-        value = getattr(args, field.name)
-        if field.name in without or value in (None, default) or info.metavar == "KEY":
+    for option in _given(args):
+        value = option.value
+        if option.name in without or value in (None, option.default) or option.info.metavar == "KEY":
             continue
-        on, _, off = _flag(field, hints[field.name]).partition("/")
+        on, _, off = option.flag.partition("/")
         if isinstance(value, bool):
             words.append(on if value else off)
             continue
         for each in map(str, value if isinstance(value, list) else [value]):
-            words += [each] if isinstance(info, ArgumentInfo) else [on, each]
+            words += [each] if isinstance(option.info, ArgumentInfo) else [on, each]
     program, _, command = name.partition(" ")
     default = InputLimits()
     raised = [
@@ -441,16 +508,16 @@ def command_line(name: str, args: Any, without: Sequence[str] = ()) -> str:
     return " ".join([program, *raised, command, *map(shlex.quote, words)])
 
 
-def _require_keys(args: Any, hints: Mapping[str, Any]) -> None:
+def _require_keys(args: Any) -> None:
     """Check the API keys of a command; to the parser an empty variable of the environment counts as unset."""
-    for field in fields(args):
-        if not field.name.endswith("api_key"):
+    for each in _given(args):
+        if not each.name.endswith("api_key"):
             continue
-        variable = str(_declaration(field, hints[field.name])[0].envvar)
-        value, variable_value = getattr(args, field.name), os.environ.get(variable)
-        is_flag = value not in (None, variable_value)
-        key = value if is_flag else variable_value
-        where = f"--{field.name.replace('_', '-')}" if is_flag else variable
+        variable = str(each.info.envvar)
+        variable_value = os.environ.get(variable)
+        is_flag = each.value not in (None, variable_value)
+        key = each.value if is_flag else variable_value
+        where = f"--{each.name.replace('_', '-')}" if is_flag else variable
         if key is not None and not key.strip():
             rule = (
                 "must not be empty" if is_flag else f"must not be empty; `unset {variable}` if there is none"
@@ -458,14 +525,6 @@ def _require_keys(args: Any, hints: Mapping[str, Any]) -> None:
             raise InputError(rule, location=where)
         if key is not None and (key != key.strip() or not key.isprintable()):  # not shown
             raise InputError("must be printable characters without spaces around them", location=where)
-
-
-def _declaration(field: Field[Any], hint: Any) -> tuple[ParameterInfo, Any, list[str]]:
-    """Return the parameter of a field, its default, and its flags."""
-    if isinstance(field.default, ParameterInfo):
-        return field.default, field.default.default, list(field.default.param_decls or ())
-    info = next(each for each in get_args(hint) if isinstance(each, ParameterInfo))
-    return info, field.default, [str(info.default), *(info.param_decls or ())]
 
 
 def fill(kind: type[T], args: object, **given: Any) -> T:

@@ -13,7 +13,7 @@ from capplan.cli.options import (
     AsJson,
     Quiet,
     command,
-    engine_option,
+    engine_flags,
     fill,
     names,
     numbers,
@@ -24,6 +24,7 @@ from capplan.cli.profile_kernels import fits_document, show_fits
 from capplan.cli.progress import progress_bars
 from capplan.errors import InputError
 from capplan.reports import Table, number, print_json, print_table
+from capplan.spec import EngineConfig
 
 if TYPE_CHECKING:
     from capplan.models import KernelReport
@@ -49,13 +50,17 @@ class ProfileEngineArgs:
         None, metavar="RANK[,RANK...]", help="Of a slot; default: the largest rank."
     )
     ranks: str = typer.Option("8,16,32", "--ranks", metavar="RANK[,RANK...]", help="Of the adapters.")
-    max_num_seqs: int = engine_option("max_num_seqs", 32, least=2)
-    max_num_batched_tokens: int = engine_option("max_num_batched_tokens", 2048, least=32)
-    max_model_len: int = engine_option("max_model_len", 2048, least=64)
+    engine: EngineConfig = engine_flags(
+        without=("max_loras", "max_lora_rank", "max_cpu_loras"),
+        least={"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 64},
+        max_num_seqs=32,
+        max_num_batched_tokens=2048,
+        max_model_len=2048,
+        gpu_memory_utilization=0.9,
+    )
     memory_gib: float | None = typer.Option(
         None, metavar="N", help="On a CPU: what the engine may take for everything."
     )
-    gpu_memory_utilization: float = engine_option("gpu_memory_utilization", 0.9)
     threads: int = typer.Option(1, metavar="N", min=1, help="Threads of PyTorch on a CPU.")
     cpu_affinity: str = typer.Option("auto", metavar="CPUS", help="Of the engine core, as for `serve`.")
     stages: str = typer.Option(

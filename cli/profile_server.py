@@ -12,7 +12,7 @@ from capplan.cli.options import (
     ApiKey,
     AsJson,
     command,
-    engine_option,
+    engine_flags,
     fill,
     require_extra,
 )
@@ -20,6 +20,7 @@ from capplan.cli.progress import progress_bars
 from capplan.errors import InputError
 from capplan.interrupt import INTERRUPTED
 from capplan.reports import Table, counted, number, print_json, print_table
+from capplan.spec import EngineConfig
 
 if TYPE_CHECKING:
     from capplan.profiling import MeasurementFolder
@@ -52,9 +53,12 @@ class ProfileServerArgs:
     max_lora_rank: int | None = typer.Option(
         None, metavar="RANK", min=1, help="Rank of a slot; default: the smallest that holds every adapter."
     )
-    max_num_seqs: int = engine_option("max_num_seqs", 256, least=1)
-    max_num_batched_tokens: int = engine_option("max_num_batched_tokens", 2048, least=1)
-    max_model_len: int | None = engine_option("max_model_len", None, least=4)
+    engine: EngineConfig = engine_flags(
+        without=("max_loras", "max_lora_rank", "max_cpu_loras", "gpu_memory_utilization"),
+        least={"max_num_seqs": 1, "max_num_batched_tokens": 1, "max_model_len": 4},
+        max_num_seqs=256,
+        max_num_batched_tokens=2048,
+    )
     prompt_tokens: int | None = typer.Option(None, metavar="N", min=1, help="Typical prompt.")
     output_tokens: int | None = typer.Option(None, metavar="N", min=1, help="Typical output.")
     max_streams: int | None = typer.Option(None, metavar="N", min=1, help="Largest batch; default: up to 64.")
@@ -80,7 +84,7 @@ def server(args: ProfileServerArgs) -> None:
 
     ranks, lengths = _adapters(args.adapters, args.workload, args.rank)
     s_max = args.max_lora_rank or allowed_lora_rank(max(ranks.values(), default=1))
-    setting = fill(EngineSetting, args, a_max=args.max_loras, s_max=s_max)
+    setting = EngineSetting(args.max_loras, s_max, args.engine)
     options = fill(
         ServerProfilingOptions,
         args,

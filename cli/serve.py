@@ -20,7 +20,7 @@ from capplan.cli.options import (
     SchedulerName,
     Unverified,
     command,
-    engine_option,
+    engine_flags,
     fill,
     read_cache,
     read_lora_modules,
@@ -48,7 +48,7 @@ from capplan.cli.serve_plan import (
 )
 from capplan.errors import InputError
 from capplan.reports import counted
-from capplan.spec import STATE_PERIOD_S, Plan
+from capplan.spec import STATE_PERIOD_S, EngineConfig, Plan
 
 if TYPE_CHECKING:
     from capplan.fleet import InstanceSpec
@@ -59,13 +59,10 @@ _LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 
 
 _ENGINE_FLAGS: Final = (
-    *("max_loras", "max_lora_rank", "max_cpu_loras", "max_num_seqs", "max_num_batched_tokens"),
-    *("max_model_len", "dtype", "device", "tensor_parallel_size", "rules"),
-    *("memory", "block_size", "num_kv_blocks"),
-    *("gpu_memory_utilization", "enable_prefix_caching", "shared_prefix_tokens", "lora_kernel", "seed"),
-    "sgmv_from_tokens",
+    *("dtype", "device", "tensor_parallel_size", "rules", "memory", "block_size", "num_kv_blocks"),
+    *("enable_prefix_caching", "shared_prefix_tokens", "lora_kernel", "seed", "sgmv_from_tokens"),
 )
-"""Engine settings by parameter of the command."""
+"""Engine settings by parameter of the command, beside those of a plan."""
 
 _READERS: Final = MappingProxyType({"scheduler": read_scheduler, "cache": read_cache, "queues": read_queues})
 """Readers of the engine settings that are documents, by parameter."""
@@ -174,9 +171,9 @@ class ServeArgs:
         show_envvar=True,
         help="Key to load and unload adapters; required by --lora-root.",
     )
-    max_loras: int | None = engine_option("max_loras", None)
-    max_lora_rank: int | None = engine_option("max_lora_rank", None)
-    max_cpu_loras: int | None = engine_option("max_cpu_loras", None)
+    engine: EngineConfig = engine_flags(
+        max_num_seqs=256, max_num_batched_tokens=2048, gpu_memory_utilization=0.9
+    )
     max_adapters: int | None = typer.Option(
         None, metavar="N", help="Adapters known at a time, loaded ones included."
     )
@@ -186,9 +183,6 @@ class ServeArgs:
     enable_lora: bool = typer.Option(
         True, "--enable-lora", help="Accepted for compatibility with vLLM; adapters are always on."
     )
-    max_num_seqs: int = engine_option("max_num_seqs", 256)
-    max_num_batched_tokens: int = engine_option("max_num_batched_tokens", 2048)
-    max_model_len: int | None = engine_option("max_model_len", None)
     max_queue: int = typer.Option(
         512,
         metavar="N",
@@ -258,7 +252,6 @@ class ServeArgs:
     memory: str | None = typer.Option(None, metavar="KIND", help="Memory of adapters: slots or unified.")
     block_size: int = typer.Option(16, metavar="TOKENS", help="Tokens of one KV block.")
     num_kv_blocks: int | None = typer.Option(None, metavar="N", help="KV blocks; default: by memory.")
-    gpu_memory_utilization: float = engine_option("gpu_memory_utilization", 0.9)
     enable_prefix_caching: bool | None = typer.Option(
         None, "--enable-prefix-caching/--no-enable-prefix-caching", help="Default: as the rules."
     )
@@ -311,6 +304,7 @@ def _serve_instance(args: ServeArgs) -> int:
     _require_queue(args)
     from capplan.server import InstanceConfig, ServerLimits, ServerSettings, run_instance
 
+    engine = _engine_settings(args, len(adapters))
     try:
         settings = fill(
             ServerSettings,
@@ -318,7 +312,7 @@ def _serve_instance(args: ServeArgs) -> int:
             model_name=args.model if args.served_model_name is None else args.served_model_name,
             lora_root=None if args.lora_root is None else Path(args.lora_root),
             pool=_pool(args),
-            max_requests=args.max_num_seqs + args.max_queue,
+            max_requests=engine["max_num_seqs"] + args.max_queue,
             limits=fill(ServerLimits, args),
         )
         announce_compilation()
@@ -328,7 +322,7 @@ def _serve_instance(args: ServeArgs) -> int:
             model=args.model,
             server=settings,
             adapters=adapters,
-            engine=_engine_settings(args, len(adapters)),
+            engine=engine,
             records=None if args.steps_out is None else Path(args.steps_out),
             cpu_affinity=args.cpu_affinity,
         )
@@ -358,16 +352,20 @@ def _pool(args: ServeArgs) -> PoolSettings | None:
 def _engine_settings(args: ServeArgs, adapters: int) -> dict[str, Any]:
     from capplan.server import OPEN_ADAPTERS
 
-    settings = {name: getattr(args, name) for name in _ENGINE_FLAGS} | _documents(args)
+    settings = _engine_flags(args) | _documents(args)
     if not _is_given(args.ctx, "rules"):
         del settings["rules"]
     settings["max_adapters"] = args.max_adapters
     if args.lora_root:  # clients may load adapters
-        if args.max_lora_rank is None and not adapters:
+        if args.engine.max_lora_rank is None and not adapters:
             settings["max_lora_rank"] = _OPEN_RANK
         if args.max_adapters is None:
             settings["max_adapters"] = max(OPEN_ADAPTERS, adapters)
     return settings
+
+
+def _engine_flags(args: ServeArgs) -> dict[str, Any]:
+    return dict(args.engine) | {name: getattr(args, name) for name in _ENGINE_FLAGS}
 
 
 def _documents(args: ServeArgs) -> dict[str, Any]:
@@ -456,7 +454,7 @@ def _instances(
     """
     from capplan.fleet import ServingOptions, instances_of, spread_over_gpus
 
-    engine = {name: getattr(args, name) for name in _ENGINE_FLAGS if name in given} | _documents(args)
+    engine = {name: each for name, each in _engine_flags(args).items() if name in given} | _documents(args)
     if args.rebalance is not None or plan.rebalance is not None:
         engine = equal_settings(plan, args.groups or ()) | engine
     serving = ServingOptions(

@@ -31,7 +31,7 @@ from capplan.cli.options import (
     WorkloadFile,
     chosen_profile,
     command,
-    engine_option,
+    engine_flags,
     numbers,
     read_cache,
     read_scheduler,
@@ -53,7 +53,7 @@ from capplan.reports.tables import (
     require_no_extrapolation,
     trace_lines,
 )
-from capplan.spec import completed, require_seed_count
+from capplan.spec import EngineConfig, completed, require_seed_count
 
 if TYPE_CHECKING:
     from capplan.spec import Cache, Profile, Scheduler, Workload
@@ -161,10 +161,8 @@ def paired_documents(metrics: Sequence[PairedMetric]) -> list[dict[str, Any]]:
     ]
 
 
-_ENGINE: Final = (
-    *("max_num_seqs", "max_num_batched_tokens", "max_cpu_loras", "max_model_len"),
-    "gpu_memory_utilization",
-)
+_SLOTS: Final = ("max_loras", "max_lora_rank")
+"""Engine settings of which the command takes several values, or the adapters decide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,11 +199,7 @@ class SimulateArgs:
     seeds: int = typer.Option(
         1, metavar="N", help="Paired seeds from --seed on, which order several numbers of slots."
     )
-    max_num_seqs: int | None = engine_option("max_num_seqs", None)
-    max_num_batched_tokens: int | None = engine_option("max_num_batched_tokens", None)
-    max_cpu_loras: int | None = engine_option("max_cpu_loras", None)
-    max_model_len: int | None = engine_option("max_model_len", None)
-    gpu_memory_utilization: float | None = engine_option("gpu_memory_utilization", None)
+    engine: EngineConfig = engine_flags(without=_SLOTS)
     max_in_flight: int | None = typer.Option(
         None, metavar="N", help="Reject arrivals beyond this many requests."
     )
@@ -303,22 +297,21 @@ def simulate(args: SimulateArgs) -> None:
 
 
 _OF_ONE_GPU: Final = (
-    *("max_loras", "max_lora_rank", *_ENGINE, "max_in_flight", "rules", "scheduler", "cache"),
-    *("gpus_per_link", "prefix_caching", "html", "workers", "ray_address"),
+    *(*_SLOTS, "max_in_flight", "rules", "scheduler", "cache", "gpus_per_link", "prefix_caching"),
+    *("html", "workers", "ray_address"),
 )
-"""Options that do not go with a plan."""
+"""Options that do not go with a plan, beside other engine settings."""
 
 
 def _simulate_plan(args: SimulateArgs, plan: str) -> None:
     """Simulate the instances of a plan."""
     from capplan.cli.simulate_plan import PlanSimulation, simulate_plan
 
-    given = [name for name in _OF_ONE_GPU if getattr(args, name) is not None]
-    given += ["seeds"] if args.seeds != 1 else []
-    given += ["detail"] if args.detail else []
-    if given:
-        flag = f"--{given[0].replace('_', '-')}"
-        raise InputError("does not go with --plan", getattr(args, given[0]), flag)
+    given: dict[str, Any] = {name: each for name in _OF_ONE_GPU if (each := getattr(args, name)) is not None}
+    given |= args.engine.given | ({"seeds": args.seeds} if args.seeds != 1 else {})
+    given |= {"detail": True} if args.detail else {}
+    for name, value in given.items():
+        raise InputError("does not go with --plan", value, f"--{name.replace('_', '-')}")
     options = PlanSimulation(
         profile=args.profile,
         router=args.router,
@@ -338,7 +331,8 @@ def found_extrapolations(
     """Return the extrapolations of all simulations as JSON data; groups are the numbers of slots."""
     from capplan.twin.instance import engine_args, extrapolations, merged, values_of
 
-    known = {name: value for name, value in settings.items() if name in (*_ENGINE, "s_max")}
+    names = ("s_max", *EngineConfig.model_fields)
+    known = {name: value for name, value in settings.items() if name in names}
     found = []
     for slots, outcome in outcomes.items():
         if not isinstance(outcome, InfeasibleError):
@@ -384,10 +378,7 @@ def _settings(args: SimulateArgs, workload: Workload) -> dict[str, Any]:
     rank = args.max_lora_rank if args.max_lora_rank is not None else workload.engine.max_lora_rank
     plain = ("duration_s", "seed", "max_in_flight", "rules", "prefix_caching")
     link = {} if args.gpus_per_link is None else {"gpus_per_link": args.gpus_per_link}
-    merged = {
-        name: getattr(workload.engine, name) if (value := getattr(args, name)) is None else value
-        for name in _ENGINE
-    }
+    merged = workload.engine.given | args.engine.given
     if rank is None and workload.adapters:
         rank = allowed_lora_rank(max(a.rank for a in workload.adapters))
     chosen = {"scheduler": read_scheduler(args.scheduler), "cache": read_cache(args.cache)}
@@ -396,7 +387,7 @@ def _settings(args: SimulateArgs, workload: Workload) -> dict[str, Any]:
         **{name: getattr(args, name) for name in plain},
         **link,
         **{name: value.model_dump(mode="json") for name, value in chosen.items() if value is not None},
-        **{name: value for name, value in merged.items() if value is not None},
+        **{name: value for name, value in merged.items() if name not in _SLOTS},
     }
 
 

@@ -16,7 +16,7 @@ from capplan.cli.options import (
     PlanFile,
     ResultFile,
     command,
-    engine_option,
+    engine_flags,
     fill,
     read_any_plan,
     require_extra,
@@ -27,7 +27,7 @@ from capplan.errors import InputError
 from capplan.interrupt import INTERRUPTED
 from capplan.reports import print_json, print_table
 from capplan.reports.tables import group_table, group_verdict, heading, speed_note
-from capplan.spec import EngineArgs
+from capplan.spec import EngineConfig
 
 if TYPE_CHECKING:
     from capplan.profiling.validation import GroupValidation, Validation
@@ -63,13 +63,7 @@ class ValidateArgs:
     cpu_affinity: str = typer.Option(
         "auto", metavar="CPUS", help="Of the engine cores of servers that are started."
     )
-    max_loras: int | None = engine_option("max_loras", None)
-    max_lora_rank: int | None = engine_option("max_lora_rank", None)
-    max_cpu_loras: int | None = engine_option("max_cpu_loras", None)
-    max_num_seqs: int | None = engine_option("max_num_seqs", None)
-    max_num_batched_tokens: int | None = engine_option("max_num_batched_tokens", None)
-    max_model_len: int | None = engine_option("max_model_len", None)
-    gpu_memory_utilization: float | None = engine_option("gpu_memory_utilization", None)
+    engine: EngineConfig = engine_flags()
     prefix_caching: bool | None = typer.Option(
         None,
         "--prefix-caching/--no-prefix-caching",
@@ -174,9 +168,8 @@ def _group_document(group: GroupValidation) -> dict[str, Any]:
 
 def _engine_args(args: ValidateArgs) -> dict[str, Any]:
     """Return the engine settings that are given, by their names in a plan."""
-    given = {name: getattr(args, name) for name in EngineArgs.model_fields if hasattr(args, name)}
-    given["enable_prefix_caching"] = args.prefix_caching
-    return {name: value for name, value in given.items() if value is not None}
+    prefixes = {} if args.prefix_caching is None else {"enable_prefix_caching": args.prefix_caching}
+    return args.engine.given | prefixes
 
 
 def _urls(given: list[str] | None, plan: Plan) -> dict[str, str]:

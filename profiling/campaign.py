@@ -35,7 +35,7 @@ from capplan.profiling._campaign_page import (
     device_bytes_per_s,
     write_page,
 )
-from capplan.spec import open_stream, read_text, write_text_atomic
+from capplan.spec import EngineConfig, open_stream, read_text, write_text_atomic
 
 if TYPE_CHECKING:
     from capplan.profiling.validation._loop import ClosedLoop
@@ -224,9 +224,7 @@ def _loop(setting: SliceSettings) -> ClosedLoop:
             adapters=3,
             ranks=(8,),
             slots=(2,),
-            max_num_seqs=4,
-            max_num_batched_tokens=64,
-            max_model_len=128,
+            engine=EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128),
             prompt_tokens=(48.0, 8.0),
             output_tokens=(56.0, 8.0),  # long, so that an hour of the twin holds few requests
             point_s=1.0,
@@ -240,9 +238,7 @@ def _loop(setting: SliceSettings) -> ClosedLoop:
             ranks=(8, 64),
             slots=(8, 32),
             threads=_READING_THREADS,
-            max_num_seqs=128,
-            max_num_batched_tokens=2048,
-            max_model_len=4096,
+            engine=EngineConfig(max_num_seqs=128, max_num_batched_tokens=2048, max_model_len=4096),
             prompt_tokens=(223.0, 245.0),
             output_tokens=(194.0, 206.0),
             form=None,

@@ -123,6 +123,11 @@ class EngineConfig(SpecModel):
                 raise rule_error(f"must be at least {small}, which is {low}", key=(large,), value=high)
         return self
 
+    @property
+    def given(self) -> dict[str, int | float]:
+        """The settings that are fixed, by name."""
+        return {name: value for name, value in self if value is not None}
+
     def complete(
         self,
         max_loras: int = 1,

@@ -60,7 +60,7 @@ def _device_bytes(options: EngineProfilingOptions, arch: ModelArch) -> int:
     if options.memory_bytes is not None:
         return options.memory_bytes
     slots = max(options.a_max) * max(options.s_max) * lora_elements_per_rank(arch) * arch.dtype_bytes
-    return int((weight_bytes(arch) + slots + _CPU_KV_BYTES) / options.gpu_memory_utilization)
+    return int((weight_bytes(arch) + slots + _CPU_KV_BYTES) / options.widest.gpu_memory_utilization)
 
 
 def memory_row(options: EngineProfilingOptions, base: Profile, slots: SlotSetting) -> dict[str, float]:
@@ -77,12 +77,12 @@ def memory_row(options: EngineProfilingOptions, base: Profile, slots: SlotSettin
     a_max, s_max = slots
     fields = options.engine_fields(max_loras=a_max, max_lora_rank=s_max)
     if not options.on_gpu:
-        fields["num_kv_blocks"] = -(-options.max_model_len // BLOCK_TOKENS)
+        fields["num_kv_blocks"] = -(-options.widest.max_model_len // BLOCK_TOKENS)
     sizes = _sizes(options.model, fields)
     free_unused(torch.device(options.device))  # a server may start next
     blocks = sizes.num_blocks
     if not options.on_gpu:
-        room = base.gpu.memory_bytes * options.gpu_memory_utilization - weight_bytes(base.model)
+        room = base.gpu.memory_bytes * options.widest.gpu_memory_utilization - weight_bytes(base.model)
         blocks = int((room - a_max * sizes.slot_bytes) // (kv_bytes_per_token(base.model) * BLOCK_TOKENS))
     if blocks < 1:
         message = f"{a_max} slots of rank {s_max} leave no KV in {base.gpu.memory_bytes} bytes"
@@ -91,9 +91,9 @@ def memory_row(options: EngineProfilingOptions, base: Profile, slots: SlotSettin
         "a_max": a_max,
         "s_max": s_max,
         "kv_tokens": blocks * BLOCK_TOKENS,
-        "max_num_seqs": options.max_num_seqs,
-        "max_num_batched_tokens": options.max_num_batched_tokens,
-        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "max_num_seqs": options.widest.max_num_seqs,
+        "max_num_batched_tokens": options.widest.max_num_batched_tokens,
+        "gpu_memory_utilization": options.widest.gpu_memory_utilization,
     }
 
 
@@ -155,7 +155,7 @@ def _load_times_ms(
     options: EngineProfilingOptions, s_max: int, folders: Sequence[Path], rounds: int, *, on_host: int
 ) -> list[float]:
     fields = options.engine_fields(max_loras=1, max_lora_rank=s_max, max_cpu_loras=on_host, rules=_RULES)
-    fields["num_kv_blocks"] = -(-options.max_model_len // BLOCK_TOKENS) + 1
+    fields["num_kv_blocks"] = -(-options.widest.max_model_len // BLOCK_TOKENS) + 1
     waits = []
     with Engine(options.model, {str(at): each for at, each in enumerate(folders)}, **fields) as engine:
         for turn in range(rounds + _WARM_UP):

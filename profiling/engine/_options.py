@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from capplan.errors import InputError
-from capplan.spec import EngineArgs
+from capplan.spec import EngineArgs, EngineConfig
 
 MEMORY: Final = "memory"
 LOADS: Final = "loads"
@@ -18,9 +19,12 @@ STAGES: Final = (MEMORY, LOADS, STEPS, ITERATIONS, SERVED)
 """In the order of measurement."""
 _WEIGHTS: Final = MappingProxyType({STEPS: 0.15, ITERATIONS: 0.05, SERVED: 0.8})
 """Time shares of the stages that use all of their time."""
-LIMITS: Final = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "gpu_memory_utilization")
-_SHARED: Final = ("device", "dtype", "rules", "lora_kernel", "seed", *LIMITS)
-"""Settings of `Engine` among the options."""
+_LIMITS: Final = MappingProxyType(
+    {"max_num_seqs": 32, "max_num_batched_tokens": 512, "max_model_len": 2048, "gpu_memory_utilization": 0.9}
+)
+"""Engine settings that all stages share, with the values of those left open."""
+_SHARED: Final = ("device", "dtype", "rules", "lora_kernel", "seed")
+"""Further settings of `Engine`, among the options."""
 
 
 class SlotSetting(NamedTuple):
@@ -49,13 +53,10 @@ class EngineProfilingOptions:
     s_max: tuple[int, ...] = (32,)
     ranks: tuple[int, ...] = (8, 16, 32)
     """Ranks of adapters; each has as many adapters as the largest number of slots."""
-    max_num_seqs: int = 32
-    """Largest batch."""
-    max_num_batched_tokens: int = 512
-    max_model_len: int = 2048
+    engine: EngineConfig = EngineConfig()
+    """Limits of the engine; those left open: batches of 32, steps of 512 tokens, requests of 2048."""
     memory_bytes: int | None = None
     """Memory of a CPU engine; None: weights, the largest slots and 256 MiB of KV."""
-    gpu_memory_utilization: float = 0.9
     threads: int = 1
     """Threads of PyTorch on a CPU."""
     cpu_affinity: str = "auto"
@@ -90,14 +91,23 @@ class EngineProfilingOptions:
         """Whether the device is a GPU."""
         return self.device.startswith("cuda")
 
+    @property
+    def limits(self) -> dict[str, Any]:
+        """The engine settings that all stages share."""
+        return {**_LIMITS, **self.engine.given}
+
+    @cached_property
+    def widest(self) -> EngineArgs:
+        """The engine settings with the most slots of the largest rank."""
+        return self.engine_args(SlotSetting(max(self.a_max), max(self.s_max)))
+
     def engine_fields(self, **more: Any) -> dict[str, Any]:
         """Return the settings of `Engine` that all stages share, and `more`."""
-        return {name: getattr(self, name) for name in _SHARED} | more
+        return {name: getattr(self, name) for name in _SHARED} | self.limits | more
 
     def engine_args(self, slots: SlotSetting) -> EngineArgs:
         """Return the engine settings with these slots."""
-        limits: dict[str, Any] = {name: getattr(self, name) for name in LIMITS}
-        return EngineArgs(max_loras=slots.a_max, max_lora_rank=slots.s_max, **limits)
+        return EngineArgs(max_loras=slots.a_max, max_lora_rank=slots.s_max, **self.limits)
 
     def fitting(self, s_max: int) -> tuple[int, ...]:
         """Return the ranks that fit into slots of this rank, in the given order."""

@@ -15,7 +15,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
@@ -32,7 +32,7 @@ from capplan.profiling._machine import describe
 from capplan.profiling._tables import OUTPUT_TOKENS, MeasurementFolder, OnProgress, idle_run, require_same
 from capplan.profiling.engine import _options as stages
 from capplan.profiling.engine._memory import BLOCK_TOKENS, base_profile, loading_rows, memory_row
-from capplan.profiling.engine._options import LIMITS, EngineProfilingOptions, SlotSetting
+from capplan.profiling.engine._options import EngineProfilingOptions, SlotSetting
 from capplan.profiling.engine._stepping import (
     COUNTS,
     PHASES,
@@ -112,7 +112,7 @@ def measure_steps(
         return
     fields = options.engine_fields(max_loras=slots.a_max, max_lora_rank=slots.s_max)
     fields["num_kv_blocks"] = kv_blocks
-    fields["max_in_flight"] = 8 * options.max_num_seqs
+    fields["max_in_flight"] = 8 * options.widest.max_num_seqs
     fixed = {**slots._asdict(), "adapters_served": max(1, len(ranks))}
     with Engine(options.model, ranks, virtual_time=True, **fields) as engine:
         stepper = Stepper(engine, ranks, options.seed)
@@ -174,7 +174,7 @@ def iteration_rows(
     options: EngineProfilingOptions, known: set[str], end_s: float
 ) -> Iterator[tuple[int, int, list[dict[str, Any]]]]:
     """Measure batches until `end_s` on the monotonic clock; yield the number done, the total, and rows."""
-    most = min(options.max_num_seqs, options.max_num_batched_tokens // _PROMPT)
+    most = min(options.widest.max_num_seqs, options.widest.max_num_batched_tokens // _PROMPT)
     every = iteration_cases(most, options.seed)
     todo = [case for case in every if case.name not in known]
     if not todo:
@@ -185,7 +185,7 @@ def iteration_rows(
     widest = max(len(case.ranks) for case in every)
     ranks = {f"r{rank}-{at}": rank for rank in PAPER_RANKS for at in range(widest)}
     fields = options.engine_fields(max_loras=widest, max_lora_rank=max(PAPER_RANKS), max_num_seqs=widest)
-    fields["num_kv_blocks"] = widest * 4 + -(-options.max_model_len // BLOCK_TOKENS)
+    fields["num_kv_blocks"] = widest * 4 + -(-options.widest.max_model_len // BLOCK_TOKENS)
     settings = EngineOptions.parse(options.engine_fields())
     kernel = settings.chosen_lora_kernel(settings.torch_dtype(model_config(options.model)))
     with Engine(options.model, ranks, virtual_time=True, **fields) as engine:
@@ -248,12 +248,12 @@ def serve_and_measure(
     done: Callable[[int, int], None],
 ) -> ServedSteps:
     """Start a server and measure its steps at operating points, as rows of a step table."""
-    typical = min(_TYPICAL_TOKENS, options.max_model_len // _LONGEST_OVER_TYPICAL)
+    typical = min(_TYPICAL_TOKENS, options.widest.max_model_len // _LONGEST_OVER_TYPICAL)
     bounds = ServerBounds(
         adapters=slots.a_max,
         a_max=slots.a_max,
-        max_streams=options.max_num_seqs,
-        longest=options.max_model_len,
+        max_streams=options.widest.max_num_seqs,
+        longest=options.widest.max_model_len,
         kv_tokens=kv_blocks * BLOCK_TOKENS,
         prompt_tokens=typical,
         output_tokens=typical,
@@ -294,7 +294,7 @@ class _Client:
         self.found = ServedSteps()
         self.windows: list[Window] = []
         self._options, self._slots = options, slots
-        longest = options.max_model_len - OUTPUT_TOKENS
+        longest = options.widest.max_model_len - OUTPUT_TOKENS
         self._idle_prompts = sorted({min(tokens, longest) for tokens in _IDLE_PROMPTS})
 
     async def measure(
@@ -423,7 +423,7 @@ def grouped(steps: Any) -> list[dict[str, float]]:
 
 
 _LOAD_ROUNDS: Final = 12
-_FIXED: Final = ("threads", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "ranks")
+_FIXED: Final = ("threads", "engine", "ranks")
 """Options that must stay the same when a measurement is resumed."""
 Item = TypeVar("Item")
 
@@ -553,7 +553,7 @@ class _EngineProfiler:
             **slots._asdict(),
             "adapters": 1,
             "ranks": self.options.fitting(slots.s_max)[0],
-            **{name: getattr(self.options, name) for name in LIMITS},
+            **self.options.limits,
         }
         return idle_run(slots.name, settings, row)
 
@@ -568,7 +568,8 @@ class _EngineProfiler:
             self.base = known
         else:
             write_text_atomic(file, json.dumps(self.base.model_dump(mode="json"), indent=2) + "\n")
-        options = asdict(self.options)
+        options = {**vars(self.options), "engine": self.options.limits}
+        options.pop("widest", None)
         for facts in self.out.notes().values():
             if isinstance(facts.get("options"), dict):
                 require_same(facts["options"], options, _FIXED, str(self.out.path))

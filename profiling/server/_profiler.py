@@ -45,6 +45,7 @@ from capplan.profiling.server._closed_loop import (
     first_tokens,
     open_sender,
 )
+from capplan.spec import EngineConfig
 from capplan.version import installed_version
 
 _MS_PER_S: Final = 1e3
@@ -269,10 +270,8 @@ class EngineSetting:
     """Adapter slots; None: as reported by the server."""
     s_max: int
     """Rank of a slot."""
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_model_len: int | None = None
-    """Limit on prompt and output tokens; None: as reported by the server."""
+    engine: EngineConfig = EngineConfig()
+    """Other settings; open ones have vLLM's defaults, and `max_model_len` is as reported by the server."""
 
 
 @dataclass(frozen=True)
@@ -340,23 +339,23 @@ class _ServerProfiler:
         options: ServerProfilingOptions,
         on_progress: OnProgress,
     ) -> None:
-        self.server, self.setting, self.out, self.options = server, setting, out, options
+        self.server, self.out, self.options = server, out, options
         self.report = on_progress
         self.ranks = dict(enumerate(server.adapters.values(), start=1))
         """By model position; position 0 is the base model."""
-        self.a_max = setting.a_max or server.info.a_max or 1
+        longest = server.found.max_model_len or DEFAULT_MAX_MODEL_LEN
+        self.args = setting.engine.complete(setting.a_max or server.info.a_max or 1, setting.s_max, longest)
         self.bounds = ServerBounds(
             adapters=len(self.ranks),
-            a_max=self.a_max,
-            max_streams=min(options.max_streams or _LARGEST_BATCH, setting.max_num_seqs),
-            longest=setting.max_model_len or server.found.max_model_len or DEFAULT_MAX_MODEL_LEN,
+            a_max=self.args.max_loras,
+            max_streams=min(options.max_streams or _LARGEST_BATCH, self.args.max_num_seqs),
+            longest=self.args.max_model_len,
             kv_tokens=server.info.kv_tokens,
             prompt_tokens=options.prompt_tokens,
             output_tokens=options.output_tokens,
         )
-        self.name = (
-            f"a{self.a_max}-s{setting.s_max}-b{setting.max_num_seqs}-t{setting.max_num_batched_tokens}"
-        )
+        slots = f"a{self.args.max_loras}-s{self.args.max_lora_rank}"
+        self.name = f"{slots}-b{self.args.max_num_seqs}-t{self.args.max_num_batched_tokens}"
         self.result = ServerProfilingResult(self.name, kv_tokens=server.info.kv_tokens)
         self._sender = sender
         self._loop_lag = EventLoopLag()
@@ -407,7 +406,8 @@ class _ServerProfiler:
 
     def _engine(self) -> dict[str, Any]:
         """Return the engine-setting columns of tables."""
-        known = {"a_max": self.a_max, "s_max": self.setting.s_max, "max_num_seqs": self.setting.max_num_seqs}
+        args = self.args
+        known = {"a_max": args.max_loras, "s_max": args.max_lora_rank, "max_num_seqs": args.max_num_seqs}
         share = self.server.info.gpu_memory_utilization
         return known if share is None else {**known, "gpu_memory_utilization": share}
 
@@ -416,9 +416,9 @@ class _ServerProfiler:
         if self.out.has(files.FIRST_TOKENS, self.name):
             return
         longest = self.bounds.longest - OUTPUT_TOKENS
-        top = min(4 * self.options.prompt_tokens, longest, self.setting.max_num_batched_tokens)
+        top = min(4 * self.options.prompt_tokens, longest, self.args.max_num_batched_tokens)
         lengths = sorted({int(n) for n in np.geomspace(min(8, top), top, _IDLE_LENGTHS).round()})
-        resident = list(self.ranks)[: min(self.a_max, _IDLE_ADAPTERS)]
+        resident = list(self.ranks)[: min(self.args.max_loras, _IDLE_ADAPTERS)]
         counter = self._counter(FIRST_TOKENS, len(lengths))
         rows = await first_tokens(self._sender, resident or [0], lengths, self.options.idle_repeats, counter)
         self.out.add(files.FIRST_TOKENS, self.name, rows)
@@ -426,7 +426,7 @@ class _ServerProfiler:
             **self._engine(),
             "adapters": len(resident),
             "ranks": " ".join(str(self.ranks[at]) for at in resident),
-            "max_num_batched_tokens": self.setting.max_num_batched_tokens,
+            "max_num_batched_tokens": self.args.max_num_batched_tokens,
             "max_model_len": self.bounds.longest,
         }
         if resident:
@@ -437,7 +437,9 @@ class _ServerProfiler:
             return
         rounds = self.options.load_rounds
         counter = self._counter(LOADS, rounds + 1)
-        rows = await adapter_loads(self._sender, self.ranks, self.a_max, self.setting.s_max, rounds, counter)
+        rows = await adapter_loads(
+            self._sender, self.ranks, self.args.max_loras, self.args.max_lora_rank, rounds, counter
+        )
         self.result.loads = int(sum(float(row["loads"]) for row in rows))
         self.out.add(files.LOADING, self.name, rows)
 
@@ -472,15 +474,15 @@ class _ServerProfiler:
         measured_s = max(1.0, self.options.point_s - ramp_s)
         answered, start_s, end_s = await closed_loop(self._sender, point, models, ramp_s, measured_s, seed)
         edges = np.linspace(start_s, end_s, _WINDOWS + 1)
-        rows = window_rows(answered, edges, self.ranks, self.setting.max_num_batched_tokens)
+        rows = window_rows(answered, edges, self.ranks, self.args.max_num_batched_tokens)
         fixed = {
             "run": f"{self.name}-{point.name}",
-            "a_max": self.a_max,
-            "s_max": self.setting.s_max,
+            "a_max": self.args.max_loras,
+            "s_max": self.args.max_lora_rank,
             "adapters_served": max(1, len(self.ranks)),
             "waiting": 0.0,
             "load_ms": 0.0,  # all adapters of a point have slots
-            "token_budget": self.setting.max_num_batched_tokens,
+            "token_budget": self.args.max_num_batched_tokens,
         }
         if self.server.info.kv_tokens is not None:
             fixed["kv_capacity"] = self.server.info.kv_tokens
@@ -495,7 +497,7 @@ class _ServerProfiler:
             "base_model": self.server.target.base_model,
             "adapters": len(self.ranks),
             "ranks": dict(self.server.adapters),
-            "engine": asdict(self.setting),
+            "engine": self.args.model_dump(mode="json"),
             "told_by_the_server": asdict(self.server.info),
             "options": asdict(self.options),
             "prompt_form": self.server.found.prompts.form.value,

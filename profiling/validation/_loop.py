@@ -17,7 +17,7 @@ from capplan.datasets import load_profile
 from capplan.errors import CapplanError, InfeasibleError
 from capplan.models import crossover, read_kernel_table
 from capplan.profiling.server._process import flag_words, run_capplan
-from capplan.spec import Adapter, Lengths, Workload, write_text_atomic
+from capplan.spec import Adapter, EngineConfig, Lengths, Workload, write_text_atomic
 from capplan.twin import SimulationResult, simulate
 
 _STARVED: Final = 0.5
@@ -82,9 +82,7 @@ class LoopSettings:
     """Relative request rates of the adapters; empty: equal."""
     slots: tuple[int, ...] = (4, 24)
     """Numbers of adapter slots at which steps are profiled."""
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int = 512
-    max_model_len: int = 512
+    engine: EngineConfig = EngineConfig(max_num_seqs=32, max_num_batched_tokens=512, max_model_len=512)
     prompt_tokens: tuple[float, float] = (60.0, 40.0)
     """Mean and standard deviation."""
     output_tokens: tuple[float, float] = (50.0, 30.0)
@@ -132,9 +130,7 @@ class ClosedLoop:
             "--threads": setting.threads,
             "--max-loras": ",".join(map(str, setting.slots)),
             "--ranks": ",".join(map(str, setting.ranks)),
-            "--max-num-seqs": setting.max_num_seqs,
-            "--max-num-batched-tokens": setting.max_num_batched_tokens,
-            "--max-model-len": setting.max_model_len,
+            **{f"--{name.replace('_', '-')}": value for name, value in setting.engine.given.items()},
             "--budget-s": budget_s,
             "--point-s": setting.point_s,
             "--stages": ",".join(stages) or None,
@@ -207,12 +203,11 @@ class ClosedLoop:
         """Return the workload file for a total request rate."""
         setting = self.setting
         weights = setting.popularity or (1.0,) * setting.adapters
-        limits = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
         return {
             "version": 1,
             "base_model": load_profile(str(self.profile)).model.hf_ids[0],
             "profile": str(self.profile.resolve()),
-            "engine": {name: getattr(setting, name) for name in limits},
+            "engine": setting.engine.given,
             "requests": {
                 name: dict(zip(("mean", "std"), getattr(setting, name), strict=True))
                 for name in ("prompt_tokens", "output_tokens")

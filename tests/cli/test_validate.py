@@ -38,9 +38,10 @@ def written(folder: Path, document: dict[str, Any]) -> tuple[Path, Path, Path]:
     from capplan import load_workload
     from capplan.profiling.engine import EngineProfilingOptions
     from capplan.profiling.engine._memory import base_profile
+    from capplan.spec import EngineConfig
 
     workload, profile, chosen = (folder / name for name in ("workload.yaml", "profile.json", "plan.json"))
-    base = base_profile(EngineProfilingOptions("tiny-llama", max_model_len=128))
+    base = base_profile(EngineProfilingOptions("tiny-llama", engine=EngineConfig(max_model_len=128)))
     memory = base.memory.coefficients | {"reserved_bytes": base.memory.coefficients["bytes_per_seq"]}
     arch = base.model.replace(hf_ids=(document["base_model"],))
     known = base.replace(memory=base.memory.replace(coefficients=memory), model=arch)

@@ -348,7 +348,7 @@ LIES: dict[str, tuple[Callable[[BaseHTTPRequestHandler, bytes], None], str]] = {
     "endless headers": (many_headers, ""),
     "too long": (lambda handler, data: reply(handler, data, 2**62), "not completed"),
     # By whether the bytes past the length arrive with the ten before it: a broken answer, or ten good bytes.
-    "too short": (lambda handler, data: reply(handler, data, 10), "the connection failed|must have the digest"),
+    "too short": (lambda handler, data: reply(handler, data, 10), "connection failed|must have the digest"),
     "negative": (lambda handler, data: reply(handler, data, -1), ""),
     "cut off": (FAULTS["cut off"], ""),
     "too many bytes": (FAULTS["too many bytes"], ""),

@@ -18,11 +18,13 @@ from capplan.profiling.engine import _profiler as served
 from capplan.profiling.engine._options import STAGES
 from capplan.profiling.engine._profiler import iteration_cases
 from capplan.profiling.server._closed_loop import LoopError, RequestSender, ServerPoint, closed_loop
-from capplan.spec import Kernel
+from capplan.spec import EngineConfig, Kernel
 from capplan.twin.calibration import CalibrationOptions as HowToCalibrate
 from capplan.twin.calibration import CalibrationTables, calibrate
 
 pytestmark = pytest.mark.process
+
+LIMITS = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128)
 
 
 def tiny(**fields: object) -> EngineProfilingOptions:
@@ -31,9 +33,7 @@ def tiny(**fields: object) -> EngineProfilingOptions:
         "a_max": (2,),
         "s_max": (16,),
         "ranks": (8, 16),
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 64,
-        "max_model_len": 128,
+        "engine": LIMITS,
         "stages": ("memory", "loads", "steps"),
         "budget_s": 600.0,
         "tolerance": 0.0,
@@ -65,9 +65,9 @@ def test_a_folder_of_another_engine_is_refused(measured: Path) -> None:
     "change",
     [
         {"threads": 2},
-        {"max_num_seqs": 2},
-        {"max_num_batched_tokens": 32},
-        {"max_model_len": 96},
+        {"engine": LIMITS.replace(max_num_seqs=2)},
+        {"engine": LIMITS.replace(max_num_batched_tokens=32)},
+        {"engine": LIMITS.replace(max_model_len=96)},
         {"ranks": (16,)},
     ],
 )
@@ -105,7 +105,11 @@ def test_the_tables_calibrate_a_profile(measured: Path) -> None:
 
 
 def test_iterations_cover_the_grid_of_the_paper_and_are_fitted(tmp_path: Path) -> None:
-    options = tiny(max_num_seqs=8, max_num_batched_tokens=256, stages=("iterations",), budget_s=20.0)
+    options = tiny(
+        engine=LIMITS.replace(max_num_seqs=8, max_num_batched_tokens=256),
+        stages=("iterations",),
+        budget_s=20.0,
+    )
     assert {each.configuration for each in iteration_cases(32, 0)} >= {
         f"{n}x{r}" for n in (4, 32) for r in (8, 64)
     }
@@ -120,7 +124,7 @@ def test_iterations_cover_the_grid_of_the_paper_and_are_fitted(tmp_path: Path) -
 
 
 def test_iterations_are_incomplete_without_time(tmp_path: Path) -> None:
-    options = tiny(max_num_seqs=2, stages=("iterations",))
+    options = tiny(engine=LIMITS.replace(max_num_seqs=2), stages=("iterations",))
     assert profile_engine(tmp_path, options).is_complete
     file = tmp_path / "iterations.parquet"
     whole = pd.read_parquet(file)

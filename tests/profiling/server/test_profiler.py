@@ -28,6 +28,7 @@ from capplan.profiling.server import (
 from capplan.profiling.server import _profiler as profiler
 from capplan.profiling.server._closed_loop import ServerPoint
 from capplan.profiling.server._profiler import OnProgress
+from capplan.spec import EngineConfig
 from capplan.twin.calibration._runs import read_runs
 from tests.profiling.load.servers import toy_server
 
@@ -57,7 +58,7 @@ def measure(
     base_model: str = "base",
     on_progress: OnProgress | None = None,
 ) -> ServerProfilingResult:
-    setting = EngineSetting(a_max, 16, max_num_seqs=32, max_num_batched_tokens=512)
+    setting = EngineSetting(a_max, 16, EngineConfig(max_num_seqs=32, max_num_batched_tokens=512))
     target = Target(url, base_model=base_model)
     return profile_server(target, ranks, setting, MeasurementFolder(path), options, on_progress)
 
