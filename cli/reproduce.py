@@ -59,8 +59,8 @@ def reproduce(args: ReproduceArgs) -> None:
     """Simulate the papers' figures on the papers' own settings, beside the papers' numbers.
 
     Writes per paper its rows (JSON) and a document (Markdown), one table of all, and an HTML page with the
-    plots. Rows are compared with the run that ships with capplan. Exit status 1: a row is outside of that
-    run's interval.
+    plots. Rows are compared with the run that ships with capplan. Exit status 1: a row is farther from
+    that run's interval over its seeds than the interval is wide.
     """
     from capplan.reproduce import PAPERS
 
@@ -143,11 +143,11 @@ def _write_all(found: Sequence[Reproduction], folder: Path) -> None:
 
 
 def _changes(found: Reproduction) -> list[str]:
-    """Return a line per row that is outside of the interval of the run that ships."""
+    """Return a line per row that differs from the run that ships."""
     from capplan.reproduce import changed_rows, read_recipe, stored_rows
 
     return [
-        f"{found.paper} {row.key}: {row.ours:.4g} is outside of {low:.4g} to {high:.4g}, the shipped run"
+        f"{found.paper} {row.key}: {row.ours:.4g} is far from {low:.4g} to {high:.4g}, the shipped run"
         for row, low, high in changed_rows(read_recipe(found.paper), found, stored_rows(found.paper))
     ]
 

@@ -118,9 +118,10 @@ def result_of(recipe: Recipe, figure: Figure, findings: Findings) -> Result:
 
 
 def changed_rows(recipe: Recipe, found: Reproduction, stored: Reproduction) -> list[tuple[Row, float, float]]:
-    """Return rows whose mean is outside of the interval over seeds of another run, with that interval.
+    """Return rows whose mean is farther from the interval over seeds of another run than it is wide, with it.
 
-    Times of a machine are left out.
+    Times of a machine are left out. On another machine the same seeds give other means: the last digits of a
+    router's fitted model decide between instances that are nearly equal, and so which queue a request is in.
     """
     timed = {figure.id for figure in recipe.figures if figure.timed}
     known = {row.key: row for row in stored.rows if row.figure not in timed}
@@ -129,7 +130,7 @@ def changed_rows(recipe: Recipe, found: Reproduction, stored: Reproduction) -> l
         other = known.get(row.key)
         if row.ours is None or other is None or other.low is None or other.high is None:
             continue
-        slack = _ROUNDING * max(abs(other.low), abs(other.high))
+        slack = other.high - other.low + _ROUNDING * max(abs(other.low), abs(other.high))
         if not other.low - slack <= row.ours <= other.high + slack:
             changed.append((row, other.low, other.high))
     return changed

@@ -80,7 +80,8 @@ def test_a_mean_is_between_its_seeds_and_a_run_agrees_with_itself(values: list[f
         assert row.high is not None
         assert row.low <= row.ours + 1e-9 * abs(row.ours)
         assert row.ours <= row.high + 1e-9 * abs(row.high)
-    beyond = result.rows[0].replace(ours=max(values) + 1.0 + abs(max(values)))
+    wide = max(values) - min(values)
+    beyond = result.rows[0].replace(ours=max(values) + wide + 1.0 + abs(max(values)))
     moved = run.replace(results=(result.replace(rows=(beyond, *result.rows[1:])),))
     assert [row.key for row, _, _ in changed_rows(recipe, moved, run)] == [beyond.key]
 
