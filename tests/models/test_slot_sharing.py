@@ -1,4 +1,4 @@
-"""Slot time-sharing: the roots that Newton's method finds are those of bisections."""
+"""Slot time-sharing: the roots that Newton's method finds are those of bisections, or further ones."""
 
 from collections.abc import Callable
 
@@ -62,11 +62,15 @@ def test_the_period_is_the_step_that_bisections_end_at_wherever_the_search_begin
     a_max, backlog_s = share * load.adapters, life_s * min(1.0, load.output_cv)
     assume(wanted > a_max)
     found = rotation_period_s(load, busy_s, backlog_s, a_max, HORIZON_S, guess_s)
-    exact = bisected(
-        np.log(1e-3), np.log(1e5 * HORIZON_S), lambda x: slots_wanted(load, busy_s, backlog_s, x) > a_max
-    )
-    step = (np.log(1e5 * HORIZON_S) - np.log(1e-3)) / 2**BISECTIONS
-    assert abs(np.log(found / exact)) < 1.5 * step
+
+    def is_crowded(period_s: float) -> bool:
+        return slots_wanted(load, busy_s, backlog_s, period_s) > a_max
+
+    exact = bisected(np.log(1e-3), np.log(1e5 * HORIZON_S), is_crowded)
+    step = 1.5 * (np.log(1e5 * HORIZON_S) - np.log(1e-3)) / 2**BISECTIONS
+    # Stays grow with the period, so few rates may have several periods with as many slots in use as there are.
+    is_another = is_crowded(found * np.exp(-step)) and not is_crowded(found * np.exp(step))
+    assert is_another or abs(np.log(found / exact)) < step
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 400), LIVES, st.floats(1e-2, 1e6))
