@@ -23,6 +23,7 @@ from capplan.models._slot_sharing import (
     slot_rotation,
 )
 from capplan.models._step_latency import StepFeatures, StepRanks, rank_ms, step_ms
+from capplan.spec import EngineLimits
 
 _ROUNDS = 24
 _MIN_RPS = 1e-12
@@ -35,12 +36,9 @@ class FluidEngine(NamedTuple):
     step_form: int
     step_coefficients: NDArray[np.float64]
     """Step-latency model, by `latency_code` and `coefficient_array`."""
-    a_max: float
-    s_max: float
-    max_num_seqs: float
+    limits: EngineLimits
     kv_requests: float
     """Requests that the KV cache holds."""
-    max_num_batched_tokens: float
     adapter_load_s: float
     """Duration of an adapter load into a slot."""
     max_in_flight: float
@@ -92,7 +90,7 @@ def fluid_state(
     limit = batch_limit(engine, load)
     total = max(load.total_rps, _MIN_RPS)
     step_s, batch, rotation, active = _under_load(engine, load, limit, horizon_s, scratch)
-    adapters = min(engine.a_max, max(1.0, running_adapters(load, limit / total)))
+    adapters = min(engine.limits.max_loras, max(1.0, running_adapters(load, limit / total)))
     full_step_s, compute_s = _full_step_s(engine, load, limit, adapters, horizon_s)
     capacity = _capacity_rps(engine, load, full_step_s)
 
@@ -121,8 +119,8 @@ def fluid_state(
 @jit
 def batch_limit(engine: FluidEngine, load: FluidLoad) -> float:
     """Return the largest batch that max_num_seqs, KV cache and token budget allow."""
-    tokens_limit = engine.max_num_batched_tokens / (1.0 + load.prompt_tokens / load.output_tokens)
-    return max(1.0, min(engine.max_num_seqs, engine.kv_requests, tokens_limit))
+    tokens_limit = engine.limits.max_num_batched_tokens / (1.0 + load.prompt_tokens / load.output_tokens)
+    return max(1.0, min(engine.limits.max_num_seqs, engine.kv_requests, tokens_limit))
 
 
 @jit
@@ -133,7 +131,7 @@ def _under_load(
 
     Longer steps mean longer lifetimes, larger batches and longer steps again: a damped fixed-point iteration.
     """
-    crowded = load.adapters > engine.a_max and load.total_rps > 0.0
+    crowded = load.adapters > engine.limits.max_loras and load.total_rps > 0.0
     step_s = _step_s(engine, load, 1.0, 1.0, 0.0)
     batch, active, loading_s = 1.0, 1.0, 0.0
     rotation = SlotRotation(0.0, 0.0, 1.0, 0.0)
@@ -144,22 +142,24 @@ def _under_load(
             active, wanted = busy_periods(load, life_s, scratch)
             backlog_s = life_s * min(1.0, load.output_cv)
             period_s = 0.0
-            if wanted > engine.a_max:
+            if wanted > engine.limits.max_loras:
                 start_s = guess_s or life_s
-                period_s = rotation_period_s(load, scratch, backlog_s, engine.a_max, horizon_s, start_s)
+                period_s = rotation_period_s(
+                    load, scratch, backlog_s, engine.limits.max_loras, horizon_s, start_s
+                )
                 before, change = change, _log_ratio(period_s, rotation.period_s)
                 guess_s = period_s * np.exp(change * _decline(change, before))
             rotation = slot_rotation(load, scratch, backlog_s, period_s, horizon_s)
             if period_s > horizon_s:
                 if first < 0.0:
-                    first = first_share(load, engine.a_max)
+                    first = first_share(load, engine.limits.max_loras)
                 share = max(rotation.share, first)
                 rotation = SlotRotation(period_s, rotation.wait_s, share, rotation.loads_per_s)
         else:
             active = running_adapters(load, life_s)
         batch = 0.5 * (batch + min(limit, rotation.share * load.total_rps * life_s))
-        running = min(active, engine.a_max, batch)
-        if load.adapters > engine.a_max:
+        running = min(active, engine.limits.max_loras, batch)
+        if load.adapters > engine.limits.max_loras:
             load_s = step_s * rotation.loads_per_s * _adapter_load_s(engine, running)
             loading_s = min(_MAX_LOADING_S, load_s)
         step_s = _step_s(engine, load, max(1.0, batch), max(running, min(1.0, batch)), 0.0) + loading_s
@@ -183,11 +183,11 @@ def _full_step_s(
 ) -> tuple[float, float]:
     """Return the time of a step with a full batch, with and without adapter loads."""
     full_step_s = compute_s = _step_s(engine, load, limit, adapters, 0.0)
-    if load.adapters > engine.a_max:
+    if load.adapters > engine.limits.max_loras:
         for _ in range(_ROUNDS):
             growth_rps = load.total_rps - _capacity_rps(engine, load, full_step_s)
             compute_s = _step_s(engine, load, limit, adapters, _mean_waiting(engine, growth_rps, horizon_s))
-            loads = full_loads_per_step(load, limit, engine.a_max)
+            loads = full_loads_per_step(load, limit, engine.limits.max_loras)
             full_step_s = 0.5 * (full_step_s + compute_s + loads * _adapter_load_s(engine, adapters))
     return full_step_s, compute_s
 
@@ -200,23 +200,23 @@ def _flow_when_full_rps(engine: FluidEngine, load: FluidLoad, limit: float, life
     Each of their successors has collected twice its mean share of the queue.
     """
     collected = 2.0 * engine.max_in_flight / load.adapters
-    refilled = min(0.9, engine.a_max / load.adapters)
+    refilled = min(0.9, engine.limits.max_loras / load.adapters)
     lives = 1.0 + max(min(1.0, load.output_cv), -1.0 / np.log(refilled)) * np.log1p(min(collected, limit))
-    return float(engine.a_max * collected / (lives * life_s) / (1.0 - refilled))
+    return float(engine.limits.max_loras * collected / (lives * life_s) / (1.0 - refilled))
 
 
 @jit
 def _adapter_load_s(engine: FluidEngine, running: float) -> float:
     """Return the seconds of a load; with every slot in use it causes further loads (the twin's clock)."""
-    in_use = min(1.0, max(0.0, (running / engine.a_max - 0.8) / 0.2))
+    in_use = min(1.0, max(0.0, (running / engine.limits.max_loras - 0.8) / 0.2))
     return engine.adapter_load_s * (1.0 + in_use * running / 6.0)
 
 
 @jit
 def _capacity_rps(engine: FluidEngine, load: FluidLoad, step_s: float) -> float:
     """Return the completion rate at a step time, limited by batch places or by the token budget."""
-    places = max(1.0, min(engine.max_num_seqs, engine.kv_requests))
-    tokens_rps = engine.max_num_batched_tokens / (load.prompt_tokens + load.output_tokens) / step_s
+    places = max(1.0, min(engine.limits.max_num_seqs, engine.kv_requests))
+    tokens_rps = engine.limits.max_num_batched_tokens / (load.prompt_tokens + load.output_tokens) / step_s
     return min(places / _request_life_s(engine, load, step_s), tokens_rps)
 
 
@@ -232,7 +232,7 @@ def _mean_waiting(engine: FluidEngine, growth_rps: float, horizon_s: float) -> f
 @jit
 def _request_life_s(engine: FluidEngine, load: FluidLoad, step_s: float) -> float:
     """Return the lifetime of a request: one step per output token and per chunk of a long prompt."""
-    chunks = max(0.0, load.prompt_tokens / engine.max_num_batched_tokens - 1.0)
+    chunks = max(0.0, load.prompt_tokens / engine.limits.max_num_batched_tokens - 1.0)
     return step_s * (load.output_tokens + chunks)
 
 
@@ -244,10 +244,10 @@ def _step_s(engine: FluidEngine, load: FluidLoad, batch: float, adapters: float,
         requests=batch,
         kv_tokens=batch * load.kv_tokens_per_request,
         adapters=adapters,
-        a_max=engine.a_max,
-        s_max=engine.s_max,
+        a_max=engine.limits.max_loras,
+        s_max=engine.limits.max_lora_rank,
         waiting=waiting,
-        slots_per_adapter=min(1.0, engine.a_max / load.adapters),
+        slots_per_adapter=min(1.0, engine.limits.max_loras / load.adapters),
         adapters_served=load.adapters,
     )
     milliseconds = step_ms(engine.step_form, engine.step_coefficients, step)
@@ -283,5 +283,8 @@ def _ranks_ms(engine: FluidEngine, load: FluidLoad, batch: float) -> float:
         prefill_mpairs=prefills * load.prefill_mpairs_per_request,
     )
     share = min(1.0, batch / load.output_tokens)
-    prefill_ms = rank_ms(engine.step_form, engine.step_coefficients, engine.s_max, prefilling)
-    return rank_ms(engine.step_form, engine.step_coefficients, engine.s_max, decoding) + share * prefill_ms
+    prefill_ms = rank_ms(engine.step_form, engine.step_coefficients, engine.limits.max_lora_rank, prefilling)
+    return (
+        rank_ms(engine.step_form, engine.step_coefficients, engine.limits.max_lora_rank, decoding)
+        + share * prefill_ms
+    )

@@ -25,6 +25,7 @@ from capplan.spec import (
     LORA_MODULES,
     Coefficient,
     EngineArgs,
+    EngineLimits,
     Fit,
     FittedModel,
     ModelArch,
@@ -75,26 +76,23 @@ class KvBudget:
     block_bytes: int
     block_tokens: int
 
-    def tokens(self, a_max: int, s_max: int, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-        """Return the KV tokens beside `a_max` slots of rank `s_max`; see `kv_tokens`."""
-        blocks = self._blocks(a_max, s_max, max_num_seqs, max_num_batched_tokens)
+    def tokens(self, args: EngineArgs | EngineLimits, a_max: int | None = None) -> int:
+        """Return the KV tokens beside the slots, or beside `a_max` of their rank; see `kv_tokens`."""
+        blocks = self._blocks(args.max_loras if a_max is None else a_max, args)
         return max(0, int(blocks)) * self.block_tokens
 
-    def tokens_beside(
-        self, a_max: Floats, s_max: int, max_num_seqs: int, max_num_batched_tokens: int
-    ) -> Floats:
+    def tokens_beside(self, a_max: Floats, args: EngineArgs | EngineLimits) -> Floats:
         """Return `tokens` for several numbers of slots, of the shape of `a_max`."""
-        blocks = self._blocks(a_max, s_max, max_num_seqs, max_num_batched_tokens)
-        return np.maximum(0.0, blocks) * self.block_tokens
+        return np.maximum(0.0, self._blocks(a_max, args)) * self.block_tokens
 
-    def _blocks(self, a_max: Slots, s_max: int, max_num_seqs: int, max_num_batched_tokens: int) -> Slots:
-        slot = self.slot_factor * (s_max * self.slot_bytes_per_rank)
-        logits = self.bytes_per_seq * max(0.0, max_num_seqs - self.seqs_in_reserve)
+    def _blocks(self, a_max: Slots, args: EngineArgs | EngineLimits) -> Slots:
+        slot = self.slot_factor * (args.max_lora_rank * self.slot_bytes_per_rank)
+        logits = self.bytes_per_seq * max(0.0, args.max_num_seqs - self.seqs_in_reserve)
         taken = (
             self.weight_bytes
             + self.reserved_bytes
             + a_max * (slot + self.slot_overhead_bytes)
-            + max(logits, self.bytes_per_batched_token * max_num_batched_tokens)
+            + max(logits, self.bytes_per_batched_token * args.max_num_batched_tokens)
         )
         return (self.memory_bytes - taken) // self.block_bytes
 
@@ -144,8 +142,8 @@ def kv_tokens(
     max_num_batched_tokens
         Most tokens of a step.
     """
-    budget = kv_budget(profile, gpu_memory_utilization)
-    return budget.tokens(a_max, s_max, max_num_seqs, max_num_batched_tokens)
+    limits = EngineLimits(a_max, s_max, max_num_seqs, max_num_batched_tokens)
+    return kv_budget(profile, gpu_memory_utilization).tokens(limits)
 
 
 def require_kv_tokens(profile: Profile, args: EngineArgs, a_max: int) -> int:
@@ -156,12 +154,12 @@ def require_kv_tokens(profile: Profile, args: EngineArgs, a_max: int) -> int:
     InfeasibleError
         With reason ``memory`` when it does not fit: the engine would refuse to start.
     """
-    s_max, seqs, utilization = args.max_lora_rank, args.max_num_seqs, args.gpu_memory_utilization
-    tokens = kv_tokens(profile, a_max, s_max, utilization, seqs, args.max_num_batched_tokens)
+    tokens = kv_budget(profile, args.gpu_memory_utilization).tokens(args, a_max)
     if tokens < args.max_model_len:
         raise InfeasibleError(
-            f"memory: weights, {a_max} adapter slots of rank {s_max} and max_num_seqs {seqs} "
-            f"leave {tokens} KV tokens in {utilization:g} of a {profile.gpu.name}, fewer than one "
+            f"memory: weights, {a_max} adapter slots of rank {args.max_lora_rank} and max_num_seqs "
+            f"{args.max_num_seqs} leave {tokens} KV tokens in {args.gpu_memory_utilization:g} of a "
+            f"{profile.gpu.name}, fewer than one "
             f"request of max_model_len {args.max_model_len}",
             reason="memory",
         )

@@ -6,6 +6,7 @@ from ._engine_args import (
     DEFAULT_MAX_NUM_SEQS,
     EngineArgs,
     EngineConfig,
+    EngineLimits,
     version_numbers,
 )
 from ._files import (
@@ -264,6 +265,7 @@ __all__ = [
     "Diurnal",
     "EngineArgs",
     "EngineConfig",
+    "EngineLimits",
     "Experts",
     "Fit",
     "FittedModel",

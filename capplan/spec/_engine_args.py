@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Annotated, Any, Final, Self, TypeAlias
+from typing import Annotated, Any, Final, NamedTuple, Self, TypeAlias
 
 from pydantic import Field, Strict, model_validator
 
@@ -98,6 +98,15 @@ class EngineArgs(SpecModel):
             elif value is not None:
                 found.append((f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)))
         return found
+
+
+class EngineLimits(NamedTuple):
+    """Engine settings that KV memory and speed depend on, named as in `EngineArgs`; for compiled code too."""
+
+    max_loras: float
+    max_lora_rank: float
+    max_num_seqs: float
+    max_num_batched_tokens: float
 
 
 def _open(name: str) -> Any:

@@ -19,7 +19,6 @@ from capplan.models._vector_math import asinh
 from capplan.models.surrogates._features import (
     FEATURES,
     CommonInputs,
-    EngineLimits,
     common_inputs,
     feature_vectors,
     gpu_limits,
@@ -37,7 +36,7 @@ from capplan.models.surrogates._outputs import (
     joined,
 )
 from capplan.models.surrogates._surrogate import Surrogate, SurrogateAnswers
-from capplan.spec import STARVED_BELOW, EngineArgs, Workload
+from capplan.spec import STARVED_BELOW, EngineArgs, EngineLimits, Workload
 
 Floats = NDArray[np.float64]
 Vectors = NDArray[np.float32]

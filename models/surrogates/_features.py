@@ -18,7 +18,7 @@ from capplan.models._fluid import FluidEngine, batch_limit, fluid_state
 from capplan.models._memory import KvBudget, kv_budget
 from capplan.models._slot_sharing import FluidLoad
 from capplan.models._step_latency import coefficient_array, latency_code
-from capplan.spec import Adapter, Arrivals, EngineArgs, Lengths, Profile, Workload
+from capplan.spec import Adapter, Arrivals, EngineArgs, EngineLimits, Lengths, Profile, Workload
 
 Floats = NDArray[np.float64]
 
@@ -77,15 +77,6 @@ class FeatureVector(NamedTuple):
     full_step_ms: float
     loading_share: float
     request_life_s: float
-
-
-class EngineLimits(NamedTuple):
-    """Engine settings that a surrogate reads, by their names in `EngineArgs`."""
-
-    max_loras: int
-    max_lora_rank: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
 
 
 class CommonInputs(NamedTuple):
@@ -167,11 +158,8 @@ def fill_vectors(
         gpu = FluidEngine(
             step_form=common.step_form,
             step_coefficients=common.step_coefficients,
-            a_max=limits[row, 0],
-            s_max=limits[row, 1],
-            max_num_seqs=limits[row, 2],
+            limits=EngineLimits(limits[row, 0], limits[row, 1], limits[row, 2], limits[row, 4]),
             kv_requests=limits[row, 3] / common.kv_tokens_per_request,
-            max_num_batched_tokens=limits[row, 4],
             adapter_load_s=_load_s(common, load, rates_rps, ranks, limits[row, 1]),
             max_in_flight=float(MAX_IN_FLIGHT),
         )
@@ -211,7 +199,7 @@ def _vector(
     total_rps = max(load.total_rps, 1e-12)
     rate_max_rps = ascending_rps[ascending_rps.size - 1]
     outside_rps = 0.0
-    for i in range(ascending_rps.size - int(gpu.a_max)):
+    for i in range(ascending_rps.size - int(gpu.limits.max_loras)):
         outside_rps += ascending_rps[i]
     return FeatureVector(
         adapters=load.adapters,
@@ -220,8 +208,8 @@ def _vector(
         rank_max=load.max_rank,
         rank_mean=mix.rank_mean,
         rank_std=mix.rank_std,
-        a_max=gpu.a_max,
-        s_max=gpu.s_max,
+        a_max=gpu.limits.max_loras,
+        s_max=gpu.limits.max_lora_rank,
         rate_max_rps=rate_max_rps,
         prompt_mean_tokens=common.prompt_mean_tokens,
         prompt_std_tokens=common.prompt_std_tokens,
@@ -229,8 +217,8 @@ def _vector(
         output_std_tokens=common.output_std_tokens,
         length_correlation=common.length_correlation,
         arrivals_cv=common.arrivals_cv,
-        max_num_seqs=gpu.max_num_seqs,
-        max_num_batched_tokens=gpu.max_num_batched_tokens,
+        max_num_seqs=gpu.limits.max_num_seqs,
+        max_num_batched_tokens=gpu.limits.max_num_batched_tokens,
         kv_tokens=kv_tokens,
         offered_tok_s=load.total_rps * (common.prompt_mean_tokens + common.output_mean_tokens),
         expected_share=min(1.0, state.served_rps / total_rps) * in_time,
@@ -238,15 +226,15 @@ def _vector(
         load_over_capacity=total_rps / state.capacity_rps,
         batch_limit=limit,
         batch_over_limit=state.batch_over_limit,
-        kv_requests_over_seqs=gpu.kv_requests / gpu.max_num_seqs,
-        prompt_over_budget=load.prompt_tokens / gpu.max_num_batched_tokens,
+        kv_requests_over_seqs=gpu.kv_requests / gpu.limits.max_num_seqs,
+        prompt_over_budget=load.prompt_tokens / gpu.limits.max_num_batched_tokens,
         slots_share=state.slots_share,
         full_queue_share=state.full_queue_share,
         slot_wait_s=state.slot_wait_s,
         active_adapters=state.active_adapters,
-        active_adapters_over_slots=state.active_adapters / gpu.a_max,
-        adapters_over_slots=load.adapters / gpu.a_max,
-        batch_per_slot=limit / gpu.a_max,
+        active_adapters_over_slots=state.active_adapters / gpu.limits.max_loras,
+        adapters_over_slots=load.adapters / gpu.limits.max_loras,
+        batch_per_slot=limit / gpu.limits.max_loras,
         load_outside_slots=outside_rps / total_rps,
         hottest_requests_in_flight=rate_max_rps * life_s,
         step_ms=state.step_s * 1e3,
@@ -356,11 +344,10 @@ def feature_vector(workload: Workload, profile: Profile, args: EngineArgs) -> ND
     return vector
 
 
-def gpu_limits(budget: KvBudget, args: EngineArgs | EngineLimits) -> tuple[int, int, int, int, int]:
+def gpu_limits(budget: KvBudget, args: EngineArgs | EngineLimits) -> tuple[float, ...]:
     """Return slots, their rank, most running requests, KV tokens and most tokens per step of one GPU."""
-    limits = (args.max_loras, args.max_lora_rank, args.max_num_seqs)
-    tokens = budget.tokens(*limits, args.max_num_batched_tokens)
-    return (*limits, tokens, args.max_num_batched_tokens)
+    slots = args.max_loras, args.max_lora_rank
+    return *slots, args.max_num_seqs, budget.tokens(args), args.max_num_batched_tokens
 
 
 def common_inputs(workload: Workload, profile: Profile) -> CommonInputs:

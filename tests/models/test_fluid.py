@@ -12,6 +12,7 @@ from capplan.models._slot_sharing import FluidLoad, gamma_gaps
 from capplan.models._step_latency import DIGITAL_TWIN
 from capplan.models.surrogates import feature_of
 from capplan.models.surrogates._features import expected_tok_s
+from capplan.spec import EngineLimits
 from tests.models.surrogates.runs import CASES, run
 
 HORIZON_S = 3600.0
@@ -40,14 +41,21 @@ def engines(draw: st.DrawFn) -> FluidEngine:
     return FluidEngine(
         step_form=form,
         step_coefficients=k,
-        a_max=float(draw(st.integers(1, 400))),
-        s_max=float(draw(st.sampled_from([8, 64, 512]))),
-        max_num_seqs=float(draw(st.integers(1, 4096))),
+        limits=EngineLimits(
+            max_loras=float(draw(st.integers(1, 400))),
+            max_lora_rank=float(draw(st.sampled_from([8, 64, 512]))),
+            max_num_seqs=float(draw(st.integers(1, 4096))),
+            max_num_batched_tokens=draw(st.floats(1.0, 65_536.0)),
+        ),
         kv_requests=draw(st.floats(0.0, 1e5)),
-        max_num_batched_tokens=draw(st.floats(1.0, 65_536.0)),
         adapter_load_s=draw(st.floats(0.0, 2.0)),
         max_in_flight=25_000.0,
     )
+
+
+def changed(engine: FluidEngine, **limits: float) -> FluidEngine:
+    """Return the engine with other limits."""
+    return engine._replace(limits=engine.limits._replace(**limits))
 
 
 def load_of(
@@ -110,7 +118,7 @@ def test_every_figure_is_finite_and_every_share_a_share(engine: FluidEngine, loa
     assert 0.0 < state.slots_share <= 1.0 + 1e-9
     assert 0.0 <= state.loading_share < 1.0 + 1e-9
     assert state.batch_over_limit <= 1.0 + 1e-9
-    assert 0.0 <= state.full_adapters <= engine.a_max
+    assert 0.0 <= state.full_adapters <= engine.limits.max_loras
     assert state.step_s > 0.0
     assert state.capacity_rps > 0.0
 
@@ -126,7 +134,7 @@ def test_a_lone_adapter_never_waits_for_a_slot(engine: FluidEngine, rate: float)
 def test_where_every_adapter_has_a_slot_none_waits_and_nothing_is_loaded(
     engine: FluidEngine, load: FluidLoad
 ) -> None:
-    state = state_of(engine._replace(a_max=load.adapters), load)
+    state = state_of(changed(engine, max_loras=load.adapters), load)
     assert state.slot_wait_s == pytest.approx(0.0, abs=1e-9)
     assert state.slots_share == 1.0
     assert state.loading_share == 0.0
@@ -143,7 +151,7 @@ def test_without_requests_nothing_waits_and_nothing_is_served(engine: FluidEngin
 @given(engines(), loads(ASKED))
 def test_idle_adapters_take_no_load_away(engine: FluidEngine, load: FluidLoad) -> None:
     """With a slot for each adapter, idle ones change nothing under a model without a cost per slot."""
-    engine = engine._replace(step_form=ADDITIVE.code, step_coefficients=PLAIN, a_max=1e4)
+    engine = changed(engine, max_loras=1e4)._replace(step_form=ADDITIVE.code, step_coefficients=PLAIN)
     more = load._replace(adapters=load.adapters + 9.0)
     assert state_of(engine, more) == pytest.approx(state_of(engine, load), rel=1e-9, abs=1e-12)
 
@@ -152,30 +160,32 @@ def test_idle_adapters_take_no_load_away(engine: FluidEngine, load: FluidLoad) -
 def test_seats_and_memory_raise_the_capacity_where_nothing_else_binds(
     engine: FluidEngine, load: FluidLoad, factor: float
 ) -> None:
-    free = engine._replace(
-        step_form=ADDITIVE.code, step_coefficients=PLAIN, a_max=load.adapters, max_num_batched_tokens=MANY
+    free = changed(engine, max_loras=load.adapters, max_num_batched_tokens=MANY)
+    free = free._replace(step_form=ADDITIVE.code, step_coefficients=PLAIN)
+    places = engine.limits.max_num_seqs
+    few_seats, many_seats = (
+        changed(free._replace(kv_requests=MANY), max_num_seqs=seats) for seats in (places, factor * places)
     )
-    for name in ("max_num_seqs", "kv_requests"):
-        other = "kv_requests" if name == "max_num_seqs" else "max_num_seqs"
-        few = free._replace(**{name: engine.max_num_seqs, other: MANY})
-        many = few._replace(**{name: factor * engine.max_num_seqs})
+    less, more = (
+        changed(free._replace(kv_requests=held), max_num_seqs=MANY) for held in (places, factor * places)
+    )
+    for few, many in ((few_seats, many_seats), (less, more)):
         assert batch_limit(many, load) > batch_limit(few, load)
         assert state_of(many, load).capacity_rps > state_of(few, load).capacity_rps
 
 
 @given(engines(), loads(), st.floats(1.0, 50.0))
 def test_what_does_not_bind_changes_no_capacity(engine: FluidEngine, load: FluidLoad, factor: float) -> None:
-    engine = engine._replace(max_num_seqs=8.0, kv_requests=20.0, a_max=load.adapters)
+    engine = changed(engine, max_num_seqs=8.0, max_loras=load.adapters)._replace(kv_requests=20.0)
     more = engine._replace(kv_requests=20.0 * factor)
     assert state_of(more, load).capacity_rps == state_of(engine, load).capacity_rps
 
 
 @given(engines(), loads(), st.floats(1.05, 20.0))
 def test_longer_outputs_lower_the_capacity(engine: FluidEngine, load: FluidLoad, factor: float) -> None:
-    engine = engine._replace(step_form=ADDITIVE.code, step_coefficients=PLAIN, a_max=load.adapters)
-    engine = engine._replace(
-        max_num_batched_tokens=max(engine.max_num_batched_tokens, load.prompt_tokens + load.output_tokens)
-    )
+    tokens = max(engine.limits.max_num_batched_tokens, load.prompt_tokens + load.output_tokens)
+    engine = changed(engine, max_loras=load.adapters, max_num_batched_tokens=tokens)
+    engine = engine._replace(step_form=ADDITIVE.code, step_coefficients=PLAIN)
     longer = load._replace(
         output_tokens=load.output_tokens * factor, kv_tokens_per_request=load.kv_tokens_per_request * factor
     )

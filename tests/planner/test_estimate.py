@@ -178,7 +178,7 @@ def predicted_alone(problem: Problem, kind: str, assignment: Assignment) -> Esti
         problem.subworkload(assignment.shares, 1.0 / (1.0 - problem.workload.headroom)),
         a_max=assignment.a_max,
         s_max=problem.s_max(assignment.shares),
-        max_num_seqs=problem.max_num_seqs(assignment),
+        max_num_seqs=problem.engine_args(assignment).max_num_seqs,
     )
     if not answer.in_range:
         return None
@@ -201,7 +201,7 @@ def mixed_ranks(workload: Make, profile: Profile) -> Problem:
 def test_instances_are_estimated_as_their_workloads(mixed_ranks: Problem, kind: str) -> None:
     estimator, _ = asked_of(mixed_ranks, kind)
     instances = [
-        Assignment(shares, a_max, seqs)
+        Assignment(shares, a_max, knobs=EngineConfig(max_num_seqs=seqs))
         for shares in (mixed_ranks.shares, mixed_ranks.shares[:16], mixed_ranks.shares[4:20])
         for a_max in (4, 8, 16)
         for seqs in (None, 64)

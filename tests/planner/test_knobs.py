@@ -22,7 +22,14 @@ from capplan.planner.explain import CurveRuns
 from capplan.planner.explain._curve import knob_curves
 from capplan.planner.problem import Estimate, Problem, split_hot_adapters
 from capplan.planner.problem._estimate import TwinEstimator
-from capplan.planner.problem._knobs import KNOBS, RUNNING_REQUESTS, TOKEN_BUDGETS, knob_grid, tune_knobs
+from capplan.planner.problem._knobs import (
+    KNOBS,
+    RUNNING_REQUESTS,
+    TOKEN_BUDGETS,
+    has_open_knobs,
+    knob_grid,
+    tune_knobs,
+)
 from capplan.planner.problem._problem import KnobSearch
 from capplan.planner.problem._setup import make_problem
 from capplan.planner.solvers import registry
@@ -45,10 +52,10 @@ def test_values_are_open_with_a_latency_bound_only() -> None:
     unbounded = example_problem(0, adapters=4, gpus=2)
     for problem in (unbounded, bounded(knobs=KnobSearch.DEFAULT)):
         grid = knob_grid(problem, 0)
-        assert grid.max_num_batched_tokens == (DEFAULT_MAX_NUM_BATCHED_TOKENS,)
-        assert grid.max_num_seqs == (DEFAULT_MAX_NUM_SEQS,)
-        assert not grid.is_open
-    assert knob_grid(bounded(), 0).is_open
+        assert grid["max_num_batched_tokens"] == (DEFAULT_MAX_NUM_BATCHED_TOKENS,)
+        assert grid["max_num_seqs"] == (DEFAULT_MAX_NUM_SEQS,)
+        assert not has_open_knobs(problem, 0)
+    assert has_open_knobs(bounded(), 0)
 
 
 @given(seqs=st.sampled_from([None, 8, 300]), tokens=st.sampled_from([None, 700, 4096]))
@@ -56,18 +63,18 @@ def test_a_given_value_stays(seqs: int | None, tokens: int | None) -> None:
     engine = EngineConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens)
     for knobs in KnobSearch:
         grid = knob_grid(bounded(engine, knobs), 0)
-        assert seqs is None or grid.max_num_seqs == (seqs,)
-        assert tokens is None or grid.max_num_batched_tokens == (tokens,)
+        assert seqs is None or grid["max_num_seqs"] == (seqs,)
+        assert tokens is None or grid["max_num_batched_tokens"] == (tokens,)
 
 
 def test_values_are_inside_the_fitted_range_unless_any_is_asked_for(profile: Profile) -> None:
     fitted, every = knob_grid(bounded(), 0), knob_grid(bounded(knobs=KnobSearch.ANY), 0)
-    assert every.max_num_batched_tokens == TOKEN_BUDGETS
-    assert every.max_num_seqs == RUNNING_REQUESTS
+    assert every["max_num_batched_tokens"] == TOKEN_BUDGETS
+    assert every["max_num_seqs"] == RUNNING_REQUESTS
     ranges = profile.step_latency.fitted_range
-    assert max(fitted.max_num_batched_tokens) <= 1.05 * ranges["tokens"][1]
-    assert max(fitted.max_num_seqs) <= 1.05 * ranges["requests"][1]
-    assert set(fitted.max_num_batched_tokens) < set(every.max_num_batched_tokens)
+    assert max(fitted["max_num_batched_tokens"]) <= 1.05 * ranges["tokens"][1]
+    assert max(fitted["max_num_seqs"]) <= 1.05 * ranges["requests"][1]
+    assert set(fitted["max_num_batched_tokens"]) < set(every["max_num_batched_tokens"])
 
 
 def test_an_unknown_name_is_refused() -> None:
@@ -177,7 +184,7 @@ def test_the_twin_tells_settings_apart() -> None:
     problem = example_problem(3, adapters=30, gpus=1)
     twin = TwinEstimator(replace(problem, simulated_s=120.0), 0)
     instance = Assignment(problem.shares, 16)
-    small = replace(instance, max_num_batched_tokens=256)
+    small = replace(instance, knobs=EngineConfig(max_num_batched_tokens=256))
     assert twin(small).e2e_s_mean != twin(instance).e2e_s_mean
     assert problem.engine_args(small).max_num_batched_tokens == 256
     assert problem.engine_args(instance).max_num_batched_tokens == DEFAULT_MAX_NUM_BATCHED_TOKENS
@@ -218,13 +225,13 @@ def test_given_values_stay_in_the_plan(busy: Workload) -> None:
 
 def test_curves_show_every_open_value_and_the_chosen_one(busy: Workload) -> None:
     problem = make_problem(busy, 1, None)
-    chosen = Assignment(problem.shares, 60, max_num_batched_tokens=256)
+    chosen = Assignment(problem.shares, 60, knobs=EngineConfig(max_num_batched_tokens=256))
     curves = knob_curves(CurveRuns(replace(problem, simulated_s=300.0), chosen))
     assert [curve.setting for curve in curves] == list(KNOBS)
     for curve in curves:
         values = [point.value for point in curve.points]
         assert values == sorted(values)
-        assert set(values) <= set(getattr(knob_grid(problem, 0), curve.setting))
+        assert set(values) <= set(knob_grid(problem, 0)[curve.setting])
         assert curve.chosen in values
     tokens = curves[0].points
     first, last = tokens[0].tpot_p99_ms, tokens[-1].tpot_p99_ms

@@ -32,6 +32,7 @@ from capplan.spec import (
     Adapter,
     ArrivalProcess,
     Arrivals,
+    EngineConfig,
     Lengths,
     Profile,
     Renewal,
@@ -125,7 +126,8 @@ def paper_grid(profile: Profile, seed: int, start: int, stop: int) -> list[Sampl
             spread=bool(rng.random() < 0.5),
         )
         max_num_seqs = int(rng.choice((256, 512, 1024, 2048), p=(0.45, 0.05, 0.05, 0.45)))
-        samples.append(Sample(set_number, workload, _settings(workload, a_max, max_num_seqs, 2048, 0.9)))
+        engine = EngineConfig(max_loras=a_max, max_num_seqs=max_num_seqs)
+        samples.append(Sample(set_number, workload, _settings(workload, engine)))
     return samples
 
 
@@ -214,14 +216,13 @@ def _unit_sample(rng: np.random.Generator, group: int, base: _Point, own: _Point
         arrivals=_arrivals(base[8]),
         length_correlation=None if base[9] < 0.8 else -0.6 + 1.2 * (base[9] - 0.8) / 0.2,
     )
-    settings = _settings(
-        workload,
-        a_max,
-        max_num_seqs,
-        max(max_num_seqs, round(_between(own[2], 256, 8192))),
-        0.9 if own[3] < 0.4 else 0.5 + 0.46 * (own[3] - 0.4) / 0.6,
+    engine = EngineConfig(
+        max_loras=a_max,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(max_num_seqs, round(_between(own[2], 256, 8192))),
+        gpu_memory_utilization=0.9 if own[3] < 0.4 else 0.5 + 0.46 * (own[3] - 0.4) / 0.6,
     )
-    return Sample(group, workload, settings)
+    return Sample(group, workload, _settings(workload, engine))
 
 
 def _workload(
@@ -246,15 +247,15 @@ def _workload(
     )
 
 
-def _settings(
-    workload: Workload, a_max: int, max_num_seqs: int, max_num_batched_tokens: int, utilization: float
-) -> SimulateSettings:
+def _settings(workload: Workload, engine: EngineConfig) -> SimulateSettings:
+    rank = allowed_lora_rank(max(adapter.rank for adapter in workload.adapters))
+    args = engine.complete(max_lora_rank=rank)
     return SimulateSettings(
-        a_max=a_max,
-        s_max=allowed_lora_rank(max(adapter.rank for adapter in workload.adapters)),
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        gpu_memory_utilization=utilization,
+        a_max=args.max_loras,
+        s_max=rank,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        gpu_memory_utilization=args.gpu_memory_utilization,
         max_in_flight=MAX_IN_FLIGHT,
     )
 

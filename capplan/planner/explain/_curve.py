@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Final
 
-from capplan.models import kv_tokens
+from capplan.models import kv_budget
 from capplan.planner.problem._evaluate import Evaluation, evaluate, known_value
-from capplan.planner.problem._knobs import KNOBS, knob_variants
+from capplan.planner.problem._knobs import KNOBS, knob_variants, with_knob
 from capplan.planner.problem._parallel import parallel_map
 from capplan.planner.problem._problem import GRID, Assignment, Estimate, Problem, distinct_adapters
 from capplan.planner.problem._slots import best_slots, max_fitting_slots
@@ -138,8 +138,9 @@ class CurveRuns:
         return evaluate(self.problem.pessimistic, changed, self.seed + step, self.scale)
 
     def _with(self, setting: str, value: int) -> Assignment:
-        change: dict[str, Any] = {setting: value}
-        return replace(self.assignment, **change)
+        if setting == _SLOTS:
+            return replace(self.assignment, a_max=value)
+        return with_knob(self.assignment, setting, value)
 
 
 def slot_curve(runs: CurveRuns, answered: Callable[[int], None] | None = None) -> SlotCurve:
@@ -244,12 +245,5 @@ def _point(value: int, evaluation: Evaluation) -> CurvePoint:
 
 def _unfit_point(problem: Problem, assignment: Assignment, a_max: int) -> CurvePoint:
     args = problem.engine_args(assignment)
-    tokens = kv_tokens(
-        problem.pools[assignment.pool].profile,
-        a_max,
-        problem.s_max(assignment.shares),
-        args.gpu_memory_utilization,
-        args.max_num_seqs,
-        args.max_num_batched_tokens,
-    )
-    return CurvePoint(value=a_max, kv_tokens=tokens, fits=False)
+    budget = kv_budget(problem.pools[assignment.pool].profile, args.gpu_memory_utilization)
+    return CurvePoint(value=a_max, kv_tokens=budget.tokens(args, a_max), fits=False)

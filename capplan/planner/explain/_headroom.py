@@ -99,7 +99,7 @@ def _uses(
     fails_at: float | None,
 ) -> tuple[ResourceUse, ...]:
     """Return the use of every resource and every bound, at the planned load and at `fails_at` times it."""
-    slo, a_max, seqs = problem.workload.slo, assignment.a_max, problem.max_num_seqs(assignment)
+    slo, a_max, seqs = problem.workload.slo, assignment.a_max, problem.engine_limits(assignment).max_num_seqs
     runs = [now] if beyond is None else [now, beyond]
     uses: list[ResourceUse] = []
 

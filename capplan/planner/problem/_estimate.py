@@ -103,9 +103,8 @@ class TwinEstimator:
         return first
 
     def _run(self, assignment: Assignment, seed: int) -> Evaluation | None:
-        args = self.problem.engine_args(assignment)
-        knobs = (args.max_loras, args.max_num_seqs, args.max_num_batched_tokens)
-        key = (frozenset(assignment.shares), *knobs, assignment.pool, seed)
+        limits = self.problem.engine_limits(assignment)
+        key = (frozenset(assignment.shares), limits, assignment.pool, seed)
         if key not in self._cache:
             self.deadline.check()
             scale = 1.0 / (1.0 - self.problem.workload.headroom)

@@ -285,8 +285,7 @@ def equal_instances(problem: Problem, assignments: Sequence[Assignment]) -> list
     if problem.workload.rebalance is None:
         return list(assignments)
     largest = max(assignments, key=problem.slots)
-    settings = {name: getattr(largest, name) for name in ("a_max", "max_num_seqs", "max_num_batched_tokens")}
-    return [replace(each, **settings) for each in assignments]
+    return [replace(each, a_max=largest.a_max, knobs=largest.knobs) for each in assignments]
 
 
 def evaluate_cluster(

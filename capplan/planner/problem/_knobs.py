@@ -7,13 +7,13 @@ more take waiting requests. Without a latency bound none of this matters, and th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from capplan.planner.problem._parallel import estimate_all
 from capplan.planner.problem._problem import KnobSearch
-from capplan.spec import Profile
+from capplan.spec import EngineArgs, EngineConfig, Profile
 from capplan.twin.instance import MODELS, SLACK
 
 if TYPE_CHECKING:
@@ -30,17 +30,18 @@ _ROUNDS: Final = 2
 """Passes over both knobs."""
 
 
-@dataclass(frozen=True)
-class KnobGrid:
-    """Values of each knob to try, ascending; one value if the knob is fixed."""
+KnobGrid: TypeAlias = Mapping[str, tuple[int, ...]]
+"""Values of each knob to try, ascending; one value if the knob is fixed."""
 
-    max_num_batched_tokens: tuple[int, ...]
-    max_num_seqs: tuple[int, ...]
 
-    @property
-    def is_open(self) -> bool:
-        """Whether there is a choice."""
-        return len(self.max_num_batched_tokens) + len(self.max_num_seqs) > len(KNOBS)
+def has_open_knobs(problem: Problem, pool: int) -> bool:
+    """Return whether a knob of instances of a pool has several values to try."""
+    return any(len(values) > 1 for values in knob_grid(problem, pool).values())
+
+
+def knobs_of(args: EngineArgs) -> EngineConfig:
+    """Return the knobs of engine settings."""
+    return EngineConfig(**{name: getattr(args, name) for name in KNOBS})
 
 
 def knob_grid(problem: Problem, pool: int) -> KnobGrid:
@@ -48,16 +49,17 @@ def knob_grid(problem: Problem, pool: int) -> KnobGrid:
     fixed, engine = problem.workload.engine, problem.engine
     tokens, seqs = engine.max_num_batched_tokens, engine.max_num_seqs
     if problem.knobs is KnobSearch.DEFAULT or not problem.bounds_latency:
-        return KnobGrid((tokens,), (seqs,))
+        return dict(zip(KNOBS, ((tokens,), (seqs,)), strict=True))
     most_tokens, most_seqs = float(TOKEN_BUDGETS[-1]), float(RUNNING_REQUESTS[-1])
     if problem.knobs is KnobSearch.FITTED:
         profile = problem.pools[pool].profile
         most_tokens = _fitted_limit(profile, ("max_num_batched_tokens", "tokens"), tokens)
         most_seqs = _fitted_limit(profile, ("max_num_seqs", "requests"), seqs)
-    return KnobGrid(
+    values = (
         (tokens,) if fixed.max_num_batched_tokens is not None else _up_to(TOKEN_BUDGETS, most_tokens, tokens),
         (seqs,) if fixed.max_num_seqs is not None else _up_to(RUNNING_REQUESTS, most_seqs, seqs),
     )
+    return dict(zip(KNOBS, values, strict=True))
 
 
 def fallback_running_requests(problem: Problem) -> tuple[int, ...]:
@@ -69,7 +71,7 @@ def fallback_running_requests(problem: Problem) -> tuple[int, ...]:
 
 def max_running_requests(problem: Problem, pool: int) -> int:
     """Return the largest max_num_seqs that an instance of a pool may get."""
-    return max(*knob_grid(problem, pool).max_num_seqs, *fallback_running_requests(problem), 1)
+    return max(*knob_grid(problem, pool)["max_num_seqs"], *fallback_running_requests(problem), 1)
 
 
 def _up_to(grid: Sequence[int], most: float, default: int) -> tuple[int, ...]:
@@ -118,9 +120,15 @@ def tune_knobs(
 
 def knob_variants(problem: Problem, assignment: Assignment, knob: str) -> list[Assignment]:
     """Return the instance with each other value of a knob, ascending, as far as it starts with them."""
-    values, current = getattr(knob_grid(problem, assignment.pool), knob), problem.engine_args(assignment)
-    variants = (replace(assignment, **{knob: value}) for value in values if value != getattr(current, knob))
+    current = getattr(problem.engine_args(assignment), knob)
+    others = (value for value in knob_grid(problem, assignment.pool)[knob] if value != current)
+    variants = (with_knob(assignment, knob, value) for value in others)
     return [each for each in variants if _starts(problem, each)]
+
+
+def with_knob(assignment: Assignment, knob: str, value: int) -> Assignment:
+    """Return an instance with another value of a knob, with which it may not start."""
+    return replace(assignment, knobs=assignment.knobs.model_copy(update={knob: value}))
 
 
 def _starts(problem: Problem, assignment: Assignment) -> bool:

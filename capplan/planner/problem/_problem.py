@@ -17,12 +17,13 @@ from typing import Final, Protocol, Self
 
 from capplan.errors import InfeasibleError, InfeasibleReason, InputError
 from capplan.models import KvBudget, kv_budget, pessimistic_profile
-from capplan.models.surrogates import EngineLimits
 from capplan.planner.problem._deadline import NEVER, Deadline
 from capplan.serving import VLLM_ENGINE, adapter_bytes, adapter_tokens, vllm_rank
 from capplan.spec import (
     Adapter,
     EngineArgs,
+    EngineConfig,
+    EngineLimits,
     Profile,
     Queues,
     Workload,
@@ -252,12 +253,10 @@ class Assignment:
 
     shares: tuple[AdapterShare, ...]
     a_max: int
-    max_num_seqs: int | None = None
-    """None: the problem's setting."""
     pool: int = 0
     """Index of its pool in the problem."""
-    max_num_batched_tokens: int | None = None
-    """None: the problem's setting."""
+    knobs: EngineConfig = EngineConfig()
+    """Engine settings beside the slots, where they differ from the problem's."""
     queues: Queues | None = None
     """Queues by request size at the start; None: one, or none."""
 
@@ -367,14 +366,6 @@ class Problem:
         slow = [pessimistic_profile(pool.profile, self.robust) for pool in self.pools]
         return replace(self.with_profiles(slow), robust=None)
 
-    def max_num_seqs(self, assignment: Assignment) -> int:
-        """Return the maximum number of running requests of an instance."""
-        return assignment.max_num_seqs or self.engine.max_num_seqs
-
-    def max_num_batched_tokens(self, assignment: Assignment) -> int:
-        """Return the maximum of tokens per step of an instance."""
-        return assignment.max_num_batched_tokens or self.engine.max_num_batched_tokens
-
     @property
     def has_slots(self) -> bool:
         """Whether the number of adapter slots matters: under a scheduler or a cache, memory is shared."""
@@ -429,8 +420,12 @@ class Problem:
 
     def engine_limits(self, assignment: Assignment) -> EngineLimits:
         """Return the engine settings that differ between instances."""
-        knobs = self.max_num_seqs(assignment), self.max_num_batched_tokens(assignment)
-        return EngineLimits(*self.slots(assignment), *knobs)
+        knobs, engine = assignment.knobs, self.engine
+        return EngineLimits(
+            *self.slots(assignment),
+            knobs.max_num_seqs or engine.max_num_seqs,
+            knobs.max_num_batched_tokens or engine.max_num_batched_tokens,
+        )
 
     @property
     def bounds_latency(self) -> bool:
@@ -469,15 +464,14 @@ class Problem:
 
     def fits_in_memory(self, assignment: Assignment) -> bool:
         """Tell whether one request of max_model_len fits beside the slots, and the adapters on the host."""
-        a_max, rank = self.slots(assignment)
+        limits = self.engine_limits(assignment)
         host = self.workload.engine.max_cpu_loras
         if host is not None:
             adapters = len(self.stored(assignment).keys() - {self.workload.base_model})
-            if host < (min(a_max, adapters) if self.has_slots else adapters):
+            if host < (min(limits.max_loras, adapters) if self.has_slots else adapters):
                 return False
         budget = self._kv_budgets[assignment.pool]
-        knobs = self.max_num_seqs(assignment), self.max_num_batched_tokens(assignment)
-        tokens = budget.tokens(a_max if self.has_slots else 0, rank, *knobs)
+        tokens = budget.tokens(limits, None if self.has_slots else 0)
         return tokens - self._resident_tokens(assignment) >= self.engine.max_model_len
 
     def _resident_tokens(self, assignment: Assignment) -> int:

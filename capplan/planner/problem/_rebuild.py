@@ -8,6 +8,7 @@ from itertools import product
 
 from capplan.datasets import list_profiles
 from capplan.errors import InputError
+from capplan.planner.problem._knobs import knobs_of
 from capplan.planner.problem._problem import AdapterShare, Assignment, KnobSearch, Problem
 from capplan.planner.problem._setup import make_problem
 from capplan.spec import Group, Plan, Profile, QueueConfig, Workload
@@ -162,6 +163,5 @@ def _rebuild_group(
             shares.append(AdapterShare.of(adapter, fractions[adapter.name], numbers[adapter.name]))
             numbers[adapter.name] += group.replicas
     pool = [each.name for each in problem.pools].index(group.pool)
-    knobs = (args.max_num_seqs, pool, args.max_num_batched_tokens)
-    assignment = Assignment(tuple(shares), args.max_loras, *knobs, queues=group.queues)
+    assignment = Assignment(tuple(shares), args.max_loras, pool, knobs_of(args), group.queues)
     return RebuiltGroup(group, replace(problem, engine=args, workload=workload), assignment)

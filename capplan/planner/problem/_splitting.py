@@ -12,7 +12,7 @@ from typing import Final
 from capplan.errors import InfeasibleError
 from capplan.planner.problem._bound import lower_bound_instances
 from capplan.planner.problem._evaluate import describe_failure
-from capplan.planner.problem._knobs import knob_grid, tune_knobs
+from capplan.planner.problem._knobs import has_open_knobs, tune_knobs
 from capplan.planner.problem._parallel import estimate_all
 from capplan.planner.problem._problem import AdapterShare, Assignment, Estimator, Problem, infeasible
 from capplan.spec import Adapter
@@ -212,7 +212,7 @@ def _shares_needed(problem: Problem, estimator: Estimator, members: AdapterSet) 
     for count in range(max(2, lower_bound_instances(alone)), most + 1):
         if holds(count):
             return count
-    if any(knob_grid(problem, pool).is_open for pool in pools):
+    if any(has_open_knobs(problem, pool) for pool in pools):
         for count in range(lower_bound_instances(alone), most + 1):
             if holds(count, opens_knobs=True):
                 return count

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from capplan.planner.problem._deadline import NEVER, Deadline
-from capplan.planner.problem._knobs import fallback_running_requests, knob_grid, tune_knobs
+from capplan.planner.problem._knobs import fallback_running_requests, knob_grid, knobs_of, tune_knobs
 from capplan.planner.problem._parallel import estimate_all, parallel_map
 from capplan.planner.problem._problem import Assignment, Estimator
 from capplan.planner.problem._slots import best_slots, neighbouring_slots, rank_slots
 from capplan.planner.search._data import SearchData
 from capplan.planner.search._placement import PlacementState
-from capplan.spec import EngineArgs
+from capplan.spec import EngineArgs, EngineConfig
 
 InstanceContent = tuple[frozenset[int], int]
 """Groups of an instance, and its pool."""
@@ -24,11 +24,11 @@ InstanceKind = tuple[bytes, int]
 
 
 class InstanceSetting(NamedTuple):
-    """Engine settings of an instance; None: the problem's."""
+    """Engine settings of an instance."""
 
     a_max: int
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
+    knobs: EngineConfig = EngineConfig()
+    """Settings beside the slots, where they differ from the problem's."""
 
 
 _MAX_OTHER_SETTINGS: Final = 3
@@ -112,7 +112,7 @@ class Evaluator:
         found = parallel_map(self._confirm_kind, samples)
         self._confirmations.update(zip(new, found, strict=True))
         settings = (each.setting for each in found if each.setting is not None)
-        self._knobs = self._knobs or next((s for s in settings if s.max_num_batched_tokens), None)
+        self._knobs = self._knobs or next((s for s in settings if s.knobs.max_num_batched_tokens), None)
         loads = state.loads()
         confirmed: list[Assignment | None] = []
         for instance, content in contents.items():
@@ -233,7 +233,8 @@ class Evaluator:
         The first sample is simulated with all of them side by side: mostly none holds.
         """
         problem = self.data.problem
-        settings = [InstanceSetting(slots, seqs) for seqs in fallback_running_requests(problem)]
+        knobs = (EngineConfig(max_num_seqs=seqs) for seqs in fallback_running_requests(problem))
+        settings = [InstanceSetting(slots, each) for each in knobs]
         first = (self._assignment(same[0], setting) for setting in settings)
         estimate_all(self.twin, list(filter(problem.fits_in_memory, first)))
         return next((each for each in settings if max(self._overloads(same, each)) < 0.0), None)
@@ -243,10 +244,10 @@ class Evaluator:
     ) -> InstanceSetting | None:
         """Return one of the other settings that holds, as far as the workload leaves its knobs open."""
         grid, engine = knob_grid(self.data.problem, same[0][1]), self.data.problem.engine
-        for (_, seqs, tokens), a_max in itertools.product(self.other_settings, slots):
-            is_open = seqs in grid.max_num_seqs and tokens in grid.max_num_batched_tokens
-            is_default = (seqs, tokens) == (engine.max_num_seqs, engine.max_num_batched_tokens)
-            setting = InstanceSetting(a_max, seqs, tokens)
+        for other, a_max in itertools.product(self.other_settings, slots):
+            is_open = all(getattr(other.knobs, name) in values for name, values in grid.items())
+            is_default = all(getattr(other.knobs, name) == getattr(engine, name) for name in grid)
+            setting = other._replace(a_max=a_max)
             if is_open and not is_default and max(self._overloads(same, setting)) < 0.0:
                 return setting
         return None
@@ -267,7 +268,7 @@ class Evaluator:
         known = () if self._knobs is None else (self._knobs._replace(a_max=start.a_max),)
         start = best_of((InstanceSetting(start.a_max), *known)) or start
         best, estimate = tune_knobs(problem, start, self.twin, until_it_holds=True)
-        setting = InstanceSetting(best.a_max, best.max_num_seqs, best.max_num_batched_tokens)
+        setting = InstanceSetting(best.a_max, best.knobs)
         if estimate.starved and best != start:
             other = best_of(setting._replace(a_max=value) for value in slots)
             setting = setting if other is None else setting._replace(a_max=other.a_max)
@@ -286,8 +287,7 @@ class Evaluator:
 
     def _assignment(self, content: InstanceContent, setting: InstanceSetting) -> Assignment:
         members, pool = content
-        shares = self.data.shares(members)
-        return Assignment(shares, setting.a_max, setting.max_num_seqs, pool, setting.max_num_batched_tokens)
+        return Assignment(self.data.shares(members), setting.a_max, pool, setting.knobs)
 
 
 def are_too_many(failing: int, instances: int) -> bool:
@@ -297,7 +297,7 @@ def are_too_many(failing: int, instances: int) -> bool:
 
 def frequent_settings(engines: Iterable[EngineArgs]) -> tuple[InstanceSetting, ...]:
     """Return the most frequent settings of knobs, without regard to slots."""
-    count = Counter(InstanceSetting(0, each.max_num_seqs, each.max_num_batched_tokens) for each in engines)
+    count = Counter(InstanceSetting(0, knobs_of(each)) for each in engines)
     return tuple(setting for setting, _ in count.most_common(_MAX_OTHER_SETTINGS))
 
 

@@ -19,7 +19,7 @@ from typing import Final
 from capplan.errors import InfeasibleError, InfeasibleReason
 from capplan.planner.problem._bound import lower_bound, lower_bound_gpus
 from capplan.planner.problem._deadline import OutOfTimeError
-from capplan.planner.problem._knobs import knob_grid
+from capplan.planner.problem._knobs import has_open_knobs
 from capplan.planner.problem._parallel import no_progress
 from capplan.planner.problem._previous import previous_instances
 from capplan.planner.problem._problem import Assignment, Estimator, Problem, infeasible
@@ -158,7 +158,7 @@ def _margins(context: SolverContext) -> tuple[Estimator, Estimator]:
 
 def _knob_stages(problem: Problem) -> tuple[bool, ...]:
     """Return whether knobs are open in each stage of the search: first with the defaults, then open."""
-    searched = any(knob_grid(problem, pool).is_open for pool in range(len(problem.pools)))
+    searched = any(has_open_knobs(problem, pool) for pool in range(len(problem.pools)))
     return (False, True) if searched else (False,)
 
 

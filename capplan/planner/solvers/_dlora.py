@@ -17,7 +17,7 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.models import kv_tokens
+from capplan.models import kv_budget
 from capplan.planner.problem._problem import (
     AdapterShare,
     Assignment,
@@ -50,8 +50,7 @@ def _place(problem: Problem, context: SolverContext) -> tuple[Assignment, ...]:
 def _empty_state(problem: Problem, shares: tuple[AdapterShare, ...]) -> BurstTolerance:
     profile, engine = problem.profile, problem.engine
     s_max = problem.s_max(shares)
-    utilization, seqs = engine.gpu_memory_utilization, engine.max_num_seqs
-    free = kv_tokens(profile, 0, s_max, utilization, seqs, engine.max_num_batched_tokens)
+    free = kv_budget(profile, engine.gpu_memory_utilization).tokens(engine, a_max=0)
     slot = profile.memory.value("slot_factor") * slot_bytes(profile.model, profile.engine, s_max, profile.tp)
     slot += profile.memory.value("slot_overhead_bytes")
     rates = np.array([share.rate_rps for share in shares])

@@ -48,6 +48,7 @@ from capplan.planner.problem._problem import (
 )
 from capplan.planner.search._shortage import broken_when_spread
 from capplan.planner.solvers._base import RequiredEstimator, Solver, SolverContext
+from capplan.spec import EngineLimits
 
 _NO_LIMIT: Final = 2**31
 
@@ -92,12 +93,12 @@ class CompiledFill:
         if s_max not in self._slots:
             engine, fixed = self.problem.engine, self.problem.fixed_a_max
             host = self.problem.workload.engine.max_cpu_loras
-            seqs, budget = engine.max_num_seqs, self.surrogate.kv_budget
             values = self.grid if fixed is None else (fixed,)
             limits = np.empty((len(values), 5))
             limits[:, 0] = values
-            limits[:, 1:] = s_max, seqs, 0, engine.max_num_batched_tokens
-            limits[:, 3] = budget.tokens_beside(limits[:, 0], s_max, seqs, engine.max_num_batched_tokens)
+            of_rank = EngineLimits(0, s_max, engine.max_num_seqs, engine.max_num_batched_tokens)
+            limits[:, 1:] = s_max, engine.max_num_seqs, 0, engine.max_num_batched_tokens
+            limits[:, 3] = self.surrogate.kv_budget.tokens_beside(limits[:, 0], of_rank)
             fits = limits[:, 3] >= engine.max_model_len
             self._slots[s_max] = SlotNumbers(limits, fits, _NO_LIMIT if host is None else host)
         return self._slots[s_max]

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from capplan.models import kv_tokens
+from capplan.models import kv_budget
 from capplan.planner.problem._problem import (
     AdapterShare,
     Assignment,
@@ -102,8 +102,7 @@ def _simulate_without_adapters(problem: Problem, scale: float, seed: int) -> Sim
     args = engine.model_copy(update={"max_loras": 1, "max_lora_rank": s_max, "max_cpu_loras": None})
     duration_s = workload.horizon_s(_DURATION_S)
     scenario = build_scenario(workload, profile, args, duration_s=duration_s, seed=seed)
-    utilization, seqs = engine.gpu_memory_utilization, engine.max_num_seqs
-    tokens = kv_tokens(profile, 0, s_max, utilization, seqs, engine.max_num_batched_tokens)
+    tokens = kv_budget(profile, engine.gpu_memory_utilization).tokens(engine, a_max=0)
     bare = scenario._replace(
         requests=scenario.requests._replace(adapter=np.zeros_like(scenario.requests.adapter)),
         num_blocks=tokens // profile.engine.block_size,

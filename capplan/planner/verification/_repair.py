@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final, TypeAlias
 
-from capplan.planner.problem._knobs import KNOBS, knob_grid, tune_knobs
+from capplan.planner.problem._knobs import KNOBS, has_open_knobs, tune_knobs
 from capplan.planner.problem._problem import AdapterShare, Assignment, Estimator, Problem, broken_rules
 from capplan.planner.problem._slots import choose_slots, slot_candidates
 from capplan.planner.search._data import AdapterGroup, adapter_groups
@@ -142,7 +142,7 @@ def _other_knobs(
     assignment: Assignment, verifier: Verifier, twin: Estimator
 ) -> tuple[Assignment, InstanceVerification] | None:
     """Return the instance with the open knobs of the least utilization, if it is verified with them."""
-    if not knob_grid(verifier.problem, assignment.pool).is_open:
+    if not has_open_knobs(verifier.problem, assignment.pool):
         return None
     candidate, estimate = tune_knobs(verifier.problem, assignment, twin)
     if candidate == assignment or estimate.starved:
