@@ -29,12 +29,13 @@ from capplan.models import (
     StepFeatures,
     coefficient_array,
     gpu_load_ms,
-    kv_tokens,
+    kv_budget,
     latency_code,
     roofline_profile,
     step_ms,
 )
 from capplan.models.calibration import smape
+from capplan.spec import EngineLimits
 
 INPUT_TOKENS, OUTPUT_TOKENS = 250, 230
 BARE = EngineChoice(lora=False)
@@ -141,7 +142,8 @@ def sizes_and_loads() -> Iterator[Comparison]:
         analytic = _with_host(shipped.model.name, 0.0)
         slots = [(a_max, s_max) for a_max in (8, 64, 192) for s_max in (8, 16, 32)]
         ours, theirs = (
-            [float(kv_tokens(profile, *slot, 0.9, 256)) for slot in slots] for profile in (analytic, shipped)
+            [float(kv_budget(profile, 0.9).tokens(EngineLimits(*slot, 256, 2048))) for slot in slots]
+            for profile in (analytic, shipped)
         )
         fits = [at for at, tokens in enumerate(theirs) if tokens > 0.0]
         yield Comparison(name, "KV tokens", [ours[at] for at in fits], [theirs[at] for at in fits])

@@ -20,7 +20,7 @@ from capplan.cli.progress import progress_bars
 from capplan.errors import InputError
 from capplan.interrupt import INTERRUPTED
 from capplan.reports import Table, counted, number, print_json, print_table
-from capplan.spec import EngineConfig
+from capplan.spec import ENGINE_DEFAULTS, EngineConfig
 
 if TYPE_CHECKING:
     from capplan.profiling import MeasurementFolder
@@ -56,8 +56,7 @@ class ProfileServerArgs:
     engine: EngineConfig = engine_flags(
         without=("max_loras", "max_lora_rank", "max_cpu_loras", "gpu_memory_utilization"),
         least={"max_num_seqs": 1, "max_num_batched_tokens": 1, "max_model_len": 4},
-        max_num_seqs=256,
-        max_num_batched_tokens=2048,
+        **ENGINE_DEFAULTS,
     )
     prompt_tokens: int | None = typer.Option(None, metavar="N", min=1, help="Typical prompt.")
     output_tokens: int | None = typer.Option(None, metavar="N", min=1, help="Typical output.")

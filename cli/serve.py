@@ -48,7 +48,7 @@ from capplan.cli.serve_plan import (
 )
 from capplan.errors import InputError
 from capplan.reports import counted
-from capplan.spec import STATE_PERIOD_S, EngineConfig, Plan
+from capplan.spec import ENGINE_DEFAULTS, STATE_PERIOD_S, EngineConfig, Plan
 
 if TYPE_CHECKING:
     from capplan.fleet import InstanceSpec
@@ -171,9 +171,7 @@ class ServeArgs:
         show_envvar=True,
         help="Key to load and unload adapters; required by --lora-root.",
     )
-    engine: EngineConfig = engine_flags(
-        max_num_seqs=256, max_num_batched_tokens=2048, gpu_memory_utilization=0.9
-    )
+    engine: EngineConfig = engine_flags(**ENGINE_DEFAULTS)
     max_adapters: int | None = typer.Option(
         None, metavar="N", help="Adapters known at a time, loaded ones included."
     )

@@ -19,7 +19,6 @@ from ._memory import (
     disk_load_ms,
     gpu_load_ms,
     kv_budget,
-    kv_tokens,
     load_share,
     require_kv_tokens,
 )
@@ -83,7 +82,6 @@ __all__ = [
     "explain_kernels",
     "gpu_load_ms",
     "kv_budget",
-    "kv_tokens",
     "latency_code",
     "latency_form",
     "load_share",

@@ -21,7 +21,6 @@ from capplan.serving import (
     weight_bytes,
 )
 from capplan.spec import (
-    DEFAULT_MAX_NUM_BATCHED_TOKENS,
     LORA_MODULES,
     Coefficient,
     EngineArgs,
@@ -77,7 +76,7 @@ class KvBudget:
     block_tokens: int
 
     def tokens(self, args: EngineArgs | EngineLimits, a_max: int | None = None) -> int:
-        """Return the KV tokens beside the slots, or beside `a_max` of their rank; see `kv_tokens`."""
+        """Return the KV tokens beside the slots, or beside `a_max` of that rank, in whole blocks."""
         blocks = self._blocks(args.max_loras if a_max is None else a_max, args)
         return max(0, int(blocks)) * self.block_tokens
 
@@ -115,35 +114,6 @@ def kv_budget(profile: Profile, gpu_memory_utilization: float) -> KvBudget:
         block_bytes=kv_bytes_per_token(arch, profile.tp) * engine.block_size,
         block_tokens=engine.block_size,
     )
-
-
-def kv_tokens(
-    profile: Profile,
-    a_max: int,
-    s_max: int,
-    gpu_memory_utilization: float,
-    max_num_seqs: int,
-    max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS,
-) -> int:
-    """Return the KV tokens that fit on one GPU, a multiple of the block size.
-
-    Parameters
-    ----------
-    profile
-        Hardware, model and engine.
-    a_max
-        Adapter slots (vLLM ``--max-loras``).
-    s_max
-        Rank that every slot is sized for (``--max-lora-rank``).
-    gpu_memory_utilization
-        Share of the GPU's memory that the engine may take.
-    max_num_seqs
-        Most running requests.
-    max_num_batched_tokens
-        Most tokens of a step.
-    """
-    limits = EngineLimits(a_max, s_max, max_num_seqs, max_num_batched_tokens)
-    return kv_budget(profile, gpu_memory_utilization).tokens(limits)
 
 
 def require_kv_tokens(profile: Profile, args: EngineArgs, a_max: int) -> int:

@@ -16,9 +16,7 @@ from capplan.engine.models._config import ModelConfig
 from capplan.errors import InputError
 from capplan.serving import Limits, ServingRules, rules_of_scheduler, serving_rules, with_scheduling
 from capplan.spec import (
-    DEFAULT_GPU_MEMORY_UTILIZATION,
-    DEFAULT_MAX_NUM_BATCHED_TOKENS,
-    DEFAULT_MAX_NUM_SEQS,
+    ENGINE_DEFAULTS,
     AdapterCharge,
     Cache,
     CacheSource,
@@ -44,13 +42,6 @@ AttentionKernel = Literal["compiled", "torch", "triton"]
 _TRITON_KERNELS: Final = ("triton", "bgmv", "mbgmv", "sgmv")
 
 _DTYPES: Final = ("float32", "float16", "bfloat16")
-_DEFAULT_ARGS: Final = MappingProxyType(
-    {
-        "max_num_seqs": DEFAULT_MAX_NUM_SEQS,
-        "max_num_batched_tokens": DEFAULT_MAX_NUM_BATCHED_TOKENS,
-        "gpu_memory_utilization": DEFAULT_GPU_MEMORY_UTILIZATION,
-    }
-)
 _CHOSEN_ARGS: Final = ("max_loras", "max_lora_rank", "max_model_len")
 """Chosen for the model and its adapters if not given; see `capplan.engine._engine.choose_sizes`."""
 _MOST: Final = MappingProxyType(
@@ -173,7 +164,7 @@ class EngineOptions(SpecModel):
         for name, value in (args | options).items():
             if name in _MOST and isinstance(value, int) and value > _MOST[name]:
                 raise InputError(f"must be at most {_MOST[name]}", value, name)
-        validate_document(EngineArgs, dict.fromkeys(_CHOSEN_ARGS, 1) | _DEFAULT_ARGS | args, format_key)
+        validate_document(EngineArgs, dict.fromkeys(_CHOSEN_ARGS, 1) | ENGINE_DEFAULTS | args, format_key)
         parsed = validate_document(cls, options | {"args": args}, format_key)
         parsed._check_rules()
         parsed._check_kernels()
@@ -212,7 +203,7 @@ class EngineOptions(SpecModel):
 
     def engine_args(self, **defaults: int) -> EngineArgs:
         """Return the complete settings of the engine."""
-        return EngineArgs(**(_DEFAULT_ARGS | defaults | self.args))
+        return EngineArgs(**(ENGINE_DEFAULTS | defaults | self.args))
 
     def adapter_capacity(self, given: int) -> int:
         """Return the number of adapters the engine can register, `given` of them at its start."""

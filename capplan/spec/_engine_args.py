@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from types import MappingProxyType
 from typing import Annotated, Any, Final, NamedTuple, Self, TypeAlias
 
 from pydantic import Field, Strict, model_validator
@@ -24,6 +25,14 @@ DEFAULT_MAX_NUM_SEQS: Final = 256
 DEFAULT_MAX_NUM_BATCHED_TOKENS: Final = 2048
 DEFAULT_MAX_MODEL_LEN: Final = 8192
 DEFAULT_GPU_MEMORY_UTILIZATION: Final = 0.9
+ENGINE_DEFAULTS: Final[MappingProxyType[str, Any]] = MappingProxyType(
+    {
+        "max_num_seqs": DEFAULT_MAX_NUM_SEQS,
+        "max_num_batched_tokens": DEFAULT_MAX_NUM_BATCHED_TOKENS,
+        "gpu_memory_utilization": DEFAULT_GPU_MEMORY_UTILIZATION,
+    }
+)
+"""Defaults of settings that do not depend on the model or its adapters."""
 
 _NUMBER: Final = r"(\d{1,9})"
 _VERSION: Final = re.compile(

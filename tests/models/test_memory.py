@@ -11,7 +11,6 @@ from capplan.datasets import gpu_sheet, model_arch, read_arch
 from capplan.models import (
     EngineChoice,
     gpu_load_ms,
-    kv_tokens,
     load_share,
     require_kv_tokens,
     roofline_profile,
@@ -20,6 +19,7 @@ from capplan.models._memory import memory_model
 from capplan.models.compose import with_weights
 from capplan.serving import adapter_bytes, adapter_pages, kv_bytes_per_token, slot_bytes, weight_bytes
 from capplan.spec import LORA_MODULES, EngineConfig, ModelArch, ProfileEngine
+from tests.models.memory import kv_tokens
 
 MIB = 2**20
 TODAY = ProfileEngine(name="vllm", version="0.32.0", rules="vllm-0.8")

@@ -18,7 +18,6 @@ from capplan.models import (
     StepRanks,
     coefficient_array,
     efficiencies_of,
-    kv_tokens,
     latency_code,
     rank_ms,
     roofline_profile,
@@ -28,6 +27,7 @@ from capplan.models._roofline import VllmLora
 from capplan.models._step_latency import GRAPH_TOKENS
 from capplan.serving import weight_bytes
 from capplan.spec import Kernel, ProvenanceKind
+from tests.models.memory import kv_tokens
 
 LLAMA = model_arch("llama-3.1-8b")
 H100 = gpu_sheet("h100-80g")

@@ -68,7 +68,7 @@ def test_the_period_is_the_step_that_bisections_end_at_wherever_the_search_begin
 
     exact = bisected(np.log(1e-3), np.log(1e5 * HORIZON_S), is_crowded)
     step = 1.5 * (np.log(1e5 * HORIZON_S) - np.log(1e-3)) / 2**BISECTIONS
-    # Stays grow with the period, so few rates may have several periods with as many slots in use as there are.
+    # Stays grow with the period, so there may be several periods with as many slots in use as there are.
     is_another = is_crowded(found * np.exp(-step)) and not is_crowded(found * np.exp(step))
     assert is_another or abs(np.log(found / exact)) < step
 

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capplan import InputError, SimulationResult, Workload, simulate, simulate_detailed
-from capplan.models import kv_tokens
 from capplan.serving import RULES, serving_rules
 from capplan.serving.routers import ROUTERS
 from capplan.spec import BaseTraffic, Trace
 from capplan.twin import Scenario
 from capplan.twin.cluster import Instance, simulate_cluster
+from tests.models.memory import kv_tokens
 from tests.oracle import simulate_with_reference
 from tests.twin.comparison import assert_forms_agree
 from tests.twin.examples import profile, workload

@@ -10,10 +10,11 @@ from benchmarks.shipped_profiles import base_profile, published_profile
 from capplan import Profile, SimulationResult, load_profile, simulate
 from capplan.datasets.published._runs import PUBLISHED, PublishedModel, PublishedRun, published_runs
 from capplan.datasets.published._tables import TABLES, write_tables
-from capplan.models import ADDITIVE, kv_tokens
+from capplan.models import ADDITIVE
 from capplan.models.calibration import fit_length_correlation, read_steps, smape
 from capplan.twin.calibration import CalibrationTables, calibrate
 from capplan.twin.calibration._runs import read_runs
+from tests.models.memory import kv_tokens
 
 pytestmark = pytest.mark.long
 

@@ -14,14 +14,14 @@ import pandas as pd
 
 from capplan.datasets import load_profile
 from capplan.datasets.published import LENGTHS, TOKEN_BUDGET, UTILIZATION
-from capplan.models import disk_load_ms, gpu_load_ms, kv_tokens
+from capplan.models import disk_load_ms, gpu_load_ms, kv_budget
 from capplan.reproduce._lab import Lab
 from capplan.reproduce._results import Curve, Findings
 from capplan.reproduce.twin._fidelity import published_model
 from capplan.reproduce.twin._motivation import profile_of
 from capplan.reproduce.twin._profiles import bare_profile
 from capplan.reproduce.twin._setting import numbered, setting
-from capplan.spec import BaseTraffic, Coefficient, Lengths, Profile, Workload
+from capplan.spec import BaseTraffic, Coefficient, EngineLimits, Lengths, Profile, Workload
 from capplan.twin import SimulationResult, simulate
 
 _GIB: Final = 2.0**30
@@ -101,7 +101,7 @@ def last_slots(model: str, rank: int, start: tuple[int, int, int]) -> int:
         changed = memory.coefficients | {"reserved_bytes": Coefficient(value=reserved_bytes)}
         profile = bare.replace(memory=memory.replace(coefficients=changed))
         seqs = tokens = given.batched_tokens
-        return kv_tokens(profile, a_max, s_max, UTILIZATION, seqs, tokens)
+        return kv_budget(profile, UTILIZATION).tokens(EngineLimits(a_max, s_max, seqs, tokens))
 
     slots, start_rank, measured = start
     first, second = (room(reserve, slots, start_rank) for reserve in (0.0, _GIB))

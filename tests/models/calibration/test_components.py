@@ -10,7 +10,7 @@ import pytest
 
 from capplan import InputError, Lengths, Profile
 from capplan.datasets import read_arch
-from capplan.models import disk_load_ms, gpu_load_ms, kv_tokens
+from capplan.models import disk_load_ms, gpu_load_ms
 from capplan.models.calibration import (
     Hardware,
     assumed_profile,
@@ -20,6 +20,7 @@ from capplan.models.calibration import (
 )
 from capplan.models.calibration._components import held_kv_tokens
 from capplan.serving import kv_bytes_per_token, weight_bytes
+from tests.models.memory import kv_tokens
 from tests.twin.examples import part, profile
 
 CONFIG = {

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import Adapter, Lengths, Workload
-from capplan.models import kv_tokens
 from capplan.models.surrogates import FEATURES, feature_of, feature_vector, unsupported_workload
 from capplan.models.surrogates._features import PAPER_FEATURES, expected_tok_s, held_tokens, offered_tok_s
 from capplan.spec import Arrivals, Diurnal, LengthPairs, Renewal, Stickiness, Trace, Unpredictable
 from capplan.twin.instance import engine_args
+from tests.models.memory import kv_tokens
 from tests.models.surrogates.making import SETTINGS, asked, profile
 
 Named = dict[str, float]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import InputError, Profile
-from capplan.models import explain_kernels, kv_tokens, read_kernel_table
+from capplan.models import explain_kernels, read_kernel_table
 from capplan.models.calibration._tables import read_table
 from capplan.profiling.engine import EngineProfilingOptions, profile_engine
 from capplan.profiling.engine import _profiler as served
@@ -21,6 +21,7 @@ from capplan.profiling.server._closed_loop import LoopError, RequestSender, Serv
 from capplan.spec import EngineConfig, Kernel
 from capplan.twin.calibration import CalibrationOptions as HowToCalibrate
 from capplan.twin.calibration import CalibrationTables, calibrate
+from tests.models.memory import kv_tokens
 
 pytestmark = pytest.mark.process
 
