@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._pytree import tree_map_only
 
-from capplan.engine._request import Request, TokenLogprobs
+from capplan.engine._request import Request, SamplingParams, TokenLogprobs
 
 
 class Logprobs(NamedTuple):
@@ -124,25 +124,21 @@ def sample(logits: torch.Tensor, requests: Sequence[Request], lengths: NDArray[n
     if not special:
         return Sampled(tokens, finite)
     tokens, finite = torch.as_tensor(tokens), torch.as_tensor(finite)
-    sampled, at = [requests[i] for i in special], _on(logits.device, special)
-    chosen = logits[at].float()
-    drawn = [i for i, request in enumerate(sampled) if request.params.temperature > 0]
+    drawn = [i for i in special if requests[i].params.temperature > 0]
     if drawn:
-        of_drawn = _on(logits.device, drawn)
-        rows = at[of_drawn]
+        rows = _on(logits.device, drawn)
+        chosen = logits if len(drawn) == len(requests) else logits[rows]
         # Logits that are not finite give no token, and no index out of range.
-        known = chosen[of_drawn].where(finite[rows].unsqueeze(1), 0.0)
-        tokens = tokens.index_copy(0, rows, _draw(known, [sampled[i] for i in drawn]))
-    kept = [i for i, request in enumerate(sampled) if request.params.keep_logits]
-    scored = [i for i, request in enumerate(sampled) if request.params.logprobs is not None]
-    if too_early and (kept or scored):  # as in vLLM log-probabilities are the model's own
-        chosen = raw[at].float()
+        known = chosen.float().where(finite[rows, None], 0.0)
+        tokens = tokens.index_copy(0, rows, _draw(known, [requests[i] for i in drawn]))
+    kept = [i for i in special if requests[i].params.keep_logits]
+    scored = [i for i in special if requests[i].params.logprobs is not None]
     logprobs = None
-    if scored:
-        top = max(sampled[i].params.logprobs or 0 for i in scored)
-        of_scored = _on(logits.device, scored)
-        logprobs = token_logprobs(chosen[of_scored], tokens[at[of_scored]], top)
-    return Sampled(tokens, finite, logprobs, {special[i]: chosen[i] for i in kept})
+    if scored:  # as in vLLM log-probabilities are the model's own
+        top = max(requests[i].params.logprobs or 0 for i in scored)
+        rows = _on(logits.device, scored)
+        logprobs = token_logprobs(raw[rows].float(), tokens[rows], top)
+    return Sampled(tokens, finite, logprobs, {i: raw[i].to(torch.float32, copy=True) for i in kept})
 
 
 def _on(device: torch.device, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -163,31 +159,39 @@ def _argmax(logits: torch.Tensor) -> tuple[Any, Any]:
 
 def _draw(logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
     """Sample by inverting the cumulative distribution of the tokens to sample from, most likely first."""
-    vocabulary = logits.shape[1]
-    columns = [
-        (
-            request.rng.random() if request.rng is not None else 0.0,
-            request.params.temperature,
-            request.params.top_p,
-            request.params.min_p,
-            request.params.top_k or vocabulary,
-        )
-        for request in requests
-    ]
-    table = _on(logits.device, columns, torch.float64).unsqueeze(2)
-    uniform, temperature, top_p, min_p, top_k = table.unbind(1)
+    device, params = logits.device, [request.params for request in requests]
+    drawn = [0.0 if request.rng is None else request.rng.random() for request in requests]
+    uniform, temperature = _on(
+        device, (drawn, [each.temperature for each in params]), torch.float64
+    ).unsqueeze(2)
+    exact = logits.double()
     # A tiny temperature must not overflow.
-    shifted = logits.double() - logits.double().amax(dim=-1, keepdim=True)
+    shifted = exact - exact.amax(dim=-1, keepdim=True)
     probabilities, order = torch.softmax(shifted / temperature, dim=-1).sort(
         dim=-1, descending=True, stable=True
     )
     cumulative = probabilities.cumsum(dim=-1)
+    last = _last_of_nucleus(probabilities, cumulative, params)
+    total = cumulative[:, -1:] if last is None else cumulative.gather(1, last)
+    at = torch.searchsorted(cumulative, uniform * total, right=True)
+    at = at.clamp_max(logits.shape[1] - 1) if last is None else at.minimum(last)
+    return order.gather(1, at).squeeze(1)
+
+
+def _last_of_nucleus(
+    probabilities: torch.Tensor, cumulative: torch.Tensor, params: Sequence[SamplingParams]
+) -> torch.Tensor | None:
+    """Return the place of the least likely token that each request allows; None if all allow all."""
+    vocabulary = probabilities.shape[1]
+    columns = [(each.top_p, each.min_p, each.top_k or vocabulary) for each in params]
+    if all(column == (1.0, 0.0, vocabulary) for column in columns):
+        return None
+    table = _on(probabilities.device, columns, torch.float64).unsqueeze(2)
+    top_p, min_p, top_k = table.unbind(1)
     allowed = (probabilities >= min_p * probabilities[:, :1]).sum(dim=-1, keepdim=True).minimum(top_k.long())
     sum_allowed = cumulative.gather(1, allowed - 1).where(allowed < vocabulary, 1.0)
     kept = (cumulative - probabilities < top_p * sum_allowed).sum(dim=-1, keepdim=True).minimum(allowed)
-    total = cumulative.gather(1, kept - 1)
-    at = torch.searchsorted(cumulative, uniform * total, right=True).minimum(kept - 1)
-    return order.gather(1, at).squeeze(1)
+    return kept - 1
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> Logprobs:
