@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from capplan.serving.routers import Performance, WorkModel
+from capplan.serving.state import VLLM
 from capplan.twin import Scenario
 from capplan.twin.cluster._scenario import ClusterScenario, place
 from capplan.twin.instance._scenario import NS_PER_MS
@@ -65,11 +66,13 @@ def holding(engine: Scenario, numbers: np.ndarray, ranks: np.ndarray) -> Scenari
         pages=costs.pages[taken],
         rank=ranks[np.array([0, *numbers])],
     )
+    if engine.limits.policy != VLLM:  # adapters share the memory of KV: there are no slots
+        limits = engine.limits._replace(max_loras=numbers.size, max_cpu_loras=numbers.size)
+        engine = engine._replace(limits=limits)
     if engine.pool is not None:
         arrays = ("adapter_pages", "adapter_bytes", "adapter_tokens", "load_ns")
         own = {name: getattr(engine.pool, name)[taken] for name in arrays}
-        limits = engine.limits._replace(max_loras=numbers.size, max_cpu_loras=numbers.size)
-        engine = engine._replace(pool=replace(engine.pool, **own), limits=limits)
+        engine = engine._replace(pool=replace(engine.pool, **own))
     return engine._replace(requests=NOBODY, costs=costs, buckets=0)
 
 
