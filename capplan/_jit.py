@@ -68,6 +68,8 @@ _IMPORT = re.compile(r"^\s*from (capplan[\w.]*) import (\([^)]*\)|[^\n]*)", re.M
 _STUB = re.compile(r"^from \.([\w.]+) import (\([^)]*\)|[^\n]*)", re.MULTILINE)
 _WORD = re.compile(r"\w+")
 
+_ADDRESS: Final = ir.LiteralStructType([]).as_pointer()
+"""Type of the address of a tuple, and of nothing else in one."""
 _FIRST_ARGUMENT: Final = 2
 """Of a compiled function, after the pointers to its result and to its exception."""
 _DIGEST_BYTES: Final = 32
@@ -211,18 +213,9 @@ def jit(function: F) -> F:
 
     If the cache folder cannot be written, or others can write to it, every process compiles for itself.
     """
-    return _entry(function, inner)
-
-
-def jit_once(function: F) -> F:
-    """Compile an entry as `jit` does, whose compiled callers call it as `inner_once` (which says why)."""
-    return _entry(function, inner_once)
-
-
-def _entry(function: F, linked: Callable[[F], F]) -> F:
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # made at run time
         return function
-    entry = _Entry(function, linked(function), targetoptions={"nopython": True, **_ENTRY_OPTIONS})
+    entry = _Entry(function, inner(function), targetoptions={"nopython": True, **_ENTRY_OPTIONS})
     cache_on_disk(entry)
     return cast("F", entry)
 
@@ -251,7 +244,8 @@ def inner(function: F) -> F:
 def inner_once(function: F) -> F:
     """Compile a function as `inner` does, but let callers call it: an entry has one copy, not one per call.
 
-    For what is long, or called from many places, and not at each step: it saves compile time.
+    For what is long, or called from many places, and not at each step: it saves compile time. Fields of a
+    tuple are read from memory then, not from registers.
     """
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # made at run time
         return function
@@ -426,15 +420,44 @@ class _CalledLibrary(_LinkedLibrary):
     """A function that LLVM does not inline."""
 
     def add_ir_module(self, module: Any) -> None:
-        """Add the module of the function; no code writes its records while it runs."""
-        for function in module.functions:
-            if function.is_declaration:
-                continue
-            function.attributes.add("noinline")
-            for argument in function.args[_FIRST_ARGUMENT:]:
-                if isinstance(getattr(argument.type, "pointee", None), ir.LiteralStructType):
-                    argument.add_attribute("noalias")
+        """Add the module of the function, which becomes a call of its body with tuples that last.
+
+        Tuples in registers stay there: their copies on the stack would have an address that a call knows.
+        """
+        for function in [each for each in module.functions if not each.is_declaration]:
+            body = ir.Function(module, function.function_type, f"{function.name}.body")
+            body.linkage, body.blocks, function.blocks = function.linkage, function.blocks, []
+            body.args, function.args = function.args, body.args
+            body.attributes.add("noinline")
+            function.attributes.add("alwaysinline")
+            builder = ir.IRBuilder(function.append_basic_block())
+            given = list(function.args)
+            for at in range(_FIRST_ARGUMENT, len(given)):
+                if _is_tuple(given[at].type):
+                    given[at] = _lasting(builder, given[at])
+                    body.args[at].add_attribute("noalias")  # no code writes tuples while it runs
+            builder.ret(builder.call(body, given))
         super().add_ir_module(module)
+
+
+def _is_tuple(kind: Any) -> bool:
+    return isinstance(getattr(kind, "pointee", None), ir.LiteralStructType)
+
+
+def _lasting(builder: Any, tuple_: Any) -> Any:
+    """Return the pointer that a tuple in registers has of itself, in memory that lasts for the entry."""
+    address = builder.load(cgutils.gep_inbounds(builder, tuple_, 0, 0))
+    return builder.bitcast(address, tuple_.type)
+
+
+def note_address(builder: Any, tuple_: Any, address: Any) -> None:
+    """Store in a tuple, and in those inside, the address at which they last; `Reference.layout` says why."""
+    pointer = builder.bitcast(address, _ADDRESS)
+    builder.store(pointer, cgutils.gep_inbounds(builder, tuple_, 0, 0))
+    for at, kind in enumerate(tuple_.type.pointee.elements):
+        if isinstance(kind, ir.LiteralStructType) and kind.elements[:1] == (_ADDRESS,):
+            inside = [cgutils.gep_inbounds(builder, each, 0, at) for each in (tuple_, address)]
+            note_address(builder, *inside)
 
 
 class _NoEnvironment:
@@ -488,9 +511,12 @@ class Reference(types.Type):
         return self.record, self.members
 
     def layout(self, value_type: Callable[[types.Type], Any]) -> Any:
-        """Return the structure in memory; nested tuples are stored inside."""
+        """Return the structure in memory; nested tuples are stored inside.
+
+        Its first field is the address of the tuple, for calls: a copy in registers has none.
+        """
         parts = [m.layout(value_type) if isinstance(m, Reference) else value_type(m) for m in self.members]
-        return ir.LiteralStructType(parts)
+        return ir.LiteralStructType([_ADDRESS, *parts])
 
 
 @register_model(Reference)
@@ -517,7 +543,7 @@ class _ReferenceAttributes(AttributeTemplate):
 @lower_getattr_generic(Reference)
 def _field(_context: Any, builder: Any, kind: Reference, value: Any, name: str) -> Any:
     at = kind.record._fields.index(name)
-    pointer = cgutils.gep_inbounds(builder, value, 0, at)
+    pointer = cgutils.gep_inbounds(builder, value, 0, at + 1)  # behind the address
     return pointer if isinstance(kind.members[at], Reference) else builder.load(pointer)
 
 
@@ -531,9 +557,10 @@ def _unbox(kind: Reference, tuple_: Any, c: Any) -> Any:
         if native.cleanup is not None:
             cleanups.append(native.cleanup)
         value = c.builder.load(native.value) if isinstance(member, Reference) else native.value
-        c.builder.store(value, cgutils.gep_inbounds(c.builder, pointer, 0, at))
+        c.builder.store(value, cgutils.gep_inbounds(c.builder, pointer, 0, at + 1))
         with c.builder.if_then(native.is_error, likely=False):
             c.builder.store(cgutils.true_bit, failed)
+    note_address(c.builder, pointer, pointer)
 
     def cleanup() -> None:
         for release in cleanups:

@@ -4,13 +4,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from numba.core.errors import TypingError
+from numpy.typing import NDArray
 
-from capplan._jit import cache_dir, inner, inner_once, inner_sum, jit, source_digest
+from capplan._jit import by_reference, cache_dir, inner, inner_once, inner_sum, jit, source_digest
 
 pytestmark = pytest.mark.long
 
@@ -107,6 +108,35 @@ def test_a_part_of_compiled_callers_raises_if_called_from_python(decorate: Calla
     assert jit(quarter)(4.0) == 1.0
     with pytest.raises(TypeError, match="half"):
         part(3.0)  # compiled by now
+
+
+@by_reference
+class _Inside(NamedTuple):
+    values: NDArray[np.float64]
+
+
+@by_reference
+class _Outside(NamedTuple):
+    number: float
+    inside: _Inside
+
+
+@pytest.mark.parametrize("decorate", [inner, inner_once])
+def test_parts_read_tuples_and_those_inside(decorate: Callable[..., Any]) -> None:
+    @decorate
+    def total(inside: _Inside) -> float:
+        return inside.values[0] + inside.values[1]  # type: ignore[no-any-return]
+
+    @decorate
+    def with_number(outside: _Outside) -> float:
+        return outside.number + total(outside.inside)  # type: ignore[no-any-return]
+
+    def twice(outside: _Outside) -> tuple[float, float]:
+        first = with_number(outside)
+        outside.inside.values[0] = 10.0
+        return first, total(outside.inside)
+
+    assert jit(twice)(_Outside(3.0, _Inside(np.array([1.0, 2.0])))) == (6.0, 12.0)
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x80", b"garbage", None])

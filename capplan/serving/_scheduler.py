@@ -13,7 +13,7 @@ Source: vLLM 0.8.5 to 0.33.0, ``vllm/v1/core/sched/scheduler.py``. S-LoRA's rule
 
 from __future__ import annotations
 
-from capplan._jit import inner, jit, jit_once
+from capplan._jit import inner, jit
 from capplan.serving.pooled._pool import end_admitted, watch_growth
 from capplan.serving.pooled._schedule import enter_pool, pooled_takes, schedule_pooled
 from capplan.serving.pooled._size_queues import leave_queue
@@ -132,7 +132,7 @@ def schedule(state: State, limits: Limits) -> int:
     return int(c.step_tokens)
 
 
-@jit_once
+@jit
 def commit(state: State, limits: Limits) -> None:
     """Apply the step that `schedule` decided: append tokens, remove finished requests, free their blocks.
 

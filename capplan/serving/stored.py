@@ -23,7 +23,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from capplan._jit import by_reference, jit
+from capplan._jit import by_reference, jit, note_address
 from capplan.serving import _scheduler as scheduler
 from capplan.serving.state import POOLED, VLLM, Limits, State, new_state
 
@@ -59,6 +59,7 @@ def line_access(type_of: Callable[[bool], Any]) -> tuple[Any, Any, Any]:
             kind = context.get_value_type(signature.args[2])
             address = _address(builder, context, args, signature.args[0], kind)
             builder.store(builder.load(args[2]), address)
+            note_address(builder, address, address)
             return context.get_dummy_value()
 
         return numba.void(memory, numba.int64, stored), generate

@@ -147,16 +147,23 @@ def advance(engine: SimulatedEngine, requests: Requests, until_ns: int, fast_for
         if fast_forward and _fast_forward(engine, requests, until_ns):
             continue
         tokens = schedule(state, limits)
-        if tokens == 0:
+        if tokens > 0:
+            _charge(engine, requests, tokens)
+        else:
             if state.counters.n_loads > 0:  # asynchronous loads start without a batch as well
                 loads_ns(state, limits, costs, clock, trace, counts.now_ns)
                 record_loads(trace, counts.now_ns, state.counters.n_loads)
             _note_admissions_only(engine)
-            if not _wait(engine, requests, until_ns):
-                break
+            # Async scheduling: a step may still be running, and its end may allow another one.
+            if state.counters.n_ending == 0 and clock.at.visible_ns >= counts.now_ns:
+                if not _resume(engine, requests, until_ns):
+                    break
+                continue
+            _note_no_step(engine)
+        commit(state, limits)  # once: it is as long as the rest, and a copy for each place
+        if tokens == 0:
+            clock.at.visible_ns = counts.now_ns
             continue
-        _charge(engine, requests, tokens)
-        commit(state, limits)
         record_tokens(engine)
         if keeps_stats(clock):
             count_finished(state, costs, clock)
@@ -205,24 +212,6 @@ def _take_arrivals(engine: SimulatedEngine, requests: Requests, until_ns: int) -
 
 
 @inner
-def _wait(engine: SimulatedEngine, requests: Requests, until_ns: int) -> bool:
-    """Advance the clock when nothing can run; return False without an event before `until_ns`."""
-    state, limits, costs, clock, trace = engine.state, engine.limits, engine.costs, engine.clock, engine.trace
-    counts = trace.counts
-    at = clock.at
-    if state.counters.n_ending > 0 or at.visible_ns < counts.now_ns:
-        # Async scheduling: a step is still running, and its end may allow another one.
-        note_stalls(engine)
-        counts.preemptions += state.counters.n_preempted
-        if keeps_stats(clock):
-            count_step(state, costs, clock)
-        commit(state, limits)
-        at.visible_ns = counts.now_ns
-        return True
-    return _resume(engine, requests, until_ns)
-
-
-@inner
 def _resume(engine: SimulatedEngine, requests: Requests, until_ns: int) -> bool:
     """Advance an idle clock to the next event; return False without one before `until_ns`."""
     clock, trace = engine.clock, engine.trace
@@ -237,12 +226,18 @@ def _resume(engine: SimulatedEngine, requests: Requests, until_ns: int) -> bool:
 @with_pool(None)
 def _note_admissions_only(engine: SimulatedEngine) -> None:
     """Note what a schedule without tokens did: requests that now wait for their adapters, and preemptions."""
+    _note_no_step(engine)
+    record_admissions(engine, engine.trace.counts.now_ns, 0)
+
+
+@inner
+def _note_no_step(engine: SimulatedEngine) -> None:
+    """Note the preemptions of a schedule without tokens."""
     state, costs, clock, trace = engine.state, engine.costs, engine.clock, engine.trace
     note_stalls(engine)
     trace.counts.preemptions += state.counters.n_preempted
     if keeps_stats(clock):
         count_step(state, costs, clock)
-    record_admissions(engine, trace.counts.now_ns, 0)
 
 
 @inner
@@ -282,7 +277,10 @@ def _fast_forward(engine: SimulatedEngine, requests: Requests, until_ns: int) ->
         c.tick += 1
         c.kv_tokens += c.n_decoding
         left -= 1
-    return left < steps
+    if left == steps:
+        return False
+    count_steps(c, counts, steps - left, c.n_decoding, c.kv_tokens - c.n_decoding)
+    return True
 
 
 @inner
@@ -312,6 +310,7 @@ def _charge(engine: SimulatedEngine, requests: Requests, tokens: int) -> None:
         counts.interruptions += 1
         counts.interrupted_ns += paused_ns
     _elapse(engine, requests, duration_ns, load_ns, tokens)
+    count_steps(c, counts, 1, tokens, c.kv_tokens)
 
 
 @inner
@@ -326,7 +325,7 @@ def _elapse(engine: SimulatedEngine, requests: Requests, duration_ns: int, load_
         record_details(engine, requests, begin_ns, duration_ns, load_ns, tokens)
     counts.now_ns += duration_ns
     clock.at.visible_ns = begin_ns if limits.async_scheduling else counts.now_ns
-    sum_up(c, counts, trace.sums, duration_ns, tokens)
+    sum_up(c, trace.sums, duration_ns)
     if has_pool(state):
         record_pool_gaps(engine, duration_ns)
     else:
@@ -346,18 +345,27 @@ def note_stalls(engine: SimulatedEngine) -> None:
 
 
 @inner
-def sum_up(c: np.record, counts: np.record, sums: np.record, duration_ns: int, tokens: int) -> None:
-    """Add a step to the counts and sums of the trace; `c` are the state's counters."""
+def count_steps(c: np.record, counts: np.record, steps: int, tokens: int, kv_tokens: int) -> None:
+    """Add steps of the same requests to the counts of the trace; `c` are the state's counters.
+
+    `kv_tokens` are held in the last of them, the most. Fast-forwarded steps are counted at once.
+    """
     running = c.n_running - c.n_ending
-    counts.steps += 1
-    counts.request_steps += running
+    counts.steps += steps
+    counts.request_steps += running * steps
     if running <= SMALL_BATCH:
-        counts.small_request_steps += running
+        counts.small_request_steps += running * steps
     counts.preemptions += c.n_preempted
     counts.max_running = max(counts.max_running, running)
     counts.max_waiting = max(counts.max_waiting, c.n_waiting)
-    counts.max_kv_tokens = max(counts.max_kv_tokens, c.kv_tokens)
+    counts.max_kv_tokens = max(counts.max_kv_tokens, kv_tokens)
     counts.max_step_tokens = max(counts.max_step_tokens, tokens)
+
+
+@inner
+def sum_up(c: np.record, sums: np.record, duration_ns: int) -> None:
+    """Add a step to the sums of the trace, whose roundings follow the order of steps."""
+    running = c.n_running - c.n_ending
     sums.busy_ns += duration_ns
     sums.running_ns += float(running) * duration_ns
     sums.waiting_ns += float(c.n_waiting) * duration_ns
