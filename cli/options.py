@@ -341,7 +341,7 @@ class _EngineFlags:
 def engine_flags(
     *, without: Sequence[str] = (), least: Mapping[str, int] | None = None, **defaults: float
 ) -> Any:
-    """Return the default of a field that holds engine settings, for each of which `command` makes an option.
+    """Return the default of a field that holds engine settings; `command` makes an option of each.
 
     The field is an `EngineConfig` of the values as they are given: what they must be is checked by what the
     command does with them.

@@ -59,8 +59,18 @@ _LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 
 
 _ENGINE_FLAGS: Final = (
-    *("dtype", "device", "tensor_parallel_size", "rules", "memory", "block_size", "num_kv_blocks"),
-    *("enable_prefix_caching", "shared_prefix_tokens", "lora_kernel", "seed", "sgmv_from_tokens"),
+    "dtype",
+    "device",
+    "tensor_parallel_size",
+    "rules",
+    "memory",
+    "block_size",
+    "num_kv_blocks",
+    "enable_prefix_caching",
+    "shared_prefix_tokens",
+    "lora_kernel",
+    "seed",
+    "sgmv_from_tokens",
 )
 """Engine settings by parameter of the command, beside those of a plan."""
 

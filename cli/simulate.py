@@ -162,7 +162,7 @@ def paired_documents(metrics: Sequence[PairedMetric]) -> list[dict[str, Any]]:
 
 
 _SLOTS: Final = ("max_loras", "max_lora_rank")
-"""Engine settings of which the command takes several values, or the adapters decide."""
+"""Engine settings beside `SimulateArgs.engine`: several numbers of slots may be given, at one rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,10 +297,18 @@ def simulate(args: SimulateArgs) -> None:
 
 
 _OF_ONE_GPU: Final = (
-    *(*_SLOTS, "max_in_flight", "rules", "scheduler", "cache", "gpus_per_link", "prefix_caching"),
-    *("html", "workers", "ray_address"),
+    *_SLOTS,
+    "max_in_flight",
+    "rules",
+    "scheduler",
+    "cache",
+    "gpus_per_link",
+    "prefix_caching",
+    "html",
+    "workers",
+    "ray_address",
 )
-"""Options that do not go with a plan, beside other engine settings."""
+"""Options that do not go with a plan, as the other engine settings do not."""
 
 
 def _simulate_plan(args: SimulateArgs, plan: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -96,7 +95,7 @@ class EngineProfilingOptions:
         """The engine settings that all stages share."""
         return {**_LIMITS, **self.engine.given}
 
-    @cached_property
+    @property
     def widest(self) -> EngineArgs:
         """The engine settings with the most slots of the largest rank."""
         return self.engine_args(SlotSetting(max(self.a_max), max(self.s_max)))

@@ -569,7 +569,6 @@ class _EngineProfiler:
         else:
             write_text_atomic(file, json.dumps(self.base.model_dump(mode="json"), indent=2) + "\n")
         options = {**vars(self.options), "engine": self.options.limits}
-        options.pop("widest", None)
         for facts in self.out.notes().values():
             if isinstance(facts.get("options"), dict):
                 require_same(facts["options"], options, _FIXED, str(self.out.path))

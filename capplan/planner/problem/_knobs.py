@@ -49,17 +49,17 @@ def knob_grid(problem: Problem, pool: int) -> KnobGrid:
     fixed, engine = problem.workload.engine, problem.engine
     tokens, seqs = engine.max_num_batched_tokens, engine.max_num_seqs
     if problem.knobs is KnobSearch.DEFAULT or not problem.bounds_latency:
-        return dict(zip(KNOBS, ((tokens,), (seqs,)), strict=True))
+        return {"max_num_batched_tokens": (tokens,), "max_num_seqs": (seqs,)}
     most_tokens, most_seqs = float(TOKEN_BUDGETS[-1]), float(RUNNING_REQUESTS[-1])
     if problem.knobs is KnobSearch.FITTED:
         profile = problem.pools[pool].profile
         most_tokens = _fitted_limit(profile, ("max_num_batched_tokens", "tokens"), tokens)
         most_seqs = _fitted_limit(profile, ("max_num_seqs", "requests"), seqs)
-    values = (
-        (tokens,) if fixed.max_num_batched_tokens is not None else _up_to(TOKEN_BUDGETS, most_tokens, tokens),
-        (seqs,) if fixed.max_num_seqs is not None else _up_to(RUNNING_REQUESTS, most_seqs, seqs),
-    )
-    return dict(zip(KNOBS, values, strict=True))
+    budgets, requests = _up_to(TOKEN_BUDGETS, most_tokens, tokens), _up_to(RUNNING_REQUESTS, most_seqs, seqs)
+    return {
+        "max_num_batched_tokens": budgets if fixed.max_num_batched_tokens is None else (tokens,),
+        "max_num_seqs": requests if fixed.max_num_seqs is None else (seqs,),
+    }
 
 
 def fallback_running_requests(problem: Problem) -> tuple[int, ...]:
