@@ -433,7 +433,7 @@ class _CalledLibrary(_LinkedLibrary):
             builder = ir.IRBuilder(function.append_basic_block())
             given = list(function.args)
             for at in range(_FIRST_ARGUMENT, len(given)):
-                if _is_tuple(given[at].type):
+                if _is_tuple(getattr(given[at].type, "pointee", None)):
                     given[at] = _lasting(builder, given[at])
                     body.args[at].add_attribute("noalias")  # no code writes tuples while it runs
             builder.ret(builder.call(body, given))
@@ -441,7 +441,8 @@ class _CalledLibrary(_LinkedLibrary):
 
 
 def _is_tuple(kind: Any) -> bool:
-    return isinstance(getattr(kind, "pointee", None), ir.LiteralStructType)
+    """Return whether a type is the layout of a `Reference`."""
+    return isinstance(kind, ir.LiteralStructType) and kind.elements[:1] == (_ADDRESS,)
 
 
 def _lasting(builder: Any, tuple_: Any) -> Any:
@@ -455,7 +456,7 @@ def note_address(builder: Any, tuple_: Any, address: Any) -> None:
     pointer = builder.bitcast(address, _ADDRESS)
     builder.store(pointer, cgutils.gep_inbounds(builder, tuple_, 0, 0))
     for at, kind in enumerate(tuple_.type.pointee.elements):
-        if isinstance(kind, ir.LiteralStructType) and kind.elements[:1] == (_ADDRESS,):
+        if _is_tuple(kind):
             inside = [cgutils.gep_inbounds(builder, each, 0, at) for each in (tuple_, address)]
             note_address(builder, *inside)
 
