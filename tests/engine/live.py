@@ -8,24 +8,16 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from capplan.engine import Engine, ModelConfig
+from capplan.engine import Engine
 from capplan.engine._core_process import CoreLoop, warm_up
 from capplan.server import DrainingServer, ServerApp, ServerSettings, Service, bind, url_of
 from capplan.server._adapter_pool import PoolParams, open_pool
-from tests.engine.engines import check_engine
+from tests.engine.engines import TINY_MODEL, check_engine
 
 T = TypeVar("T")
 
-TINY = ModelConfig(
-    name="tiny",
-    layers=2,
-    hidden_size=32,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    intermediate_size=48,
-    vocab_size=300,
-    max_positions=512,
+TINY = TINY_MODEL.replace(
+    layers=2, hidden_size=32, heads=4, kv_heads=2, intermediate_size=48, max_positions=512
 )
 ADMIN_KEY = "admin"
 SIZES: Mapping[str, Any] = {"num_kv_blocks": 400, "block_size": 8, "max_num_seqs": 64, "max_lora_rank": 16}

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capplan.engine import Engine, ModelConfig
+from capplan.engine import Engine
 from capplan.engine._affinity import allowed_cpus
 from capplan.engine.assist import Crew
 from capplan.engine.assist._board import BoardShape, Task
@@ -26,22 +26,15 @@ from capplan.engine.assist._crew import start_crew
 from capplan.engine.lora._manager import LoRAManager
 from capplan.errors import InputError
 from capplan.serving.pooled import LayerTimes, layer_groups
+from tests.engine.engines import TINY_MODEL
 
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.process
 
 LAYERS = 4
-MODEL = ModelConfig(
-    name="small",
-    layers=LAYERS,
-    hidden_size=48,
-    heads=6,
-    kv_heads=2,
-    head_dim=8,
-    intermediate_size=80,
-    vocab_size=300,
-    max_positions=128,
+MODEL = TINY_MODEL.replace(
+    name="small", layers=LAYERS, hidden_size=48, heads=6, kv_heads=2, intermediate_size=80
 )
 RANKS = {"a0": 1, "a1": 4, "a2": 8, "a3": 16}
 

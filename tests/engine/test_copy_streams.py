@@ -104,11 +104,14 @@ def test_other_requests_run_during_a_copy() -> None:
         assert recorder.check() == 1
 
 
-def test_a_gpu_copies_on_one_stream_between_two_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU with a fake of CUDA: the calls and their order."""
+@pytest.fixture
+def cuda_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Return the calls of a fake of CUDA in their order; events are numbered."""
     calls: list[tuple[Any, ...]] = []
 
     class Stream:
+        device = "cuda"
+
         def __init__(self, *_: Any) -> None:
             calls.append(("stream",))
 
@@ -125,51 +128,34 @@ def test_a_gpu_copies_on_one_stream_between_two_events(monkeypatch: pytest.Monke
             calls.append(("record", self.number, "copies" if isinstance(stream, Stream) else stream))
 
         def synchronize(self) -> None:
-            assert self.blocking
-            calls.append(("synchronize", self.number))
-
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "compute")
-    copies = CudaCopyStream(torch.device("cuda"))
-    for _ in range(2):
-        fence = copies.fence()
-        with copies.copying(fence):
-            calls.append(("copy",))
-    one = [("record", 0, "compute"), ("wait", 0), ("copy",), ("record", 1, "copies"), ("synchronize", 1)]
-    two = [("record", 2, "compute"), ("wait", 2), ("copy",), ("record", 3, "copies"), ("synchronize", 3)]
-    assert calls == [("stream",), *one, *two]
-
-
-def test_the_host_waits_for_the_copy_of_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU with a fake of CUDA: the copy waits for the sampler, on a stream of its own."""
-    calls: list[tuple[str, Any]] = []
-
-    class Stream:
-        device = "cuda"
-
-        def __init__(self, *_: Any) -> None:
-            pass
-
-        def wait_event(self, event: Any) -> None:
-            calls.append(("wait", event.on))
-
-    class Event:
-        def record(self, stream: Any) -> None:
-            self.on = "copies" if isinstance(stream, Stream) else stream
-            calls.append(("record", self.on))
-
-        def synchronize(self) -> None:
-            calls.append(("synchronize", self.on))
+            calls.append(("synchronize", self.number, self.blocking))
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "compute")
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda own, _: calls.append(("keep", own.tolist())))
+    return calls
+
+
+def test_a_gpu_copies_on_one_stream_between_two_events(cuda_calls: list[tuple[Any, ...]]) -> None:
+    copies = CudaCopyStream(torch.device("cuda"))
+    for _ in range(2):
+        fence = copies.fence()
+        with copies.copying(fence):
+            cuda_calls.append(("copy",))
+    expected: list[tuple[Any, ...]] = [("stream",)]
+    for first in (0, 2):
+        expected += [("record", first, "compute"), ("wait", first), ("copy",)]
+        expected += [("record", first + 1, "copies"), ("synchronize", first + 1, True)]
+    assert cuda_calls == expected
+
+
+def test_the_host_waits_for_the_copy_of_tokens_alone(cuda_calls: list[tuple[Any, ...]]) -> None:
+    """The copy waits for the sampler, on a stream of its own."""
     fetched = TokenCopies(torch.device("cuda")).begin(Sampled(torch.tensor([3]), torch.tensor([True])))
     kept = [("keep", [3]), ("keep", [True])]
-    assert calls == [("record", "compute"), ("wait", "compute"), *kept, ("record", "copies")]
+    begun = [("stream",), ("record", 0, "compute"), ("wait", 0), *kept, ("record", 1, "copies")]
+    assert cuda_calls == begun
     assert [each.tolist() for each in fetched()[:2]] == [[3], [True]]
-    assert calls[-1] == ("synchronize", "copies")
+    assert cuda_calls[-1][:2] == ("synchronize", 1)

@@ -6,15 +6,15 @@ import torch
 
 pytest.importorskip("triton", reason="the helpers are those of the GPU's kernels (extra `engine`)")
 
-from capplan.engine import ModelConfig, Segment
+from capplan.engine import ModelConfig
 from capplan.engine._input_batch import Decodes, ModelInputs
 from capplan.engine._pool import PagePool, kv_page_elements
 from capplan.engine.kernels._cpu import GEMM_FROM, CompiledAttention, CompiledLoRA, CompiledPointwise
-from capplan.engine.lora import B, RowTables
+from capplan.engine.lora import B
 from capplan.engine.lora._adapter import SITES
 from capplan.engine.models._decoder import KvCache, RopeTable
 from capplan.engine.models._weights import Linear
-from tests.engine.test_kernels import CONFIG, LAYOUT, S_MAX, expected, memory_of, random_adapter
+from tests.engine.test_kernels import CONFIG, LAYOUT, expected, placed_adapters
 
 CPU = torch.device("cpu")
 
@@ -22,26 +22,12 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("where", ["slots", "pages"])
 @pytest.mark.parametrize("most", [3, GEMM_FROM + 9], ids=["decode", "prefill"])
 def test_each_token_uses_its_own_adapter(where: str, most: int) -> None:
-    rng = np.random.default_rng()
-    ranks = [1, 5, 8, 17, 24]
-    adapters = {n: random_adapter(rng, rank, torch.float32) for n, rank in enumerate(ranks, start=1)}
-    memory = memory_of(where, len(ranks), torch.float32)
-    tables = RowTables(LAYOUT, len(ranks), S_MAX, CPU)
-    placements = {}
-    for number, adapter in adapters.items():
-        placements[number] = placement = memory.place(number, adapter.ranks)
-        memory.clear(number)
-        placement.copy_from(adapter)
-        tables.add(number, placement, memory.padding(number, S_MAX))
-    order = [0, *rng.permutation(list(adapters)).tolist(), 0]
-    ends = np.cumsum(rng.integers(1, most, len(order)))
-    starts = np.concatenate([[0], ends[:-1]])
-    segments = [Segment(*map(int, each)) for each in zip(order, starts, ends, strict=True)]
-    tokens = int(ends[-1])
+    adapters, memory, tables, placements, segments = placed_adapters(where, torch.float32, most)
+    tokens = segments[-1].end
     applied = CompiledLoRA(
         LAYOUT, tables, memory.storage, segments, tokens, lambda number: placements[number].views
     )
-    layer = int(rng.integers(CONFIG.layers))
+    layer = int(np.random.default_rng().integers(CONFIG.layers))
     for site, modules in enumerate(SITES):
         x = torch.randn(tokens, LAYOUT.sizes[modules[0]][0])
         out = torch.randn(tokens, sum(LAYOUT.sizes[module][B] for module in modules))

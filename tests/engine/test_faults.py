@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,7 +19,7 @@ from capplan.engine.lora import PeftFolder
 from capplan.server import ServerLimits
 from capplan.server._protocol import _ANY, _UNSUPPORTED, ChatRequest, CompletionRequest
 from tests.engine.live import ADMIN_KEY, SIZES, TINY, Live, live
-from tests.engine.test_generate import write_adapter
+from tests.engine.test_generate import cut_off, spoil_number, spoil_shape, write_adapter
 
 pytestmark = pytest.mark.process
 
@@ -71,6 +70,18 @@ def unload(server: Live, name: str) -> Answer:
 def complete(server: Live, **fields: Any) -> Answer:
     asked = {"model": "a", "prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}
     return post(server, "/v1/completions", **(asked | fields))
+
+
+@contextlib.contextmanager
+def streamed(server: Live, **fields: Any) -> Iterator[http.client.HTTPResponse]:
+    """Yield the response of a streamed completion once it has begun."""
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+    with contextlib.closing(connection):
+        body = json.dumps({"model": "a", "prompt": [1], "stream": True, **fields})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        response.readline()
+        yield response
 
 
 def tokens_of(answer: Answer) -> list[int]:
@@ -144,6 +155,7 @@ def test_an_invalid_body_is_refused(server: Live, body: bytes) -> None:
         ({"prompt": {"text": "x"}}, "prompt"),
         ({"prompt": None}, "prompt"),
         ({"prompt": [[1]] * 2000}, "prompt"),
+        ({"prompt": ["a"] * 15_000}, "prompt"),  # before they are tokenized
         ({"prompt": [1] * 512}, "prompt"),
         ({"prompt": [1] * 20_000}, "prompt"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -282,24 +294,6 @@ def test_a_too_large_body_is_refused_before_it_is_read(server: Live) -> None:
     assert declared.status == 413
 
 
-def spoil_shape(folder: Path) -> None:
-    tensors = load_file(folder / "adapter_model.safetensors")
-    name = next(name for name in tensors if "lora_A" in name)
-    tensors[name] = tensors[name][:, :-1].clone()
-    save_file(tensors, folder / "adapter_model.safetensors")
-
-
-def spoil_number(folder: Path) -> None:
-    tensors = load_file(folder / "adapter_model.safetensors")
-    next(iter(tensors.values()))[0, 0] = np.nan
-    save_file(tensors, folder / "adapter_model.safetensors")
-
-
-def cut_off(folder: Path) -> None:
-    file = folder / "adapter_model.safetensors"
-    file.write_bytes(file.read_bytes()[:-7])
-
-
 def cut_off_header(folder: Path) -> None:
     (folder / "adapter_model.safetensors").write_bytes(b"\xff" * 5)
 
@@ -401,12 +395,7 @@ def test_an_adapter_is_replaced_in_place_unless_requests_use_it(server: Live, ro
     assert load_in_place(server, "base", "stronger").status == 400
     assert load_in_place(server, "new", "nothing").status == 404
     assert tokens_of(complete(server, model="new", max_tokens=20, return_token_ids=True)) == first
-    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
-    with contextlib.closing(connection):
-        asked = {"model": "new", "prompt": [1], "max_tokens": 500, "stream": True, "temperature": 0}
-        connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        response.readline()
+    with streamed(server, model="new", max_tokens=500, temperature=0) as response:
         assert load_in_place(server, "new", "stronger").status == 409
         assert b"[DONE]" in response.read()
     assert load_in_place(server, "new", "stronger").status == 200
@@ -439,12 +428,7 @@ def test_a_stop_string_before_the_minimum_does_not_end_the_output(server: Live, 
 
 def test_an_adapter_in_use_cannot_be_removed(server: Live) -> None:
     load(server, "busy", "good")
-    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
-    with contextlib.closing(connection):
-        asked = {"model": "busy", "prompt": [1], "max_tokens": 500, "stream": True, "temperature": 0}
-        connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        response.readline()
+    with streamed(server, model="busy", max_tokens=500, temperature=0) as response:
         assert unload(server, "busy").status == 409
         assert b"[DONE]" in response.read()
     assert unload(server, "busy").status == 200
@@ -574,14 +558,7 @@ def test_a_full_queue_refuses_and_recovers() -> None:
     with live(ADAPTERS, {"max_num_seqs": 2}, max_requests=3) as server:
         assert complete(server, prompt=[[1]] * 4).status == 400  # more than the queue
         assert complete(server, prompt=[[1]] * 3).status == 200
-        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
-        with contextlib.closing(connection):
-            asked = {"model": "a", "prompt": [[1], [2], [3]], "max_tokens": 150, "stream": True}
-            connection.request(
-                "POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"}
-            )
-            response = connection.getresponse()
-            response.readline()
+        with streamed(server, prompt=[[1], [2], [3]], max_tokens=150) as response:
             shed = complete(server)
             assert (shed.status, shed.error["code"]) == (429, "queue_full")
             assert 1 <= int(shed.headers["Retry-After"]) <= 60
@@ -604,14 +581,7 @@ def test_requests_without_the_key_are_401() -> None:
 
 def test_a_draining_server_finishes_running_requests_and_refuses_new_ones() -> None:
     with live(ADAPTERS) as server:
-        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
-        with contextlib.closing(connection):
-            asked = {"model": "a", "prompt": [1], "max_tokens": 400, "stream": True, "ignore_eos": True}
-            connection.request(
-                "POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"}
-            )
-            response = connection.getresponse()
-            response.readline()
+        with streamed(server, max_tokens=400, ignore_eos=True) as response:
             server.loop.call_soon_threadsafe(server.server.end)
             server.on_loop(lambda: None)
             refused = complete(server)
@@ -626,14 +596,7 @@ def test_a_draining_server_finishes_running_requests_and_refuses_new_ones() -> N
 
 def test_requests_beyond_the_drain_timeout_end_with_an_error() -> None:
     with live(ADAPTERS, drain_timeout_s=0.1) as server:
-        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
-        with contextlib.closing(connection):
-            asked = {"model": "a", "prompt": [[1]] * 60, "max_tokens": 500, "stream": True}
-            connection.request(
-                "POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"}
-            )
-            response = connection.getresponse()
-            response.readline()
+        with streamed(server, prompt=[[1]] * 60, max_tokens=500) as response:
             server.loop.call_soon_threadsafe(server.server.end)
             last = response.read().decode().strip().split("\n\n")[-1]
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "aborted"
@@ -643,30 +606,15 @@ def test_requests_beyond_the_drain_timeout_end_with_an_error() -> None:
 
 
 def test_a_second_signal_stops_the_server_at_once() -> None:
-    with live(ADAPTERS, drain_timeout_s=600) as server:
-        connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
-        with contextlib.closing(connection):
-            asked = {"model": "a", "prompt": [[1]] * 60, "max_tokens": 500, "stream": True}
-            connection.request(
-                "POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"}
-            )
-            response = connection.getresponse()
-            response.readline()
+    with (
+        live(ADAPTERS, drain_timeout_s=600) as server,
+        streamed(server, prompt=[[1]] * 60, max_tokens=500) as response,
+    ):
+        for _ in range(2):
             server.loop.call_soon_threadsafe(server.server.end)
-            server.loop.call_soon_threadsafe(server.server.end)
-            server.join()
-            with contextlib.suppress(http.client.IncompleteRead):
-                assert b"[DONE]" not in response.read()
-
-
-@pytest.mark.parametrize("name", ["echo", "tools", "logit_bias", "min_tokens", "top_k", "use_beam_search"])
-def test_null_is_the_default(server: Live, name: str) -> None:
-    assert complete(server, **{name: None}).status == 200
-
-
-def test_too_many_prompts_are_refused_before_tokenization(server: Live) -> None:
-    answer = complete(server, prompt=["a"] * 15_000)
-    assert (answer.status, answer.error["param"]) == (400, "prompt")
+        server.join()
+        with contextlib.suppress(http.client.IncompleteRead):
+            assert b"[DONE]" not in response.read()
 
 
 def test_a_hanging_engine_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:

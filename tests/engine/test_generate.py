@@ -477,6 +477,7 @@ def test_a_broken_adapter_is_a_one_line_error(spoil: Any, message: str, tmp_path
     [
         ({"max_lora": 3}, "did you mean 'max_loras'"),
         ({"max_loras": 0}, "max_loras: must be a whole number >= 1"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
         ({"max_lora_rank": 4}, "at most max_lora_rank, 4"),
         ({"dtype": "int8"}, "dtype"),
         ({"rules": "vllm"}, "rules: must be one of"),

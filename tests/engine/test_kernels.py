@@ -32,7 +32,7 @@ from capplan.engine.kernels._triton_lora import TILE_TOKENS, StepLoRA
 from capplan.engine.kernels._triton_lora_kernels import shrink_tiles, shrink_tokens
 from capplan.engine.lora import MODULES, AdapterLayout, HostAdapter, RowTables
 from capplan.engine.lora._adapter import SITES, pack
-from capplan.engine.lora._memory import AdapterMemory, StaticSlots, UnifiedPages
+from capplan.engine.lora._memory import AdapterMemory, AdapterPlacement, StaticSlots, UnifiedPages
 from capplan.engine.models._decoder import GATE_UP, QKV, KvCache, Pointwise, RopeTable, TorchAttention
 
 pytestmark = pytest.mark.long
@@ -90,8 +90,6 @@ def test_slots_are_freed_with_their_last_reference() -> None:
 
 def expected(adapter: HostAdapter, layer: int, site: int, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Return the expected `out` in float64."""
-    from capplan.engine.lora._memory import AdapterPlacement
-
     offsets = np.concatenate([[0], np.cumsum(LAYOUT.row_lengths(adapter.ranks))])[:-1]
     views = AdapterPlacement(LAYOUT, adapter.flat.to(DEVICE), adapter.ranks, offsets).views[layer][site]
     result = out.double().clone()
@@ -102,6 +100,37 @@ def expected(adapter: HostAdapter, layer: int, site: int, x: torch.Tensor, out: 
     return result
 
 
+class PlacedAdapters(NamedTuple):
+    """Adapters of several ranks in memory, and segments of tokens of each and of the base model."""
+
+    adapters: dict[int, HostAdapter]
+    memory: AdapterMemory
+    tables: RowTables
+    placements: dict[int, AdapterPlacement]
+    segments: list[Segment]
+
+
+def placed_adapters(where: str, dtype: torch.dtype, most: int) -> PlacedAdapters:
+    """Return adapters whose segments have fewer than `most` tokens."""
+    rng = np.random.default_rng()
+    ranks = [1, 5, 8, 17, 24]
+    adapters = {number: random_adapter(rng, rank, dtype) for number, rank in enumerate(ranks, start=1)}
+    memory = memory_of(where, len(ranks), dtype)
+    tables = RowTables(LAYOUT, len(ranks), S_MAX, DEVICE)
+    placements = {}
+    for number, adapter in adapters.items():
+        placements[number] = placement = memory.place(number, adapter.ranks)
+        memory.clear(number)
+        placement.copy_from(adapter)
+        tables.add(number, placement, memory.padding(number, S_MAX))
+    order = [0, *rng.permutation(list(adapters)).tolist(), 0]
+    ends = np.cumsum(rng.integers(1, most, len(order)))
+    segments = [
+        Segment(a, int(e - n), int(e)) for a, e, n in zip(order, ends, np.diff(ends, prepend=0), strict=True)
+    ]
+    return PlacedAdapters(adapters, memory, tables, placements, segments)
+
+
 @pytest.mark.parametrize(
     ("where", "dtype"),
     [("slots", torch.float32), ("pages", torch.float32), ("slots", torch.bfloat16), ("pages", torch.float16)],
@@ -109,22 +138,8 @@ def expected(adapter: HostAdapter, layer: int, site: int, x: torch.Tensor, out: 
 )
 @pytest.mark.parametrize("kind", ["bgmv", "mbgmv", "sgmv"])
 def test_each_token_uses_its_own_adapter(where: str, kind: Kind, dtype: torch.dtype) -> None:
-    rng = np.random.default_rng()
-    ranks = [1, 5, 8, 17, 24]
-    adapters = {number: random_adapter(rng, rank, dtype) for number, rank in enumerate(ranks, start=1)}
-    memory = memory_of(where, len(ranks), dtype)
-    tables = RowTables(LAYOUT, len(ranks), S_MAX, DEVICE)
-    for number, adapter in adapters.items():
-        placement = memory.place(number, adapter.ranks)
-        memory.clear(number)
-        placement.copy_from(adapter)
-        tables.add(number, placement, memory.padding(number, S_MAX))
-    order = [0, *rng.permutation(list(adapters)).tolist(), 0]
-    ends = np.cumsum(rng.integers(1, 20 if kind == "sgmv" else 3, len(order)))
-    segments = [
-        Segment(a, int(e - n), int(e)) for a, e, n in zip(order, ends, np.diff(ends, prepend=0), strict=True)
-    ]
-    tokens = int(ends[-1])
+    adapters, memory, tables, _, segments = placed_adapters(where, dtype, 20 if kind == "sgmv" else 3)
+    tokens = segments[-1].end
     applied = TritonLoRA(LAYOUT, tables, memory.storage, segments, tokens, kind)
     check_products(applied, adapters, segments, tokens, dtype)
 

@@ -364,18 +364,6 @@ def test_a_server_with_a_late_event_loop_is_overloaded_until_its_requests_end() 
             assert answer(client, asked)[0] == 200
 
 
-def test_a_client_that_does_not_read_is_disconnected() -> None:
-    limits = ServerLimits(send_timeout_s=0.3)
-    with live({}, {"max_model_len": 500}, limits=limits) as server, connected(server) as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        fields = {"model": "base", "prompt": [[1]] * 64, "max_tokens": 480, "stream": True, "logprobs": 20}
-        body = json.dumps(fields | {"ignore_eos": True}).encode()
-        client.sendall(POST + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        wait_for(server, lambda: len(server.server.server_state.connections) == 1)
-        wait_for(server, lambda: len(server.server.server_state.connections) == 0)
-        server.check_idle()
-
-
 @pytest.mark.parametrize(
     "fields",
     [

@@ -3,7 +3,6 @@
 import asyncio
 import errno
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,19 +13,12 @@ pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)
 import aiohttp
 
 from capplan.fleet._instance_client import InstanceClient
-from tests.engine.fake_instances import QUICK, Routed, events, routed
+from tests.engine.fake_instances import QUICK, Routed, events
+from tests.engine.test_router import run
 
 pytestmark = pytest.mark.process
 
 PINGS = replace(QUICK, ping_every_s=0.05, ping_timeout_s=0.2)
-
-
-def run(check: Callable[[Routed], Awaitable[None]], **settings: Any) -> None:
-    async def whole() -> None:
-        async with asyncio.timeout(60), routed(**settings) as router:
-            await check(router)
-
-    asyncio.run(whole())
 
 
 def test_a_stalled_instance_leaves_the_rotation_and_comes_back() -> None:
@@ -109,22 +101,6 @@ def test_requests_of_an_instance_that_stays_stalled_end_with_an_error() -> None:
         assert supervisor.restarts == 0
 
     run(check, policy=replace(PINGS, abandon_after_s=0.2))
-
-
-def test_a_request_that_an_overloaded_instance_refuses_goes_to_another_holder() -> None:
-    async def check(r: Routed) -> None:
-        overloaded = r.launcher["g1-1"]
-        overloaded.refusal = "overloaded"
-        answers = [await r.post("shared") for _ in range(8)]
-        assert {(status, body["instance"]) for status, body, _ in answers} == {(200, "g0-1")}
-        assert len(overloaded.bodies) == r.state.retries == 6  # it stays in the rotation
-        status, body, headers = await r.post("b")
-        assert (status, body["error"]["code"], headers["Retry-After"]) == (503, "overloaded", "1")
-        overloaded.refusal = None
-        assert (await r.post("b"))[0] == 200
-        assert r.log == []
-
-    run(check, policy=replace(QUICK, ping_every_s=30.0))
 
 
 def test_too_many_open_files_of_the_router_are_no_fault_of_an_instance() -> None:

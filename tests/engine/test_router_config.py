@@ -26,11 +26,9 @@ from capplan.fleet._instances import gpus_of
 from capplan.fleet._routing import InstanceRouter
 from capplan.models import gpu_load_ms
 from capplan.spec import Cache, PlanBase, Profile, QueueClass, Queues, Wrs
-from capplan.twin.cluster import Candidate, RoutedRequest
 from tests.cli.conftest import Run, error_line, run
 from tests.cli.examples import small_plan
 from tests.engine.fake_instances import tiny_plan
-from tests.oracle.routers import SmoothShares
 from tests.spec.test_registry import peft_folder
 
 __all__ = ["run"]
@@ -58,19 +56,6 @@ def test_every_holder_is_within_one_request_of_its_share(
     wanted = kept / kept.sum() if kept.sum() else np.array(there) / sum(there)
     assert np.all(got[~np.array(there)] == 0)
     assert np.max(np.abs(got - requests * wanted)) <= len(parts)
-
-
-@given(st.lists(st.integers(0, 2), max_size=60))
-def test_routing_equals_the_twins_reference_router(asked: list[int]) -> None:
-    """Each request goes to the same instance as in the reference implementation."""
-    held = [{"x": 0.2, "y": 0.5}, {"x": 0.3, "y": 0.0}, {"x": 0.5, "y": 0.5}]
-    shares, twin = InstanceRouter(held), SmoothShares()
-    for number, adapter in enumerate(asked):
-        name = [None, "x", "y"][adapter]
-        request = RoutedRequest(number, 0.0, adapter, 8, 1, 0.0, 1.0)
-        parts = [1 / 3 if name is None else each[name] for each in held]
-        candidates = [Candidate(i, part, (), (), *([0] * 7), False, False) for i, part in enumerate(parts)]
-        assert shares.choose(name) == twin(request, candidates)
 
 
 def test_base_requests_follow_their_shares_to_any_instance_that_is_up() -> None:

@@ -1,6 +1,5 @@
 """Prometheus metrics of a server, under vLLM's names."""
 
-import http.client
 import json
 from collections.abc import Iterator
 
@@ -12,7 +11,7 @@ from capplan.server._metrics import Histogram
 from capplan.serving.routers import RESIDENT
 from capplan.spec import QueueClass, Queues, Wrs
 from tests.engine.live import Live, live
-from tests.engine.test_faults import complete, send
+from tests.engine.test_faults import complete, send, streamed
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +76,8 @@ def test_a_stop_string_counts_as_stop(server: Live) -> None:
 
 
 def test_gauges_of_running_and_waiting_requests(server: Live) -> None:
-    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
-    asked = {"model": "a", "prompt": [[1, 2]] * 5, "max_tokens": 500, "stream": True}
-    connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
-    response = connection.getresponse()
-    response.readline()
-    now = samples(server)
-    connection.close()
+    with streamed(server, prompt=[[1, 2]] * 5, max_tokens=500):
+        now = samples(server)
     assert now["vllm:num_requests_running"] == 2
     assert now["vllm:num_requests_waiting"] == 3
     assert 0 < now["vllm:kv_cache_usage_perc"] < 1
@@ -123,12 +117,8 @@ def test_a_shared_pool_has_metrics_of_its_queues_and_cached_adapters() -> None:
         refreshes = ("queue_refreshes", "queue_refreshes_kept", "queue_quotas_scaled")
         for name in ("adapter_evictions", "bypasses", "squashes", "overruns", "recomputes", *refreshes):
             assert grown[f"capplan:{name}_total"] == 0
-        connection = http.client.HTTPConnection(running.url.removeprefix("http://"), timeout=60)
-        asked = {"model": "a", "prompt": [[1, 2]] * 5, "max_tokens": 300, "stream": True}
-        connection.request("POST", "/v1/completions", json.dumps(asked), {"Content-Type": "application/json"})
-        connection.getresponse().readline()
-        now = samples(running)
-        connection.close()
+        with streamed(running, prompt=[[1, 2]] * 5, max_tokens=300):
+            now = samples(running)
         by_queue = [
             [now[f"capplan:queue_{name}{{queue={number}}}"] for number in (0, 1)]
             for name in ("requests_waiting", "quota_tokens", "outstanding_tokens")

@@ -1,10 +1,8 @@
 """Clients that never read: they hold neither an instance nor a connection for long."""
 
-import asyncio
 import json
 import socket
 import time
-from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,18 +11,11 @@ import pytest
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
 from capplan.server import ServerLimits
-from tests.engine.fake_instances import Routed, routed
+from tests.engine.fake_instances import Routed
 from tests.engine.live import live
+from tests.engine.test_router import run
 
 pytestmark = pytest.mark.process
-
-
-def run(check: Callable[[Routed], Awaitable[None]], **settings: Any) -> None:
-    async def whole() -> None:
-        async with asyncio.timeout(60), routed(**settings) as router:
-            await check(router)
-
-    asyncio.run(whole())
 
 
 def silent_client(url: str, **fields: Any) -> socket.socket:

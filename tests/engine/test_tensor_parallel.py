@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from capplan import InputError
-from capplan.engine import Completion, CoreProcess, CoreSettings, Engine, EngineOptions, ModelConfig
+from capplan.engine import Completion, CoreProcess, CoreSettings, Engine, ModelConfig
 from capplan.engine.lora import AdapterLayout
 from capplan.engine.lora._adapter import RandomAdapter
 from capplan.engine.models import ModelShard, random_weights, require_shardable
@@ -194,9 +194,3 @@ def test_ranks_end_with_a_killed_core() -> None:
         [worker] = psutil.Process(core.pid).children()
         os.kill(core.pid, signal.SIGKILL)
         worker.wait(timeout=20)
-
-
-def test_options_name_the_ranks() -> None:
-    assert EngineOptions.parse({}).tensor_parallel_size == 1
-    with pytest.raises(InputError, match="tensor_parallel_size"):
-        EngineOptions.parse({"tensor_parallel_size": 0})

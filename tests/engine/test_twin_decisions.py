@@ -11,14 +11,14 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from capplan.engine import Decision, Engine, EngineOptions, ModelConfig, SamplingParams
+from capplan.engine import Decision, Engine, EngineOptions, SamplingParams
 from capplan.engine import _engine_core as engine_core
 from capplan.engine.lora._loader import VirtualLoader
 from capplan.serving import RULES, Limits, ServingRules, State
 from capplan.serving.pooled import RESIDENT, refresh
 from capplan.serving.state import POOLED
 from capplan.spec import QueueClass, Queues, Scheduler, Wrs, cache_of
-from tests.engine.engines import TimedRequest, check_engine, replay
+from tests.engine.engines import TINY_MODEL, TimedRequest, check_engine, replay
 from tests.oracle.caches import CachedAdapter
 from tests.oracle.host_link import ReferenceCopier
 from tests.oracle.loop import reference_scheduler
@@ -30,17 +30,7 @@ from tests.twin.pooled import with_period
 
 pytestmark = pytest.mark.long
 
-TINY = ModelConfig(
-    name="tiny",
-    layers=1,
-    hidden_size=8,
-    heads=2,
-    kv_heads=1,
-    head_dim=4,
-    intermediate_size=8,
-    vocab_size=50,
-    max_positions=96,
-)
+TINY = TINY_MODEL.replace(hidden_size=8, head_dim=4, intermediate_size=8, vocab_size=50, max_positions=96)
 MS = 1_000_000
 ReferenceSchedulers = ReferenceScheduler | ReferenceSlora | ReferencePooled
 _PAGES_PER_RANK: Final = 13
