@@ -17,7 +17,6 @@ from collections import Counter
 
 from benchmarks.common import play_cases
 
-_PROGRESS_EVERY = 500
 _LONG_EVERY = 8
 """Every so many cases have more requests."""
 _AMPLE_EVERY = 10

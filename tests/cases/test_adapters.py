@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import struct
 import subprocess
 import sys
@@ -28,35 +27,18 @@ from capplan.spec import (
     placed_path,
 )
 from capplan.spec._peft_folder import is_other_model
-from tests.cli.conftest import ROOT, Run, error_line, run
+from tests.cli.conftest import Run, error_line, run
 from tests.cli.examples import MODEL, group, small_plan
 from tests.deploy.test_vllm import launched, only_script, options, plan_of
 
 __all__ = ["run"]
 
-CASES = ROOT.parent / "shared" / "cases"
 HEAD = f"""
 base_model: {MODEL}
 profile: h100-80g/llama-3.1-8b/vllm-0.15.1
 requests: {{prompt_tokens: {{mean: 200}}, output_tokens: {{mean: 100}}}}
 """
 HIDDEN = ("\u202e", "\u2066", "\u200b", "\u2028", "\ufeff", "\u00ad", "\x1b", "\x9b", "\x7f", "\U000e0001")
-
-
-@pytest.fixture
-def case(tmp_path: Path) -> Callable[[str], Path]:
-    """Return a copy of a numbered case."""
-
-    def copied(name: str) -> Path:
-        if not CASES.is_dir():
-            pytest.skip("no ../shared/cases beside the checkout")
-        (folder,) = CASES.glob(f"{name}-*")
-        shutil.copytree(folder, tmp_path / name, copy_function=shutil.copyfile)
-        for path in (tmp_path / name).rglob("*"):
-            path.chmod(0o755)
-        return tmp_path / name
-
-    return copied
 
 
 def write_zeros(path: Path, matrices: Mapping[str, tuple[int, int, int]]) -> None:
@@ -545,32 +527,13 @@ def test_39_names_and_paths_show_as_they_are(tmp_path: Path, hidden: str, run: R
     )
     table = tmp_path / "table.csv"
     table.write_text(f"name,rank,rate_rps\n{text},8,1\n", encoding="utf-8")
+    reference = ("--rank", 8, "--base-model", "m", "--registry", tmp_path / "r.db")
     commands: list[tuple[object, ...]] = [
         ("report", tmp_path / "plan.json", "-o", tmp_path / "r.html"),
         ("export", tmp_path / "plan.json", "--target", "vllm", "-o", tmp_path / "deploy"),
         ("plan", workload_file(tmp_path, "adapters: table.csv")),
-        (
-            "registry",
-            "add",
-            f"{text}=s3://a",
-            "--rank",
-            8,
-            "--base-model",
-            "m",
-            "--registry",
-            tmp_path / "r.db",
-        ),
-        (
-            "registry",
-            "add",
-            f"a=s3://{text}",
-            "--rank",
-            8,
-            "--base-model",
-            "m",
-            "--registry",
-            tmp_path / "r.db",
-        ),
+        ("registry", "add", f"{text}=s3://a", *reference),
+        ("registry", "add", f"a=s3://{text}", *reference),
     ]
     for command in commands:
         assert error_line(run(*command)).isprintable()

@@ -1,6 +1,8 @@
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -9,6 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from capplan.cli.app import app
+from tests.cli.examples import small_plan, write_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 Run: TypeAlias = Callable[..., Result]
@@ -40,6 +43,25 @@ def process() -> Process:
     return start
 
 
+@pytest.fixture
+def workload_yaml(tmp_path: Path) -> Path:
+    """Return a workload file, with its profile beside it."""
+    return write_inputs(tmp_path)
+
+
+@pytest.fixture
+def plan_json(tmp_path: Path) -> Path:
+    """Return the file of a verified plan."""
+    small_plan().to_json(tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+@pytest.fixture
+def profile(workload_yaml: Path) -> Path:
+    """Return the profile of the workload."""
+    return workload_yaml.with_name("profile.json")
+
+
 def command(arguments: Sequence[object]) -> list[str]:
     """Return the command line of a capplan process."""
     return [sys.executable, "-m", "capplan", *map(str, arguments)]
@@ -48,6 +70,20 @@ def command(arguments: Sequence[object]) -> list[str]:
 def environment() -> dict[str, str]:
     """Return an environment in which a process finds this checkout from any folder."""
     return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def interrupted(words: Sequence[object], has_begun: Callable[[], bool]) -> "subprocess.CompletedProcess[str]":
+    """Press Ctrl-C in a process of a command once it has begun, and return how it ended."""
+    pipe = subprocess.PIPE
+    started = subprocess.Popen(command(words), env=environment(), stdout=pipe, stderr=pipe, text=True)
+    deadline = time.monotonic() + 120
+    while not has_begun() and started.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    started.send_signal(signal.SIGINT)
+    stdout, stderr = started.communicate(timeout=60)
+    assert started.returncode == 130, stderr
+    assert "Traceback" not in stderr
+    return subprocess.CompletedProcess(started.args, started.returncode, stdout, stderr)
 
 
 def error_line(result: Result) -> str:

@@ -16,7 +16,6 @@ from capplan import InfeasibleError, InputError
 from capplan.cli.app import _COMMANDS, app
 from capplan.spec import FORECASTS
 from tests.cli.conftest import ROOT, Process, Run, command, environment, error_line
-from tests.cli.examples import small_plan
 
 RUNNER = "from typer.testing import CliRunner; from capplan.cli.app import app; CliRunner()"
 COMMANDS = tuple(dict.fromkeys(path.split()[0] for path in _COMMANDS))
@@ -119,30 +118,16 @@ def test_every_kind_of_end_has_its_status(error: BaseException, status: int, tex
     assert (done.returncode, done.stdout, done.stderr) == (status, "", f"{text}\n")
 
 
-def test_a_reader_that_goes_away_is_no_error() -> None:
+@pytest.mark.parametrize("words", [["schema", "plan"], ["explain"]], ids=["document", "table"])
+def test_a_reader_that_goes_away_is_no_error(words: list[str], plan_json: Path) -> None:
     read, write = os.pipe()
     os.close(read)
+    given = [*words, plan_json] if words == ["explain"] else words
     with os.fdopen(write, "wb") as closed:
         done = subprocess.run(
-            command(["schema", "plan"]), env=environment(), stdout=closed, stderr=subprocess.PIPE, timeout=120
+            command(given), env=environment(), stdout=closed, stderr=subprocess.PIPE, timeout=120
         )
-    assert done.stderr == b""
-    assert done.returncode == 128 + signal.SIGPIPE
-
-
-def test_a_table_for_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
-    small_plan().to_json(tmp_path / "plan.json")
-    read, write = os.pipe()
-    os.close(read)
-    with os.fdopen(write, "wb") as closed:
-        done = subprocess.run(
-            command(["explain", tmp_path / "plan.json"]),
-            env=environment(),
-            stdout=closed,
-            stderr=subprocess.PIPE,
-            timeout=120,
-        )
-    assert (done.returncode, done.stderr) == (141, b"")
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 @pytest.mark.parametrize("words", ["profiles", "schema plan", "--help", "--version"])

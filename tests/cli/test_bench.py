@@ -1,8 +1,4 @@
 import json
-import os
-import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -11,8 +7,7 @@ import pytest
 from capplan.cli.progress import numbers
 from capplan.profiling.load import BenchResult, LoadProgress
 from capplan.profiling.load._vllm_bench import read_vllm_bench
-from tests.cli.conftest import Run, command, environment, error_line
-from tests.cli.examples import write_inputs
+from tests.cli.conftest import Run, error_line, interrupted
 from tests.cli.test_report import own
 from tests.profiling.load import servers
 from tests.profiling.load.test_run import fails, quick
@@ -20,11 +15,6 @@ from tests.profiling.load.test_run import fails, quick
 pytestmark = pytest.mark.process
 
 SHORT = ("--duration", "0.5", "--rate-scale", "40", "--drain-s", "5")
-
-
-@pytest.fixture
-def workload_yaml(tmp_path: Path) -> Path:
-    return write_inputs(tmp_path)
 
 
 def test_a_load_test_leaves_table_result_requests_and_reports(
@@ -149,17 +139,8 @@ def test_ctrl_c_leaves_a_valid_partial_result(workload_yaml: Path, tmp_path: Pat
     outputs = ("-o", tmp_path / "r.json", "--requests-out", tmp_path / "r.parquet")
     with servers.server(quick, seen) as url:
         words = ("bench", workload_yaml, "--url", url, "--duration", "600", "--rate-scale", "40", *outputs)
-        started = subprocess.Popen(
-            command(words), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        deadline = time.monotonic() + 120
-        while len(seen) < 30 and started.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        os.kill(started.pid, signal.SIGINT)
-        stdout, stderr = started.communicate(timeout=60)
-    assert started.returncode == 130, stderr
-    assert "Traceback" not in stderr
-    assert "throughput" in stdout
+        ended = interrupted(words, lambda: len(seen) >= 30)
+    assert "throughput" in ended.stdout
     result = BenchResult.from_json(tmp_path / "r.json")
     assert result.partial
     assert result.duration_s < 300.0

@@ -12,17 +12,11 @@ from capplan import Plan, load_profile, load_workload, plan
 from capplan.planner.verification import by_rank, fleet_of_plan
 from capplan.spec import RebalanceSettings
 from tests.cli.conftest import Run, error_line
-from tests.cli.examples import write_inputs
 
 pytestmark = pytest.mark.long
 
 SHORT = ("--duration", "60")
 BOUND = ("--slo", "ttft_p95_s=2")
-
-
-@pytest.fixture
-def workload_yaml(tmp_path: Path) -> Path:
-    return write_inputs(tmp_path)
 
 
 @pytest.fixture

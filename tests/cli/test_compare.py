@@ -12,7 +12,7 @@ import pytest
 from capplan.planner import SOLVERS, SolverComparison, SolverResult
 from capplan.reports.pages import comparison_page
 from tests.cli.conftest import Run, error_line
-from tests.cli.examples import WORKLOAD, write_inputs
+from tests.cli.examples import WORKLOAD
 from tests.cli.test_report import HOSTILE, figures_of, parsed
 
 FEW = ("--solvers", "capplan,maxbase,slora-contiguous", "--seeds", "2")
@@ -54,11 +54,6 @@ def told(*rows: SolverResult) -> SolverComparison:
         duration_s=3600.0,
         rows=rows,
     )
-
-
-@pytest.fixture
-def workload_yaml(tmp_path: Path) -> Path:
-    return write_inputs(tmp_path)
 
 
 @pytest.fixture

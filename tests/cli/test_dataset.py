@@ -16,16 +16,8 @@ import pytest
 
 from capplan.models.training import read_tables
 from tests.cli.conftest import Process, Run, command, environment, error_line
-from tests.cli.examples import profile_document
 
 pytestmark = pytest.mark.long
-
-
-@pytest.fixture
-def profile(tmp_path: Path) -> Path:
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps(profile_document()))
-    return path
 
 
 def asked(profile: Path, folder: Path, *more: object) -> tuple[object, ...]:

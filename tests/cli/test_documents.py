@@ -13,12 +13,6 @@ from tests.cli.conftest import Run, error_line
 from tests.cli.examples import WORKLOAD, group, profile_document, small_plan, verdict
 
 
-@pytest.fixture
-def plan_json(tmp_path: Path) -> Path:
-    small_plan().to_json(tmp_path / "plan.json")
-    return tmp_path / "plan.json"
-
-
 @pytest.mark.parametrize(
     ("document", "example"),
     [
@@ -218,13 +212,14 @@ def test_explain_gives_machines_the_same_facts(run: Run, plan_json: Path) -> Non
         assert told["verification"]["id"] == told["id"]
 
 
-@pytest.mark.parametrize("command", ["explain", "export"])
+@pytest.mark.parametrize("command", ["explain", "export", "report"])
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"groups": []}'])
 def test_a_broken_plan_is_one_line_that_names_the_file(
-    run: Run, tmp_path: Path, command: str, content: str
+    run: Run, tmp_path: Path, command: str, content: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "plan.json"
     path.write_text(content)
-    more = ("--target", "vllm", "-o", tmp_path / "out") if command == "export" else ()
+    more = {"export": ("--target", "vllm", "-o", "out"), "report": ("-o", "out")}.get(command, ())
+    monkeypatch.chdir(tmp_path)
     assert str(path) in error_line(run(command, path, *more))
     assert sorted(tmp_path.iterdir()) == [path]

@@ -128,14 +128,6 @@ def test_names_in_a_report_stay_text(run: Run, tmp_path: Path) -> None:
     assert parsed(page.read_text()).text.count(HOSTILE) == 3
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", '{"groups": []}'])
-def test_a_broken_plan_leaves_no_report(run: Run, tmp_path: Path, content: str) -> None:
-    path = tmp_path / "plan.json"
-    path.write_text(content)
-    assert str(path) in error_line(run("report", path, "-o", tmp_path / "report.html"))
-    assert sorted(tmp_path.iterdir()) == [path]
-
-
 def test_a_report_that_cannot_be_written_is_refused_before_the_work(
     run: Run, planned: tuple[Path, Path], tmp_path: Path
 ) -> None:

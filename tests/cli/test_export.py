@@ -13,12 +13,6 @@ from tests.cli.examples import group, small_plan, verdict, write_inputs
 from tests.deploy.lint.inputs import one_group, running
 
 
-@pytest.fixture
-def plan_json(tmp_path: Path) -> Path:
-    small_plan().to_json(tmp_path / "plan.json")
-    return tmp_path / "plan.json"
-
-
 def contents(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
 

@@ -30,11 +30,6 @@ adapters:
 """
 
 
-@pytest.fixture
-def workload_yaml(tmp_path: Path) -> Path:
-    return write_inputs(tmp_path)
-
-
 @pytest.mark.parametrize("tables", [False, True], ids=["additive", "tables"])
 def test_the_file_is_the_plan_of_the_library(run: Run, workload_yaml: Path, tables: bool) -> None:
     out = workload_yaml.with_name("plan.json")
@@ -268,7 +263,9 @@ def test_a_verification_that_runs_out_of_time_is_undecided() -> None:
 def test_a_time_limit_without_a_placement_is_one_line(run: Run, workload_yaml: Path) -> None:
     result = run("plan", workload_yaml, "--time-limit", "1e-6")
     assert result.exit_code == 3
-    assert result.stderr.splitlines()[-1].startswith("error: time: no placement found")
+    line = result.stderr.splitlines()[-1]
+    assert line.startswith("error: time: no placement found")
+    assert "--time-limit" in line
 
 
 @pytest.mark.parametrize("is_cut", [False, True])

@@ -14,11 +14,6 @@ from tests.cli.test_report import figures_of, own, parsed
 SHORT = ("--duration", "60")
 
 
-@pytest.fixture
-def workload_yaml(tmp_path: Path) -> Path:
-    return write_inputs(tmp_path)
-
-
 def results(run: Run, *arguments: object) -> list[dict[str, Any]]:
     result = run("simulate", *arguments, *SHORT, "--json")
     assert result.exit_code == 0, result.output

@@ -20,15 +20,8 @@ PROFILE = "h100-64g/llama-3.1-8b/vllm-0.8.5"
 
 
 def stump(answer: str, feature: str, at_most: float, values: tuple[float, float]) -> Tree:
-    return Tree(
-        answer,
-        (FEATURES.index(feature), LEAF, LEAF),
-        (at_most, 0.0, 0.0),
-        (1, LEAF, LEAF),
-        (2, LEAF, LEAF),
-        (0.0, *values),
-        (1.0, 0.25, 0.75),
-    )
+    nodes = ((FEATURES.index(feature), LEAF, LEAF), (at_most, 0.0, 0.0), (1, LEAF, LEAF), (2, LEAF, LEAF))
+    return Tree(answer, *nodes, (0.0, *values), (1.0, 0.25, 0.75))
 
 
 class Trees(NamedTuple):

@@ -27,13 +27,6 @@ QUICK = ("--models", "forest", "--budget", 1, "--workers", 1)
 
 
 @pytest.fixture
-def profile(tmp_path: Path) -> Path:
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps(profile_document()))
-    return path
-
-
-@pytest.fixture
 def make(profile: Path, tmp_path: Path) -> Make:
     """Make finished data of short simulations, which `capplan train` has no option for."""
 

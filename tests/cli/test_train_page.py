@@ -11,31 +11,20 @@ import numpy as np
 import pytest
 
 from capplan import load_profile
-from capplan.models.surrogates import FEATURES, LOG_OVER_EXPECTED, Tree
-from capplan.models.surrogates._tree import PROBABILITY
+from capplan.models.surrogates import FEATURES
 from capplan.models.training import DatasetRequest, DatasetResult, Manifest, Trained
 from capplan.models.training._refinement import FrontPoint, Refinement
 from capplan.reports.pages import training_page
 from tests.cli.test_report import HOSTILE, figures_of, parsed
 from tests.cli.test_report_browser import CHROMIUM, browse, drawn
+from tests.cli.test_surrogate import Trees
 
 pytestmark = pytest.mark.process
 
 PROFILE = load_profile("h100-64g/llama-3.1-8b/vllm-0.8.5")
 KINDS = ("best", "forest", "tree")
 SIZES = {"best": 1_234_567, "forest": 2_345_678, "tree": 4_321}
-LEAF = -1
-
-
-def stump(answer: str, feature: str, at_most: float, values: tuple[float, float]) -> Tree:
-    nodes = ((FEATURES.index(feature), LEAF, LEAF), (at_most, 0.0, 0.0), (1, LEAF, LEAF), (2, LEAF, LEAF))
-    return Tree(answer, *nodes, (0.0, *values), (1.0, 0.25, 0.75))
-
-
-TREES = {
-    "throughput": stump(LOG_OVER_EXPECTED, "a_max", 48.0, (0.0, -0.693)),
-    "starvation": stump(PROBABILITY, "adapters", 96.0, (0.1, 0.9)),
-}
+TREES = {"throughput": Trees().throughput_tree, "starvation": Trees().starvation_tree}
 
 
 def model(name: str, task: str, score: float) -> dict[str, Any]:

@@ -1,17 +1,13 @@
 """`capplan validate`: a plan for a tiny engine, on a server of its own and on one that runs already."""
 
 import json
-import os
-import signal
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from capplan import Adapter, Lengths, Workload, plan, simulate
-from tests.cli.conftest import Run, command, environment, error_line
+from tests.cli.conftest import Run, error_line, interrupted
 from tests.cli.test_report import parsed
 from tests.profiling.load.servers import toy_server
 
@@ -168,16 +164,7 @@ def test_ctrl_c_leaves_what_was_found_and_exits_130(tmp_path: Path) -> None:
     with toy_server(load_ms=0.0, base_ms=4.0) as (url, server):
         flags = ("--workload", workload, "--profile", profile, "--duration", "600", "--url", url)
         words = ("validate", chosen, *flags, "-o", tmp_path / "found.json")
-        started = subprocess.Popen(
-            command(words), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        deadline = time.monotonic() + 120
-        while len(server.asked) < 5 and started.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        os.kill(started.pid, signal.SIGINT)
-        _, stderr = started.communicate(timeout=60)
-    assert started.returncode == 130, stderr
-    assert "Traceback" not in stderr
+        interrupted(words, lambda: len(server.asked) >= 5)
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["partial"]
     assert found["groups"][0]["faults"] == ["stopped before its time"]

@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -231,18 +230,6 @@ def test_a_process_serves_drains_and_writes_its_records(server_process: Process,
     assert table.num_rows == 303
     assert sum(table["loads"].to_pylist()) >= 2
     assert [path.name for path in tmp_path.iterdir()] == ["steps.parquet"]
-
-
-def test_help_works_without_the_extra() -> None:
-    """Help is printed without importing torch."""
-    program = (
-        "import sys; from typer.testing import CliRunner; from capplan.cli.app import app;"
-        "print(CliRunner().invoke(app, ['serve', '--help']).exit_code, 'torch' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=120
-    )
-    assert done.stdout.split() == ["0", "False"], done.stderr
 
 
 @pytest.mark.parametrize("key", ["", " ", "\t\n"])

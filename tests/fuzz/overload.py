@@ -41,7 +41,6 @@ ROTATION_S: Final = 5.0
 _ANSWER_S: Final = 120.0
 _STOP_S: Final = 60.0
 _STREAMS: Final = 64
-_ATTEMPTS: Final = 5
 REFUSED: Final = "connection refused"
 _DONE: Final = b"data: [DONE]\n\n"
 

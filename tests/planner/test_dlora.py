@@ -48,17 +48,12 @@ def test_uniform_rates_give_replica_counts_that_differ_by_at_most_one(adapters: 
     assert max(counts) - min(counts) <= 1
 
 
-def test_a_hot_adapter_gets_more_replicas() -> None:
-    problem = with_rates(example_problem(0, 12, 6), [5.0] + [0.1] * 11)
-    counts = replicas(placed(problem))
-    assert counts["a0"] == 6
-    assert sum(counts.values()) >= 6 + 12 - 1
-
-
-def test_replicas_take_equal_shares_and_every_one_has_a_slot() -> None:
+def test_a_hot_adapter_gets_more_replicas_with_equal_shares_and_a_slot_each() -> None:
     problem = with_rates(example_problem(0, 12, 6), [5.0] + [0.1] * 11)
     answer = placed(problem)
     counts = replicas(answer)
+    assert counts["a0"] == 6
+    assert sum(counts.values()) >= 6 + 12 - 1
     for assignment in answer:
         assert assignment.a_max == len(assignment.shares)
         for share in assignment.shares:

@@ -14,7 +14,6 @@ from capplan.models.surrogates import KINDS
 from capplan.planner.problem import AdapterShare, Estimate, GpuPool, whole_adapters
 from capplan.planner.problem import _estimate as estimate
 from capplan.planner.problem._estimate import (
-    ESTIMATORS,
     SurrogateEstimator,
     TwinEstimator,
     estimator_name,
@@ -70,10 +69,6 @@ def problem_of(workload: Workload, profile: Profile) -> Problem:
 
 def made(problem: Problem, name: str, twin: Twin) -> Any:
     return make_estimator(problem, name, cast(TwinEstimator, twin))
-
-
-def test_names_of_estimators() -> None:
-    assert ESTIMATORS == ("auto", "best", "forest", "tree", "twin")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -160,11 +155,6 @@ def test_a_profile_without_surrogate(usual: Workload, unsurrogated: Profile, twi
     for kind in KINDS:
         with pytest.raises(InputError, match=f"capplan train {unsurrogated.name}"):
             made(problem, kind, twin)
-
-
-def test_an_unknown_name_is_rejected(usual: Workload, profile: Profile, twin: Twin) -> None:
-    with pytest.raises(InputError, match="estimator: must be one of auto, best, forest, tree, twin"):
-        made(problem_of(usual, profile), "oracle", twin)
 
 
 def asked_of(problem: Problem, kind: str = "tree") -> tuple[SurrogateEstimator, Twin]:

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,83 +26,67 @@ def literal_order(shares: Sequence[AdapterShare]) -> list[AdapterShare]:
     return ordered
 
 
-def fits(problem: Problem, shares: Sequence[AdapterShare], a_max: int) -> bool:
-    return problem.fits_in_memory(Assignment(tuple(shares), a_max))
+Allocated = tuple[list[AdapterShare], int]
 
 
-def literal_greedy(problem: Problem, estimator: Estimator) -> list[tuple[list[AdapterShare], int]]:
-    """Algorithms 1 and 2 line by line; an untested rest that fails goes to the next GPU, as published."""
-    a_q, g_q = literal_order(problem.shares), list(range(problem.gpus))
-    alloc: dict[int, list[AdapterShare]] = {g: [] for g in g_q}
-    prov: dict[int, list[AdapterShare]] = {g: [] for g in g_q}
-    a_max = dict.fromkeys(g_q, 0)
-    while a_q:
-        a = a_q.pop(0)
-        if not g_q:
-            raise InfeasibleError("starvation", "gpus")
-        g = g_q.pop(0)
-        prov[g].append(a)
-        if len(alloc[g]) + len(prov[g]) in GRID or not a_q:
-            p, everything = a_max[g], alloc[g] + prov[g]
-            p_next = min((value for value in GRID if value > p), default=p)
-            candidates = [
-                c for c in (p, p_next) if c > 0 and problem.fits_in_memory(Assignment(tuple(everything), c))
-            ]
-            throughput = {c: estimator(Assignment(tuple(everything), c)).throughput_tok_s for c in candidates}
-            p_best = max((c for c in candidates if throughput[c] == max(throughput.values())), default=0)
-            if p_best and not estimator(Assignment(tuple(everything), p_best)).starved:
-                alloc[g], prov[g], a_max[g] = everything, [], p_best
-                if len(everything) < GRID[-1]:
-                    g_q.insert(0, g)
-            else:
-                a_q, prov[g] = prov[g] + a_q, []
-        else:
-            g_q.insert(0, g)
-    return [(alloc[g], min(a_max[g], len(alloc[g]))) for g in alloc if alloc[g]]
+class Transcription:
+    """State of algorithm 1, and algorithm 2, which tests an allocation."""
 
+    def __init__(self, problem: Problem, estimator: Estimator, grid: Sequence[int]) -> None:
+        self.problem, self.estimator, self.grid = problem, estimator, grid
+        self.a_q, self.g_q = literal_order(problem.shares), list(range(problem.gpus))
+        self.alloc: dict[int, list[AdapterShare]] = {g: [] for g in self.g_q}
+        self.prov: dict[int, list[AdapterShare]] = {g: [] for g in self.g_q}
+        self.a_max = dict.fromkeys(self.g_q, 0)
 
-def to_the_letter(problem: Problem, estimator: Estimator) -> list[tuple[list[AdapterShare], int]]:
-    """Algorithm 1 line by line, its last loop and its errors included."""
-    a_q, g_q = literal_order(problem.shares), list(range(problem.gpus))
-    alloc: dict[int, list[AdapterShare]] = {g: [] for g in g_q}
-    prov: dict[int, list[AdapterShare]] = {g: [] for g in g_q}
-    a_max = dict.fromkeys(g_q, 0)
-
-    def test_allocation(g: int) -> bool:
-        p, everything = a_max[g], alloc[g] + prov[g]
-        p_next = min((value for value in PAPER_GRID if value > p), default=p)
-        candidates = [
-            c for c in (p, p_next) if c > 0 and problem.fits_in_memory(Assignment(tuple(everything), c))
-        ]
-        throughput = {c: estimator(Assignment(tuple(everything), c)).throughput_tok_s for c in candidates}
-        best = max((c for c in candidates if throughput[c] == max(throughput.values())), default=0)
-        if not best or estimator(Assignment(tuple(everything), best)).starved:
+    def test_allocation(self, g: int) -> bool:
+        p, everything = self.a_max[g], tuple(self.alloc[g] + self.prov[g])
+        p_next = min((value for value in self.grid if value > p), default=p)
+        fits = [c for c in (p, p_next) if c > 0 and self.problem.fits_in_memory(Assignment(everything, c))]
+        throughput = {c: self.estimator(Assignment(everything, c)).throughput_tok_s for c in fits}
+        best = max((c for c in fits if throughput[c] == max(throughput.values())), default=0)
+        if not best or self.estimator(Assignment(everything, best)).starved:
             return False
-        alloc[g], prov[g], a_max[g] = everything, [], best
+        self.alloc[g], self.prov[g], self.a_max[g] = list(everything), [], best
         return True
 
-    while a_q:
-        a = a_q.pop(0)
-        if not g_q:
-            raise InfeasibleError("starvation", "gpus")
-        g = g_q.pop(0)
-        prov[g].append(a)
-        if len(alloc[g]) + len(prov[g]) in PAPER_GRID:
-            if test_allocation(g):
-                if len(alloc[g]) < PAPER_GRID[-1]:
-                    g_q.insert(0, g)
-            else:
-                a_q, prov[g] = prov[g] + a_q, []
-        else:
-            g_q.insert(0, g)
-    if any(prov[g] and not test_allocation(g) for g in prov):
+    def place(self, is_point: Callable[[int], bool]) -> None:
+        """Give adapters to GPUs, and test an allocation at every testing point."""
+        while self.a_q:
+            a = self.a_q.pop(0)
+            if not self.g_q:
+                raise InfeasibleError("starvation", "gpus")
+            g = self.g_q.pop(0)
+            self.prov[g].append(a)
+            if not is_point(len(self.alloc[g]) + len(self.prov[g])):
+                self.g_q.insert(0, g)
+            elif not self.test_allocation(g):
+                self.a_q, self.prov[g] = self.prov[g] + self.a_q, []
+            elif len(self.alloc[g]) < self.grid[-1]:
+                self.g_q.insert(0, g)
+
+    def allocated(self) -> list[Allocated]:
+        used = (g for g in self.alloc if self.alloc[g])
+        return [(self.alloc[g], min(self.a_max[g], len(self.alloc[g]))) for g in used]
+
+
+def literal_greedy(problem: Problem, estimator: Estimator) -> list[Allocated]:
+    """Algorithms 1 and 2 line by line; an untested rest that fails goes to the next GPU, as published."""
+    run = Transcription(problem, estimator, GRID)
+    run.place(lambda count: count in GRID or not run.a_q)
+    return run.allocated()
+
+
+def to_the_letter(problem: Problem, estimator: Estimator) -> list[Allocated]:
+    """Algorithm 1 line by line, its last loop and its errors included."""
+    run = Transcription(problem, estimator, PAPER_GRID)
+    run.place(lambda count: count in PAPER_GRID)
+    if any(run.prov[g] and not run.test_allocation(g) for g in run.prov):
         raise InfeasibleError("starvation", "starvation")
-    return [(alloc[g], min(a_max[g], len(alloc[g]))) for g in alloc if alloc[g]]
+    return run.allocated()
 
 
-def outcome(
-    solve: Any, problem: Problem, estimator: Estimator
-) -> list[tuple[list[AdapterShare], int]] | None:
+def outcome(solve: Any, problem: Problem, estimator: Estimator) -> list[Allocated] | None:
     try:
         answer = solve(problem, estimator)
     except InfeasibleError:

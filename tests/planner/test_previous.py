@@ -131,17 +131,6 @@ def test_no_start_is_built_twice_on_one_size(workload: Make, in_force: Path) -> 
     assert set(built.values()) == {1}
 
 
-def test_moves_are_priced(workload: Make, tmp_path: Path) -> None:
-    """At a high price a quarter of the load stays where it is; at none it takes fewer GPUs."""
-    path = tmp_path / "large.json"
-    large = plan(workload(*scaled(2.0)), gpus=8, seeds=1)
-    large.to_json(path)
-    light = workload(*scaled(0.5))
-    free, priced = replanned(light, path), replanned(light.replace(move_cost=1.0), path)
-    assert free.totals.gpus < priced.totals.gpus == large.totals.gpus
-    assert priced.moves == ()
-
-
 def test_fewer_moves_on_more_gpus_are_a_choice_at_its_price(workload: Make, tmp_path: Path) -> None:
     """The load falls: fewer GPUs are needed if adapters move, and none moves if they stay."""
     path = tmp_path / "large.json"

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from capplan import Adapter, Lengths, Plan, Profile, Workload, load_workload, plan, simulate
+from capplan import Adapter, Lengths, Profile, Workload, load_workload, plan, simulate
 from capplan.errors import InfeasibleError, InputError
 from capplan.planner.problem._bound import lower_bound_gpus
 from capplan.planner.problem._setup import make_problem
@@ -92,17 +92,6 @@ def test_a_plan_without_requests_is_undecided(workload: Maker, profile: Profile)
     assert made.verification.deciding_duration_s == pytest.approx(20e9)
 
 
-def test_a_plan_without_a_digest_is_unverified(workload: Maker, profile: Profile, tmp_path: Path) -> None:
-    made = plan(workload(("a", 8, 0.5)), profile=profile, seeds=1)
-    assert made.is_verified
-    bare = made.replace(verification=made.verification.replace(digest=None))
-    assert not bare.is_verified
-    with pytest.raises(InputError, match=r"verification\.digest"):
-        bare.require_verified()
-    bare.to_json(tmp_path / "plan.json")
-    assert not Plan.from_json(tmp_path / "plan.json").is_verified
-
-
 @pytest.fixture
 def trace() -> Trace:
     """Return 2.6 hours of 1, 4 and 1 requests per second."""
@@ -166,12 +155,6 @@ def test_a_search_that_is_cut_says_so_and_takes_no_needless_gpus(overloaded: Mak
     assert made.totals.gpus <= 2 * made.totals.lower_bound_gpus
 
 
-def test_a_time_limit_without_an_answer_names_the_option(overloaded: Maker, profile: Profile) -> None:
-    with pytest.raises(InfeasibleError, match="--time-limit") as raised:
-        plan(overloaded(gpus={"count": 64}), profile=profile, time_limit_s=1e-3)
-    assert raised.value.reason == "time"
-
-
 def test_the_bound_counts_a_shared_prefix_once(profile: Profile) -> None:
     shared = Workload(
         base_model="meta-llama/Llama-3.1-8B-Instruct",
@@ -187,39 +170,9 @@ def test_the_bound_counts_a_shared_prefix_once(profile: Profile) -> None:
     assert lower_bound_gpus(make_problem(shared.replace(shared_prefix_tokens=0), None, None)) >= 3
 
 
-class TestCases:
-    """Inputs of ``../shared/cases``: 20, 23, 24, 27, 28 and 29."""
-
-    def test_shared_prefix_on_one_gpu(self, cases_dir: Path) -> None:
-        made = plan(load_workload(cases_dir / "20-mooncake-hash-ids/w-g1.yaml"), seeds=1)
-        assert (made.totals.gpus, made.totals.lower_bound_gpus, made.verification.ok) == (1, 1, True)
-
-    def test_queues_under_a_time_limit(self, cases_dir: Path) -> None:
-        queued = load_workload(cases_dir / "23-queues-time-limit/w.yaml")
-        made = plan(queued, seeds=1, time_limit_s=13.0)
-        assert made.totals.gpus == 1
-        assert made.verification.verdict in ("verified", "undecided")
-        assert made.provenance["search"] in ("complete", "time_limit")
-
-    def test_bursts_are_not_verified_on_an_hour(self, cases_dir: Path) -> None:
-        bursts = load_workload(cases_dir / "24-cv50-verified/01-cv50.yaml")
-        assert make_problem(bursts, None, None).duration_s > 43_200.0
-        short = plan(bursts, gpus=1, seeds=1, duration_s=3600.0).verification
-        assert (short.verdict, short.deciding_duration_s) == ("undecided", 312_500.0)
-
-    def test_slow_changes_are_verified_on_eight_hours(self, cases_dir: Path) -> None:
-        slow = load_workload(cases_dir / "27-unpredictable-slow/25-unpred-slow.yaml")
-        short = plan(slow, gpus=2, seeds=1, duration_s=3600.0, time_limit_s=60.0)
-        assert short.verification.verdict == "undecided"
-        assert short.verification.deciding_duration_s == 28_800.0
-        assert make_problem(slow, None, None).duration_s == 28_800.0
-
-    def test_no_request(self, cases_dir: Path) -> None:
-        made = plan(load_workload(cases_dir / "28-no-requests-verified/04-ultra-rare.yaml"), seeds=1)
-        assert made.verification.verdict == "undecided"
-        assert made.verification.deciding_duration_s > 1e6
-
-    def test_edited_plan_without_digest(self, cases_dir: Path) -> None:
-        for name in ("ed1", "ed2"):
-            edited = Plan.from_json(cases_dir / f"29-plan-without-digest/{name}.json")
-            assert not edited.is_verified
+def test_queues_are_planned_under_a_time_limit(cases_dir: Path) -> None:
+    queued = load_workload(cases_dir / "23-queues-time-limit/w.yaml")
+    made = plan(queued, seeds=1, time_limit_s=13.0)
+    assert made.totals.gpus == 1
+    assert made.verification.verdict in ("verified", "undecided")
+    assert made.provenance["search"] in ("complete", "time_limit")

@@ -80,136 +80,58 @@ def test_the_digest_does_not_depend_on_the_folder(tmp_path):
     assert load_workload(here).digest() == load_workload(there).digest()
 
 
+MISTAKES = {
+    "rate_rps: 0.8": {
+        "rate_rps: -3": "12: adapters[1].rate_rps: must be a finite number >= 0 (got -3)",
+        "rate_rps: 1e999": "12: adapters[1].rate_rps: must be a finite number >= 0 (got inf)",
+        "rate_rsp: 1": "12: adapters[1].rate_rsp: unknown key; did you mean 'rate_rps'?",
+        "max_replicas: 1": "10: adapters[1].rate_rps: is required",
+    },
+    "rank: 32": {"rank: 32.5": "11: adapters[1].rank: must be a whole number from 1 to 512 (got 32.5)"},
+    "pool: big": {"pool: bag": "13: adapters[1].pool: must be the name of a pool (got 'bag')"},
+    "[legal]": {"[lawful]": "14: adapters[2].apart_from[0]: must name another adapter"},
+    "name: legal": {
+        "name: support-7": "10: adapters[1].name: must be unique (got 'support-7')",
+        "name: 12": "10: adapters[1].name: must be a name of 1 to 256 characters that begins",
+    },
+    '"support-{i}"': {
+        "support": "9: adapters[0].name: must contain {i}, so that names differ (got 'support')"
+    },
+    "count: 64, ": {"": "9: adapters[0].name: goes with count, which is absent (got 'support-{i}')"},
+    "version: 1": {
+        "version: 2": "1: version: must be 1 (got 2)",
+        "{": "3: must be YAML: ",
+        "zebra: 1": "1: zebra: unknown key; valid keys are base_model, ",
+        "profile: x": "15: pools: replaces profile and gpus: give one or the other",
+        "engine: {}": "3: duplicate key 'engine'",
+        "trace: {file: a, ranks: b}": "1: must give adapters or trace, one of the two",
+        "? [a]\n: b": "1: a key must be text",
+        "version: !!int 1": "1: must not carry the tag",
+    },
+    "base_model:": {"base_modle:": "2: base_modle: unknown key; did you mean 'base_model'?"},
+    "mean: 223": {
+        "mean: on": "5: requests.prompt_tokens.mean: must be a number of tokens",
+        "file: x": "5: requests.prompt_tokens.std: unknown key; valid keys are file, column",
+    },
+    "  prompt_tokens: {mean: 223, std: 245}\n": {"": "4: requests.prompt_tokens: is required"},
+    "{max_num_seqs: 256": {
+        "{max_lora_rank: 16": "11: adapters[1].rank: must not exceed engine.max_lora_rank, which is 16 (got 32)"
+    },
+    "usd_per_hour: 4.1": {
+        "usd_per_hours: 4.1": "16: pools[0].usd_per_hours: unknown key; did you mean 'usd_per_hour'?"
+    },
+    "slo: {": {"slo: {ttft_p97_s: 1, ": "7: slo.ttft_p97_s: unknown key; did you mean 'ttft_p9"},
+}
+"""Texts of the file, others in their place, and the messages behind the name of the file."""
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
-    [
-        (
-            "rate_rps: 0.8",
-            "rate_rps: -3",
-            "workload.yaml:12: adapters[1].rate_rps: must be a finite number >= 0 (got -3)",
-        ),
-        (
-            "rate_rps: 0.8",
-            "rate_rps: .nan",
-            "workload.yaml:12: adapters[1].rate_rps: must be a finite number >= 0 (got nan)",
-        ),
-        (
-            "rate_rps: 0.8",
-            "rate_rps: .inf",
-            "workload.yaml:12: adapters[1].rate_rps: must be a finite number >= 0 (got inf)",
-        ),
-        (
-            "rate_rps: 0.8",
-            "rate_rps: 1e999",
-            "workload.yaml:12: adapters[1].rate_rps: must be a finite number >= 0 (got inf)",
-        ),
-        (
-            "rate_rps: 0.8",
-            "rate_rps: true",
-            "workload.yaml:12: adapters[1].rate_rps: must be a finite number >= 0 (got True)",
-        ),
-        (
-            "rate_rps: 0.8",
-            "rate_rps: '1'",
-            "workload.yaml:12: adapters[1].rate_rps: must be a finite number >= 0 (got '1')",
-        ),
-        (
-            "rate_rps: 0.8",
-            "rate_rsp: 1",
-            "workload.yaml:12: adapters[1].rate_rsp: unknown key; did you mean 'rate_rps'?",
-        ),
-        ("rate_rps: 0.8", "max_replicas: 1", "workload.yaml:10: adapters[1].rate_rps: is required"),
-        (
-            "rank: 32",
-            "rank: 32.5",
-            "workload.yaml:11: adapters[1].rank: must be a whole number from 1 to 512 (got 32.5)",
-        ),
-        (
-            "pool: big",
-            "pool: bag",
-            "workload.yaml:13: adapters[1].pool: must be the name of a pool (got 'bag')",
-        ),
-        (
-            "[legal]",
-            "[lawful]",
-            "workload.yaml:14: adapters[2].apart_from[0]: must name another adapter",
-        ),
-        (
-            "name: legal",
-            "name: support-7",
-            "workload.yaml:10: adapters[1].name: must be unique (got 'support-7')",
-        ),
-        (
-            '"support-{i}"',
-            "support",
-            "workload.yaml:9: adapters[0].name: must contain {i}, so that names differ (got 'support')",
-        ),
-        (
-            "count: 64, ",
-            "",
-            "workload.yaml:9: adapters[0].name: goes with count, which is absent (got 'support-{i}')",
-        ),
-        (
-            "name: legal",
-            "name: 12",
-            "workload.yaml:10: adapters[1].name: must be a name of 1 to 256 characters that begins",
-        ),
-        ("version: 1", "version: 2", "workload.yaml:1: version: must be 1 (got 2)"),
-        ("version: 1", "{", "workload.yaml:3: must be YAML: "),
-        ("version: 1", "zebra: 1", "workload.yaml:1: zebra: unknown key; valid keys are base_model, "),
-        (
-            "version: 1",
-            "profile: x",
-            "workload.yaml:15: pools: replaces profile and gpus: give one or the other",
-        ),
-        ("version: 1", "engine: {}", "workload.yaml:3: duplicate key 'engine'"),
-        (
-            "version: 1",
-            "trace: {file: a, ranks: b}",
-            "workload.yaml:1: must give adapters or trace, one of the two",
-        ),
-        ("version: 1", "? [a]\n: b", "workload.yaml:1: a key must be text"),
-        ("version: 1", "version: !!int 1", "workload.yaml:1: must not carry the tag"),
-        (
-            "base_model:",
-            "base_modle:",
-            "workload.yaml:2: base_modle: unknown key; did you mean 'base_model'?",
-        ),
-        (
-            "mean: 223",
-            "mean: on",
-            "workload.yaml:5: requests.prompt_tokens.mean: must be a number of tokens",
-        ),
-        (
-            "mean: 223",
-            "file: x",
-            "workload.yaml:5: requests.prompt_tokens.std: unknown key; valid keys are file, column",
-        ),
-        (
-            "  prompt_tokens: {mean: 223, std: 245}\n",
-            "",
-            "workload.yaml:4: requests.prompt_tokens: is required",
-        ),
-        (
-            "engine: {",
-            "engine: {max_lora_rank: 16, ",
-            "workload.yaml:11: adapters[1].rank: must not exceed engine.max_lora_rank, which is 16 (got 32)",
-        ),
-        (
-            "usd_per_hour: 4.1",
-            "usd_per_hours: 4.1",
-            "workload.yaml:16: pools[0].usd_per_hours: unknown key; did you mean 'usd_per_hour'?",
-        ),
-        (
-            "slo: {",
-            "slo: {ttft_p97_s: 1, ",
-            "workload.yaml:7: slo.ttft_p97_s: unknown key; did you mean 'ttft_p9",
-        ),
-    ],
+    [(old, new, message) for old, others in MISTAKES.items() for new, message in others.items()],
 )
 def test_a_mistake_is_reported_with_line_key_rule_and_value(tmp_path, old, new, message):
     assert old in WORKLOAD
-    assert refusal(write(tmp_path, WORKLOAD.replace(old, new, 1))).startswith(message)
+    assert refusal(write(tmp_path, WORKLOAD.replace(old, new, 1))).startswith(f"workload.yaml:{message}")
 
 
 def test_numbers_are_read_as_yaml_1_2_reads_them(tmp_path):
@@ -312,46 +234,20 @@ def test_a_trace_gives_adapters_rates_and_lengths(tmp_path, suffix):
     assert w.adapters[1].output_tokens == Lengths(values=(1, 3), counts=(1, 1))
 
 
+RANKS = "name,rank\na,8\n7,8\n"
+
+
 @pytest.mark.parametrize(
     ("requests", "ranks", "message"),
     [
-        (
-            REQUESTS.replace("arrival_s", "time"),
-            "name,rank\na,8\n7,8\n",
-            "requests.csv: arrival_s: column is missing",
-        ),
-        (
-            REQUESTS,
-            "name,rank\na,8\n",
-            "ranks.csv: name: must give a rank for every adapter of the trace (got '7')",
-        ),
+        (REQUESTS.replace("arrival_s", "time"), RANKS, "requests.csv: arrival_s: column is missing"),
+        (REQUESTS, "name,rank\na,8\n", "ranks.csv: name: must give a rank for every adapter of the trace"),
         (REQUESTS, "name\na\n", "ranks.csv: rank: column is missing"),
-        (
-            REQUESTS.replace("0.5", "3"),
-            "name,rank\na,8\n7,8\n",
-            "requests.csv: arrival_s: must be sorted by arrival (row 2)",
-        ),
-        (
-            REQUESTS.replace("30", "0"),
-            "name,rank\na,8\n7,8\n",
-            "requests.csv: prompt_tokens: must be whole numbers",
-        ),
-        (
-            REQUESTS.replace("30", ""),
-            "name,rank\na,8\n7,8\n",
-            "requests.csv: prompt_tokens: must be whole numbers",
-        ),
-        (
-            REQUESTS.replace("4.25", "x"),
-            "name,rank\na,8\n7,8\n",
-            "requests.csv: arrival_s: must be a number (row 3) (got 'x')",
-        ),
-        (
-            REQUESTS.replace("4.25", "40"),
-            "name,rank\na,8\n7,8\n",
-            "requests.csv: duration_s: must be above 0 and not end",
-        ),
-        ("", "name,rank\na,8\n", "requests.csv: must not be empty: it has no header"),
+        (REQUESTS.replace("30", "0"), RANKS, "requests.csv: prompt_tokens: must be whole numbers"),
+        (REQUESTS.replace("30", ""), RANKS, "requests.csv: prompt_tokens: must be whole numbers"),
+        (REQUESTS.replace("4.25", "x"), RANKS, "requests.csv: arrival_s: must be a number (row 3) (got 'x')"),
+        (REQUESTS.replace("4.25", "40"), RANKS, "requests.csv: duration_s: must be above 0 and not end"),
+        ("", RANKS, "requests.csv: must not be empty: it has no header"),
     ],
 )
 def test_a_mistake_in_a_trace_is_reported_there(tmp_path, requests, ranks, message):

@@ -129,87 +129,69 @@ def test_a_cache_without_a_scheduler_was_not_simulated():
     assert not_simulated([group.replace(cache="lru", scheduler="fifo")]) == ()
 
 
-def changed(path, value):
-    document = copy.deepcopy(DOCUMENT)
-    holder = document
-    for key in path[:-1]:
-        holder = holder[key]
-    holder[path[-1]] = value
-    return document
+def edited(key, value, document=DOCUMENT):
+    """Return a document with another value of a key, such as groups.0.id."""
+    result = copy.deepcopy(document)
+    *parents, last = (int(part) if part.isdigit() else part for part in key.split("."))
+    at = result
+    for part in parents:
+        at = at[part]
+    at[last] = value
+    return result
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "message"),
+    ("key", "value", "message"),
     [
         (
-            ("groups", 0, "adapters", 0, "share"),
+            "groups.0.adapters.0.share",
             0.3,
             "groups: shares of adapter 'a' must sum to 1 over groups (got 1.05)",
         ),
-        (("groups", 0, "adapters", 0, "share"), 0.0, "groups[0].adapters[0].share: must be a number above 0"),
+        ("groups.0.adapters.0.share", 0.0, "groups[0].adapters[0].share: must be a number above 0"),
         (
-            ("groups", 0, "adapters", 0, "rank"),
+            "groups.0.adapters.0.rank",
             32,
             "groups[0].adapters[0].rank: must not exceed engine_args.max_lora_rank",
         ),
+        ("groups.0.adapters.0.rank", 8, "groups[1].adapters[0]: must have the rank and rate of its other"),
         (
-            ("groups", 0, "adapters", 0, "rank"),
-            8,
-            "groups[1].adapters[0]: must have the rank and rate of its other",
-        ),
-        (
-            ("groups", 0, "adapters"),
+            "groups.0.adapters",
             DOCUMENT["groups"][0]["adapters"] * 2,
             "groups[0].adapters[1].name: must be unique",
         ),
-        (("groups", 0, "adapters"), [], "groups[0].adapters: must not be empty"),
+        ("groups.0.adapters", [], "groups[0].adapters: must not be empty"),
+        ("groups.0.engine_args.max_loras", 0, "groups[0].engine_args.max_loras: must be a whole number >= 1"),
+        ("groups.0.engine_args.max_lora_rank", 24, "groups[0].engine_args.max_lora_rank: must be one of"),
         (
-            ("groups", 0, "engine_args", "max_loras"),
-            0,
-            "groups[0].engine_args.max_loras: must be a whole number >= 1",
-        ),
-        (
-            ("groups", 0, "engine_args", "max_lora_rank"),
-            24,
-            "groups[0].engine_args.max_lora_rank: must be one of",
-        ),
-        (
-            ("groups", 0, "engine_args", "max_lora"),
+            "groups.0.engine_args.max_lora",
             1,
             "groups[0].engine_args.max_lora: unknown key; did you mean 'max_loras'?",
         ),
-        (("groups", 0, "id"), "g1", "groups[1].id: must be unique (got 'g1')"),
+        ("groups.0.id", "g1", "groups[1].id: must be unique (got 'g1')"),
+        ("groups.0.queues.classes.1.upper_wrs", 0.5, "groups[0].queues.classes[1].upper_wrs: must be null"),
         (
-            ("groups", 0, "queues", "classes", 1, "upper_wrs"),
-            0.5,
-            "groups[0].queues.classes[1].upper_wrs: must be null",
-        ),
-        (
-            ("groups", 0, "queues", "classes", 0, "upper_wrs"),
+            "groups.0.queues.classes.0.upper_wrs",
             None,
             "groups[0].queues.classes[0].upper_wrs: must be a number",
         ),
-        (("groups", 0, "scheduler"), "fifo", "groups[0].queues: go with scheduler chameleon or static"),
-        (("groups", 0, "scheduler"), "fivo", "groups[0].scheduler: must be one of chameleon, fifo"),
+        ("groups.0.scheduler", "fifo", "groups[0].queues: go with scheduler chameleon or static"),
+        ("groups.0.scheduler", "fivo", "groups[0].scheduler: must be one of chameleon, fifo"),
+        ("groups.0.predicted.low_tok_s", 200, "groups[0].predicted.high_tok_s: must not be below low_tok_s"),
         (
-            ("groups", 0, "predicted", "low_tok_s"),
-            200,
-            "groups[0].predicted.high_tok_s: must not be below low_tok_s",
-        ),
-        (
-            ("groups", 0, "binds", "resource"),
+            "groups.0.binds.resource",
             "luck",
             "groups[0].binds.resource: must be 'kv', 'slots', 'compute' or 'slo'",
         ),
-        (("totals", "gpus"), 3, "totals.gpus: must equal the sum over groups, 2 (got 3)"),
-        (("verification", "groups", 0, "id"), "g9", "verification.groups[0].id: must be a group (got 'g9')"),
-        (("verification", "ok"), 1, "verification.ok: must be true or false (got 1)"),
-        (("workload_digest",), "abc", "workload_digest: must be a SHA-256 in hexadecimal (got 'abc')"),
-        (("schema_version",), 2, "schema_version: must be 1 (got 2)"),
+        ("totals.gpus", 3, "totals.gpus: must equal the sum over groups, 2 (got 3)"),
+        ("verification.groups.0.id", "g9", "verification.groups[0].id: must be a group (got 'g9')"),
+        ("verification.ok", 1, "verification.ok: must be true or false (got 1)"),
+        ("workload_digest", "abc", "workload_digest: must be a SHA-256 in hexadecimal (got 'abc')"),
+        ("schema_version", 2, "schema_version: must be 1 (got 2)"),
     ],
 )
-def test_a_contradiction_is_refused_with_its_line_and_key(tmp_path, path, value, message):
-    said = refusal(write(tmp_path, changed(path, value)))
+def test_a_contradiction_is_refused_with_its_line_and_key(tmp_path, key, value, message):
+    said = refusal(write(tmp_path, edited(key, value)))
     place, _, rest = said.partition(": ")
     assert rest.startswith(message)
     name, line = place.split(":")
@@ -218,7 +200,7 @@ def test_a_contradiction_is_refused_with_its_line_and_key(tmp_path, path, value,
 
 
 def test_a_key_is_found_on_its_line(tmp_path):
-    path = write(tmp_path, changed(("totals", "gpus"), 3))
+    path = write(tmp_path, edited("totals.gpus", 3))
     line = next(i for i, text in enumerate(path.read_text().splitlines(), 1) if '"gpus"' in text)
     assert refusal(path).startswith(f"plan.json:{line}: totals.gpus: ")
 
@@ -274,46 +256,36 @@ SIMULATED = DOCUMENT | {"groups": [group | {"scheduler": "chameleon"} for group 
 """The document with a verification of all its settings."""
 
 CHANGES = (
-    (("base_model",), "other/model"),
-    (("engine", "rules"), "vllm-0.11"),
-    (("slo",), {"ttft_p99_s": 3.0}),
-    (("workload_digest",), "1" * 64),
-    (("groups", 0, "profile"), "./other.json"),
-    (("groups", 0, "engine_args", "max_loras"), 4),
-    (("groups", 0, "engine_args", "enable_prefix_caching"), False),
-    (("groups", 0, "scheduler"), {"policy": "chameleon", "chunked": True}),
-    (("groups", 0, "cache"), {"policy": "lru"}),
-    (("groups", 0, "predicted", "waiting_max"), 3),
-    (("groups", 0, "binds", "value"), 99_999),
-    (("router",), "toppings"),
-    (("rebalance",), {"every_s": 60.0}),
-    (("provenance", "seed"), 1),
-    (("provenance", "gpus_per_link"), 2),
-    (("verification", "seeds"), [1, 3]),
-    (("verification", "duration_s"), 60.0),
-    (("verification", "groups", 0, "served_fraction"), 1.0),
+    ("base_model", "other/model"),
+    ("engine.rules", "vllm-0.11"),
+    ("slo", {"ttft_p99_s": 3.0}),
+    ("workload_digest", "1" * 64),
+    ("groups.0.profile", "./other.json"),
+    ("groups.0.engine_args.max_loras", 4),
+    ("groups.0.engine_args.enable_prefix_caching", False),
+    ("groups.0.scheduler", {"policy": "chameleon", "chunked": True}),
+    ("groups.0.cache", {"policy": "lru"}),
+    ("groups.0.predicted.waiting_max", 3),
+    ("groups.0.binds.value", 99_999),
+    ("router", "toppings"),
+    ("rebalance", {"every_s": 60.0}),
+    ("provenance.seed", 1),
+    ("provenance.gpus_per_link", 2),
+    ("verification.seeds", [1, 3]),
+    ("verification.duration_s", 60.0),
+    ("verification.groups.0.served_fraction", 1.0),
 )
 
 
-def edited(key, value, document=SIMULATED):
-    """Return a document with another value of a key."""
-    result = copy.deepcopy(document)
-    at = result
-    for part in key[:-1]:
-        at = at[part]
-    at[key[-1]] = value
-    return result
-
-
 def test_a_change_of_the_shares_changes_the_digest():
-    shares = edited(("groups", 0, "adapters", 0, "share"), 0.5)
-    shares = edited(("groups", 1, "adapters", 0, "share"), 0.5, shares)
+    shares = edited("groups.0.adapters.0.share", 0.5, SIMULATED)
+    shares = edited("groups.1.adapters.0.share", 0.5, shares)
     assert Plan(**shares).digest() != Plan(**SIMULATED).digest()
 
 
 @pytest.mark.parametrize(("key", "value"), CHANGES)
 def test_a_change_of_what_is_verified_changes_the_digest(key, value):
-    plan, other = Plan(**SIMULATED).with_digest(), Plan(**edited(key, value))
+    plan, other = Plan(**SIMULATED).with_digest(), Plan(**edited(key, value, SIMULATED))
     other = other.replace(verification=other.verification.replace(digest=plan.verification.digest))
     assert plan.is_verified
     assert not other.is_verified
@@ -325,15 +297,15 @@ def test_a_change_of_what_is_verified_changes_the_digest(key, value):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        (("groups", 0, "adapters", 0, "path"), "/elsewhere/a"),
-        (("groups", 0, "binds", "value"), 100_000.0),
-        (("totals", "usd_per_hour"), 3.0),
-        (("moves",), []),
-        (("provenance", "ticket"), "OPS-1"),
+        ("groups.0.adapters.0.path", "/elsewhere/a"),
+        ("groups.0.binds.value", 100_000.0),
+        ("totals.usd_per_hour", 3.0),
+        ("moves", []),
+        ("provenance.ticket", "OPS-1"),
     ],
 )
 def test_a_digest_is_independent_of_where_adapters_are_and_how_numbers_are_written(key, value):
-    assert Plan(**edited(key, value)).digest() == Plan(**SIMULATED).digest()
+    assert Plan(**edited(key, value, SIMULATED)).digest() == Plan(**SIMULATED).digest()
 
 
 def test_a_plan_written_in_another_order_and_layout_keeps_its_digest(tmp_path):
@@ -355,10 +327,10 @@ def test_a_plan_without_a_digest_is_not_verified():
 @pytest.mark.parametrize(("ok", "verdict"), [(True, "failed"), (True, "undecided"), (False, "verified")])
 def test_a_verdict_agrees_with_ok(ok, verdict):
     with pytest.raises(InputError, match=r"verification\.ok: must be (true|false) if the verdict is"):
-        Plan(**edited(("verification", "ok"), ok, edited(("verification", "verdict"), verdict)))
+        Plan(**edited("verification.ok", ok, edited("verification.verdict", verdict, SIMULATED)))
 
 
 def test_a_verdict_without_simulations_is_no_verification():
-    plan = Plan(**edited(("verification", "ok"), False, edited(("verification", "seeds"), [])))
+    plan = Plan(**edited("verification.ok", False, edited("verification.seeds", [], SIMULATED)))
     assert not plan.is_verified
     assert plan.changed_after_verification() == ""

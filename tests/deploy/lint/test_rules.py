@@ -136,7 +136,6 @@ def trace(folder: Path) -> Path:
     )
 
 
-OLD_IMAGE = "vllm/vllm-openai:v0.8.5"
 POOL = {"kind": "InferencePool", "name": "p"}
 AIBRIX_API = "model.aibrix.ai/v1alpha1"
 LLM_D = "llm-d.ai/v1alpha2"
