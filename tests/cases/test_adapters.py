@@ -28,8 +28,8 @@ from capplan.spec import (
 )
 from capplan.spec._peft_folder import is_other_model
 from tests.cli.conftest import Run, error_line, run
-from tests.cli.examples import MODEL, group, small_plan
-from tests.deploy.test_vllm import launched, only_script, options, plan_of
+from tests.cli.examples import MODEL, group, plan_of, small_plan
+from tests.deploy.test_vllm import launched, only_script, options
 
 __all__ = ["run"]
 

@@ -132,6 +132,14 @@ def small_plan(**changes: Any) -> Plan:
     return plan.replace(**changes).with_digest()
 
 
+def plan_of(*groups: Group, **changes: Any) -> Plan:
+    """Return a verified plan of these groups alone."""
+    gpus = sum(each.replicas * each.tp for each in groups)
+    check = Verification(ok=True, seeds=(1,), duration_s=60.0, min_served_fraction=1.0)
+    totals = Totals(gpus=gpus, lower_bound_gpus=1)
+    return small_plan(groups=groups, totals=totals, **{"verification": check, **changes})
+
+
 def group(
     name: str,
     adapters: tuple[tuple[str, int, float, str | None], ...],

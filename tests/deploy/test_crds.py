@@ -14,8 +14,8 @@ from capplan import InputError, Plan
 from capplan.deploy import EXPORTERS, export
 from capplan.deploy.lint._schemas import Schemas, read_schemas
 from capplan.serving.routers import ROUTERS
-from capplan.spec import Group, PlanAdapter, PlanBase, QueueClass, Queues, Totals, Verification, Wrs
-from tests.cli.examples import MODEL, group, small_plan
+from capplan.spec import Group, PlanAdapter, PlanBase, QueueClass, Queues, Wrs
+from tests.cli.examples import MODEL, group, plan_of, small_plan
 
 TARGETS = ("kthena", "kserve", "aibrix", "production-stack", "llm-d", "dynamo")
 ANY_NAME = ("kthena", "production-stack", "llm-d", "dynamo")
@@ -214,14 +214,6 @@ def require_valid_files(files: Mapping[str, str], folder: Path) -> None:
 # Plans --------------------------------------------------------------------------------------------
 
 
-def plan_of(*groups: Group, **changes: Any) -> Plan:
-    """Return a plan of these groups alone."""
-    gpus = sum(each.replicas * each.tp for each in groups)
-    check = Verification(ok=True, seeds=(1,), duration_s=60.0, min_served_fraction=1.0)
-    totals = Totals(gpus=gpus, lower_bound_gpus=1)
-    return small_plan(groups=groups, totals=totals, verification=check, **changes)
-
-
 def base_only(name: str, share: float = 1.0) -> Group:
     """Return a group that serves the base model alone."""
     placed = group(name, (("x", 8, 1.0, None),))
@@ -352,7 +344,7 @@ def test_kserve_refuses_a_folder_whose_name_is_no_name_of_a_volume() -> None:
         export(named("Team_A", path=None), "kserve")
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [*TARGETS, "compose", "kubernetes"])
 def test_an_address_that_no_pod_fetches_is_one_line(target: str) -> None:
     with pytest.raises(InputError, match=r"^plan: adapter a: path: must be a folder[^\n]*$"):
         export(named("a", path="https://example.com/a"), target)

@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan import InputError, Plan
-from capplan.deploy import EXPORTERS
+from capplan.deploy import EXPORTERS, export
 from capplan.deploy._gateway import CONFIG, SCRIPT, gateway_files, gateway_losses, weights_of
 from capplan.spec import Group, PlanBase
-from tests.cli.examples import MODEL, group, small_plan
+from tests.cli.examples import MODEL, group, plan_of, small_plan
 from tests.deploy.gateways import Gateway, Stub, resolves_names, running, stubs, written
-from tests.deploy.test_vllm import plan_of
 
 NAMES = (
     'a"b',
@@ -137,7 +136,9 @@ def test_a_router_by_the_state_of_servers_is_a_loss_and_a_comment() -> None:
     assert loss.router == "smooth-shares"
     files = gateway_files(plan, {"g0": ["x:1", "x:2"], "g1": ["y:1"]}, 8000)
     assert files[CONFIG].startswith(f"# Differs from the plan: {loss.text}.\n")
-    assert EXPORTERS["compose"].losses(plan) == EXPORTERS["kubernetes"].losses(plan) == (loss,)
+    for target, name in (("compose", "compose.yaml"), ("kubernetes", "manifests.yaml")):
+        assert EXPORTERS[target].losses(plan) == (loss,)
+        assert f"# Differs from the plan: {loss.text}.\n" in export(plan, target)[name]
 
 
 @pytest.mark.parametrize("port", [0, -1, 65536])

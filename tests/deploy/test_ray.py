@@ -10,8 +10,7 @@ import yaml
 from capplan import InputError, Plan
 from capplan.deploy import EXPORTERS, export
 from capplan.spec import PlanBase, PlanEngine
-from tests.cli.examples import MODEL, group, small_plan
-from tests.deploy.test_vllm import plan_of
+from tests.cli.examples import MODEL, group, plan_of, small_plan
 
 HERE = Path(__file__).parent
 STORE = {"adapters-path": "s3://bucket/adapters"}

@@ -9,8 +9,8 @@ import pytest
 from capplan import InputError, Plan
 from capplan.deploy import EXPORTERS, TOP_NAMES, export, vllm_files
 from capplan.spec import ALL_MODULES, Cache, Group, PlanBase, PlanEngine
-from tests.cli.examples import MODEL, group, small_plan
-from tests.deploy.test_vllm import HOSTILE, launched, plan_of
+from tests.cli.examples import MODEL, group, plan_of, small_plan
+from tests.deploy.test_vllm import HOSTILE, launched, parsed
 
 HERE = Path(__file__).parent
 ENGINE = PlanEngine(name="vllm", version="0.32.0", rules="vllm-0.32-async")
@@ -24,19 +24,6 @@ def words_of(folder: Path, plan: Plan, script: str = "launch/g.sh") -> list[str]
     assert done.returncode == 0, done.stderr
     assert argv[:2] == ["-m", "sglang.launch_server"]
     return argv[2:]
-
-
-def options(words: list[str]) -> dict[str, list[str]]:
-    """Return the values of each option as parsed by argparse."""
-    result: dict[str, list[str]] = {}
-    for word in words:
-        if word.startswith("--"):
-            name, equals, value = word.partition("=")
-            assert name not in result
-            result[name] = [value] if equals else []
-        else:
-            result[list(result)[-1]].append(word)
-    return result
 
 
 def based(part: Group) -> Group:
@@ -53,7 +40,7 @@ def test_files_are_those_of_the_vllm_target() -> None:
 
 def test_every_setting_of_the_group_is_a_flag(tmp_path: Path) -> None:
     args = small_plan().groups[1].engine_args
-    assert options(words_of(tmp_path, small_plan(), "launch/g1.sh")) == {
+    assert parsed(words_of(tmp_path, small_plan(), "launch/g1.sh")) == {
         "--model-path": [MODEL],
         "--host": ["127.0.0.1"],
         "--port": ["8002"],
@@ -72,8 +59,8 @@ def test_every_setting_of_the_group_is_a_flag(tmp_path: Path) -> None:
 
 def test_requests_of_the_base_model_take_a_slot_of_their_own(tmp_path: Path) -> None:
     part = group("g", adapters=ONE, max_loras=2)
-    assert options(words_of(tmp_path, plan_of(part)))["--max-loras-per-batch"] == ["2"]
-    given = options(words_of(tmp_path, plan_of(based(part))))
+    assert parsed(words_of(tmp_path, plan_of(part)))["--max-loras-per-batch"] == ["2"]
+    given = parsed(words_of(tmp_path, plan_of(based(part))))
     assert given["--max-loras-per-batch"] == ["3"]
     assert given["--max-loaded-loras"] == ["3"]
 
@@ -84,17 +71,17 @@ def test_host_memory_holds_all_that_are_loaded(
 ) -> None:
     many = tuple((f"a{i}", 8, 1.0, "/p") for i in range(7))
     part = group("g", adapters=many, max_cpu_loras=max_cpu_loras)
-    assert options(words_of(tmp_path, plan_of(part)))["--max-loaded-loras"] == [loaded]
+    assert parsed(words_of(tmp_path, plan_of(part)))["--max-loaded-loras"] == [loaded]
 
 
 def test_layers_are_named_if_the_plan_restricts_them_or_no_adapter_tells(tmp_path: Path) -> None:
     part = group("g", adapters=ONE)
-    assert "--lora-target-modules" not in options(words_of(tmp_path, plan_of(part, engine=ENGINE)))
+    assert "--lora-target-modules" not in parsed(words_of(tmp_path, plan_of(part, engine=ENGINE)))
     few = ENGINE.replace(target_modules=("q_proj", "down_proj"))
-    given = options(words_of(tmp_path, plan_of(part, engine=few)))
+    given = parsed(words_of(tmp_path, plan_of(part, engine=few)))
     assert given["--lora-target-modules"] == ["q_proj", "down_proj"]
     empty = based(part).replace(adapters=())
-    assert options(words_of(tmp_path, plan_of(empty)))["--lora-target-modules"] == ["all"]
+    assert parsed(words_of(tmp_path, plan_of(empty)))["--lora-target-modules"] == ["all"]
 
 
 def test_a_group_of_the_base_model_is_an_engine_without_lora(tmp_path: Path) -> None:
@@ -107,7 +94,7 @@ def test_a_group_of_the_base_model_is_an_engine_without_lora(tmp_path: Path) -> 
 def test_weights_kv_and_prefixes_are_flags_by_the_names_of_sglang(tmp_path: Path) -> None:
     part = group("g", adapters=ONE, enable_prefix_caching=False)
     engine = ENGINE.replace(quantization="fp8", kv_cache_dtype="fp8")
-    given = options(words_of(tmp_path, plan_of(part, engine=engine)))
+    given = parsed(words_of(tmp_path, plan_of(part, engine=engine)))
     assert given["--quantization"] == ["fp8"]
     assert given["--kv-cache-dtype"] == ["fp8_e4m3"]
     assert given["--disable-radix-cache"] == []
@@ -120,7 +107,7 @@ def test_port_and_further_flags_come_from_the_caller(tmp_path: Path) -> None:
     argv, _, _ = launched(
         tmp_path, script, "--api-key", "a b", program="python3", PORT="1234", ADAPTER_ROOT="/with =,space"
     )
-    given = options(argv[2:])
+    given = parsed(argv[2:])
     assert given["--port"] == ["1234"]
     assert given["--api-key"] == ["a b"]
     assert given["--lora-paths"] == ["a=/with =,space/a", "shared=/with =,space/shared"]
@@ -139,7 +126,7 @@ def test_text_of_a_plan_is_quoted(tmp_path: Path, text: str, monkeypatch: pytest
     name = text.replace(" ", "_")
     part = group("g", adapters=((name, 8, 1.0, f"/p/{text}"), (f"{name}2", 8, 1.0, None)))
     words = words_of(tmp_path, plan_of(part))
-    assert options(words)["--lora-paths"] == [f"{name}=/p/{text}", f"{name}2=/adapters/{name}2"]
+    assert parsed(words)["--lora-paths"] == [f"{name}=/p/{text}", f"{name}2=/adapters/{name}2"]
     assert not (tmp_path / "pwned").exists()
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from capplan import InputError, Plan, errors
 from capplan.deploy import TOP_NAMES, Exporter, _export, export, vllm_files
-from capplan.spec import Cache, Group, PlanBase, PlanEngine, Totals, Verification
-from tests.cli.examples import MODEL, group, small_plan
+from capplan.spec import Cache, PlanBase, PlanEngine
+from tests.cli.examples import MODEL, group, plan_of, small_plan
 
 # The options of `vllm serve`, as its documentation names them, with the kind of their values.
 WHOLE_NUMBERS = {
@@ -29,14 +29,6 @@ WHOLE_NUMBERS = {
 }
 
 LORA_FLAGS = {"--max-loras", "--max-lora-rank", "--max-cpu-loras"}
-
-
-def plan_of(*groups: Group, **changes: Any) -> Plan:
-    """Return a plan of these groups alone."""
-    gpus = sum(g.replicas for g in groups)
-    check = Verification(ok=True, seeds=(1,), duration_s=60.0, min_served_fraction=1.0)
-    totals = Totals(gpus=gpus, lower_bound_gpus=1)
-    return small_plan(groups=groups, totals=totals, verification=check, **changes)
 
 
 def launched(
@@ -61,10 +53,15 @@ def launched(
 
 
 def options(argv: list[str]) -> dict[str, list[str]]:
-    """Return the values of each option as parsed by argparse."""
+    """Return the values of each option of `vllm serve`."""
     assert argv[:2] == ["serve", MODEL]
+    return parsed(argv[2:])
+
+
+def parsed(words: list[str]) -> dict[str, list[str]]:
+    """Return the values of each option as parsed by argparse."""
     result: dict[str, list[str]] = {}
-    for word in argv[2:]:
+    for word in words:
         if word.startswith("--"):
             name, equals, value = word.partition("=")
             assert name not in result
@@ -72,6 +69,19 @@ def options(argv: list[str]) -> dict[str, list[str]]:
         else:
             result[list(result)[-1]].append(word)
     return result
+
+
+def require_flags_of_script(folder: Path, words: list[str], script: str) -> None:
+    """Check that a container serves as a script does, but for its port and the places of its adapters."""
+    found, expected = (
+        options(["serve", *words]),
+        options(launched(folder, script, ADAPTER_ROOT="/adapters")[0]),
+    )
+    assert found.pop("--port") == ["8000"]
+    del expected["--port"]
+    names = [[each.partition("=")[0] for each in of.pop("--lora-modules")] for of in (found, expected)]
+    assert names[0] == names[1]
+    assert found == expected
 
 
 def only_script(plan: Plan, *, runtime_updates: bool = False) -> str:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from capplan.planner import diff_plans
 from tests.cli.conftest import Run, error_line, run
-from tests.cli.examples import group, small_plan
-from tests.deploy.test_vllm import plan_of
+from tests.cli.examples import group, plan_of, small_plan
 
 __all__ = ["run"]
 

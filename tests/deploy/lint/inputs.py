@@ -11,8 +11,7 @@ from typing import Any
 import yaml
 
 from capplan import Plan
-from capplan.spec import Group, Totals, Verification
-from tests.cli.examples import MODEL, group, small_plan
+from tests.cli.examples import MODEL, group, plan_of
 from tests.spec.test_registry import peft_folder
 
 
@@ -27,14 +26,6 @@ def write(folder: Path, text: str, name: str = "input") -> Path:
 def documents(folder: Path, *objects: Mapping[str, Any]) -> Path:
     """Write documents of YAML."""
     return write(folder, "---\n".join(yaml.safe_dump(each, sort_keys=False) for each in objects))
-
-
-def plan_of(*groups: Group, **changes: Any) -> Plan:
-    """Return a verified plan of groups."""
-    gpus = sum(each.replicas * each.tp for each in groups)
-    check = Verification(ok=True, seeds=(1,), duration_s=60.0, min_served_fraction=1.0)
-    totals = Totals(gpus=gpus, lower_bound_gpus=1)
-    return small_plan(groups=groups, totals=totals, **{"verification": check, **changes})
 
 
 def one_group(*adapters: tuple[str, int, str | None], **args: Any) -> Plan:

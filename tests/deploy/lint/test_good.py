@@ -13,7 +13,7 @@ from capplan.deploy.lint._inputs import read_input
 from capplan.deploy.lint._parts import Server
 from capplan.spec import PlanBase
 from capplan.workload import presets
-from tests.cli.examples import MODEL, group, small_plan
+from tests.cli.examples import MODEL, group, plan_of, small_plan
 from tests.deploy.lint.inputs import (
     adapter,
     chart,
@@ -23,7 +23,6 @@ from tests.deploy.lint.inputs import (
     kserve,
     lora_adapter,
     one_group,
-    plan_of,
     pod,
     ray,
     serve,
