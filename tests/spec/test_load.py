@@ -115,7 +115,7 @@ MISTAKES = {
     },
     "  prompt_tokens: {mean: 223, std: 245}\n": {"": "4: requests.prompt_tokens: is required"},
     "{max_num_seqs: 256": {
-        "{max_lora_rank: 16": "11: adapters[1].rank: must not exceed engine.max_lora_rank, which is 16 (got 32)"
+        "{max_lora_rank: 16": "11: adapters[1].rank: must not exceed engine.max_lora_rank, which is 16"
     },
     "usd_per_hour: 4.1": {
         "usd_per_hours: 4.1": "16: pools[0].usd_per_hours: unknown key; did you mean 'usd_per_hour'?"
