@@ -1,11 +1,18 @@
 import os
 import re
 import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+ROOT = Path(__file__).resolve().parents[1]
 TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
 REFERENCE_DIR = Path(__file__).resolve().parents[2] / "shared" / "reference"
 CASES = Path(__file__).resolve().parents[2] / "shared" / "cases"
@@ -31,6 +38,49 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     marks = re.search(r"^pytestmark = (.*)", collection_path.read_text(encoding="utf-8"), re.MULTILINE)
     left_out = {f"pytest.mark.{mark}" for mark in re.findall(r"not (\w+)", without)}
     return True if marks and left_out & set(re.findall(r"pytest\.mark\.\w+", marks[1])) else None
+
+
+def output_of_python(*arguments: object, **variables: str) -> str:
+    """Run Python in this checkout with environment variables; it must succeed. Return its output."""
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@contextmanager
+def http_server(respond: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
+    """Respond to GET requests at a loopback address, and yield its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            respond(self)
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
+def reply(handler: BaseHTTPRequestHandler, data: bytes, length: int | None = None, status: int = 200) -> None:
+    """Answer a request; `length` is what the header says of the data."""
+    handler.send_response(status)
+    handler.send_header("Content-Length", str(len(data) if length is None else length))
+    handler.end_headers()
+    handler.wfile.write(data)
 
 
 @pytest.fixture(scope="session")

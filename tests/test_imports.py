@@ -9,18 +9,15 @@ from pathlib import Path
 import pytest
 
 import capplan
+from tests.conftest import ROOT, output_of_python
 
-ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ("numba", "pandas", "sklearn", "torch", "xgboost")
 
 
 def loaded_after(statement: str) -> list[str]:
     """Return which heavy libraries a fresh interpreter has loaded after the statement."""
     program = f"{statement}\nimport json, sys\nprint(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120
-    )
-    result: list[str] = json.loads(done.stdout.splitlines()[-1])
+    result: list[str] = json.loads(output_of_python("-c", program).splitlines()[-1])
     return result
 
 
@@ -56,11 +53,7 @@ def test_an_unknown_name_is_an_attribute_error_that_names_it() -> None:
 
 
 def test_the_module_runs_from_a_bare_checkout() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "capplan", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert "plan" in done.stdout
+    assert "plan" in output_of_python("-m", "capplan", "--help")
 
 
 PROGRAM = """

@@ -7,13 +7,11 @@ import re
 import shutil
 import socket
 import sqlite3
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
@@ -26,6 +24,7 @@ from capplan.server import PoolSettings, ServerLimits
 from capplan.server._adapter_pool import PoolParams
 from capplan.server._limiter import transfer_key
 from capplan.server._transfer import TransferParams
+from tests.conftest import http_server, reply
 from tests.engine.adapter_fleet import (
     NAMES,
     QUICK,
@@ -105,56 +104,24 @@ def test_an_adapter_in_recent_use_is_kept(fleet: Fleet) -> None:
         assert fleet.holders("a") == ("s0", "s1")
 
 
-class Peer:
-    """Server that sends files as a test wants.
-
-    Attributes
-    ----------
-    requests
-        Paths of its requests.
-    """
-
-    def __init__(self, send_file: Callable[[BaseHTTPRequestHandler, bytes], None], source: Path) -> None:
-        peer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                peer.requests.append(self.path)
-                key = transfer_key(ADMIN_KEY, self.path.split("/")[3])
-                assert self.headers["Authorization"] == f"Bearer {key}"
-                with contextlib.suppress(OSError):
-                    send_file(self, (source / self.path.rpartition("/")[2]).read_bytes())
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self.requests: list[str] = []
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
-
-
 @contextlib.contextmanager
-def peer(fleet: Fleet, send_file: Callable[[BaseHTTPRequestHandler, bytes], None]) -> Iterator[Peer]:
-    """Let a server of a test be the holder of adapter a."""
+def peer(fleet: Fleet, send_file: Callable[[BaseHTTPRequestHandler, bytes], None]) -> Iterator[list[str]]:
+    """Let a server of a test be the holder of adapter a; yield the paths of its requests."""
     source = fleet.top / "peer-files"
     shutil.copytree(fleet.top / "source" / "a", source)
-    made = Peer(send_file, source)
-    fleet.registry.announce(PEER, made.url)
-    fleet.registry.hold("a", fleet.registry.get("a").digest or "", PEER)
-    try:
-        yield made
-    finally:
-        made.server.shutdown()
-        made.server.server_close()
+    paths: list[str] = []
 
+    def respond(handler: BaseHTTPRequestHandler) -> None:
+        paths.append(handler.path)
+        key = transfer_key(ADMIN_KEY, handler.path.split("/")[3])
+        assert handler.headers["Authorization"] == f"Bearer {key}"
+        with contextlib.suppress(OSError):
+            send_file(handler, (source / handler.path.rpartition("/")[2]).read_bytes())
 
-def reply(handler: BaseHTTPRequestHandler, data: bytes, length: int | None = None, status: int = 200) -> None:
-    handler.send_response(status)
-    handler.send_header("Content-Length", str(len(data) if length is None else length))
-    handler.end_headers()
-    handler.wfile.write(data)
+    with http_server(respond) as url:
+        fleet.registry.announce(PEER, url)
+        fleet.registry.hold("a", fleet.registry.get("a").digest or "", PEER)
+        yield paths
 
 
 def stall(handler: BaseHTTPRequestHandler, data: bytes) -> None:
@@ -193,10 +160,10 @@ def test_a_server_that_does_not_deliver_is_replaced_by_the_location(
     fault: str, fleet: Fleet, right: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = ServerLimits(lora_timeout_s=2.0)
-    with peer(fleet, FAULTS[fault]) as other, fleet.server("s0", limits=limits) as s0:
+    with peer(fleet, FAULTS[fault]) as asked, fleet.server("s0", limits=limits) as s0:
         assert answer(s0, "a") == right["a"]
-        assert other.requests
-        assert all("/other" not in path for path in other.requests), "the key must not follow a redirect"
+        assert asked
+        assert all("/other" not in path for path in asked), "the key must not follow a redirect"
         assert fleet.holders("a") == (PEER, "s0")
         fleet.check("s0")
 
@@ -230,23 +197,16 @@ def adapter_store(
     files = {file.name: file.read_bytes() for file in (fleet.top / "source" / "a").iterdir()}
     paths: list[str] = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            paths.append(self.path)
-            assert "Authorization" not in self.headers, "the key is for servers of the fleet"
-            with contextlib.suppress(OSError):
-                send_file(self, files[self.path.rpartition("/")[2]])
+    def respond(handler: BaseHTTPRequestHandler) -> None:
+        paths.append(handler.path)
+        assert "Authorization" not in handler.headers, "the key is for servers of the fleet"
+        with contextlib.suppress(OSError):
+            send_file(handler, files[handler.path.rpartition("/")[2]])
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as store:
-        store.daemon_threads = True
-        threading.Thread(target=store.serve_forever, args=(0.01,), daemon=True).start()
-        known = fleet.registry.get("a").replace(location=location.format(port=store.server_port))
+    with http_server(respond) as url:
+        known = fleet.registry.get("a").replace(location=location.format(port=url.rpartition(":")[2]))
         fleet.registry.add(known, replace=True)
-        yield f"http://127.0.0.1:{store.server_port}", paths
-        store.shutdown()
+        yield url, paths
 
 
 def test_a_location_may_be_a_url_of_an_allowed_host(fleet: Fleet, right: dict[str, list[int]]) -> None:
@@ -390,10 +350,10 @@ def test_requests_of_an_adapter_share_one_transfer(fleet: Fleet, right: dict[str
         time.sleep(0.1)
         reply(handler, data)
 
-    with peer(fleet, slow) as other, fleet.server("s0") as s0, ThreadPoolExecutor(8) as threads:
+    with peer(fleet, slow) as asked, fleet.server("s0") as s0, ThreadPoolExecutor(8) as threads:
         answers = list(threads.map(lambda _: answer(s0, "a"), range(8)))
         assert answers == [right["a"]] * 8
-        assert len(other.requests) == 2
+        assert len(asked) == 2
 
 
 def test_a_client_that_leaves_does_not_end_the_transfer(fleet: Fleet) -> None:
@@ -401,14 +361,14 @@ def test_a_client_that_leaves_does_not_end_the_transfer(fleet: Fleet) -> None:
         time.sleep(0.15)
         reply(handler, data)
 
-    with peer(fleet, slow) as other, fleet.server("s0") as s0:
+    with peer(fleet, slow) as asked, fleet.server("s0") as s0:
         body = json.dumps({"model": "a", "prompt": [1], "max_tokens": 1}).encode()
         with socket.create_connection(("127.0.0.1", int(s0.url.rpartition(":")[2]))) as client:
             client.sendall(
                 b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
                 b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
             )
-            while not other.requests:
+            while not asked:
                 time.sleep(0.005)
         until_s = time.monotonic() + 10
         while "s0" not in fleet.holders("a") and time.monotonic() < until_s:
@@ -551,11 +511,11 @@ def test_a_restart_in_the_middle_is_repaired(fleet: Fleet, right: dict[str, list
 def test_a_server_that_stops_during_a_transfer_leaves_no_copy(
     fleet: Fleet, right: dict[str, list[int]]
 ) -> None:
-    with peer(fleet, stall) as other, ThreadPoolExecutor(1) as threads:
+    with peer(fleet, stall) as asked, ThreadPoolExecutor(1) as threads:
         slow = PoolParams(transfers=TransferParams(stall_timeout_s=30.0))
         with fleet.server("s0", pool_params=slow, drain_timeout_s=0.1) as s0:
             asked = threads.submit(ask, s0, "a")
-            while not other.requests:
+            while not asked:
                 time.sleep(0.005)
             for _ in range(2):  # the second time, at once
                 s0.on_loop(s0.server.end)

@@ -4,9 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -25,6 +23,7 @@ from benchmarks.moving_cluster import (
 )
 from capplan.engine.models import model_config
 from capplan.registry import read_adapter
+from tests.conftest import http_server, reply
 
 pytestmark = [pytest.mark.long, pytest.mark.process]
 
@@ -103,26 +102,6 @@ def test_random_schedules_keep_every_adapter_and_every_request(tmp_path: Path) -
 
 
 @contextlib.contextmanager
-def wrong_server() -> Iterator[str]:
-    """Serve wrong bytes as every file."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Length", "5")
-            self.end_headers()
-            self.wfile.write(b"wrong")
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-@contextlib.contextmanager
 def stalled_server() -> Iterator[str]:
     """Accept connections and never respond."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -149,7 +128,7 @@ async def unfit_holders(cluster: MovingCluster) -> None:
     registry = cluster._registry
     cluster.loop.updates.in_force = [dict.fromkeys(NAMES, 0.5)] * 2  # nothing is removed meanwhile
     assert await cluster.loop.updates.update()
-    with wrong_server() as wrong, stalled_server() as stalled:
+    with http_server(lambda handler: reply(handler, b"wrong")) as wrong, stalled_server() as stalled:
         for server, url in (("wrong", wrong), ("stalled", stalled)):
             registry.announce(server, url)
             for name in NAMES:

@@ -227,7 +227,7 @@ def _mutated_plans() -> Iterator[Case]:
             yield Case(
                 f"plan.json {path} {shown(value)} #{number}",
                 words,
-                {"plan.json": _changed("plan.json", path, value)},
+                {"plan.json": _changed(path, value)},
             )
 
 
@@ -236,14 +236,14 @@ def _mutated_profiles() -> Iterator[Case]:
         for number, value in enumerate(values):
             words = PLAN if number % 3 == 2 else SIMULATE
             name = f"profile.json {path} {shown(value)} #{number}"
-            yield Case(name, words, {"profile.json": _changed("profile.json", path, value)})
+            yield Case(name, words, {"profile.json": _changed(path, value)})
     for number, table in enumerate(_STEP_TABLES):
         fit = '{"source": "none", "samples": 1, "error_formula": "none", "error": 1.0}'
         tables = f'{{"tokens_ms": {table}, "requests_ms": {_REQUESTS_MS}}}'
         model = f'{{"form": "table", "coefficients": {{}}, "fit": {fit}, "tables": {tables}}}'
         name = f"profile.json table {shown(table)} #{number}"
         words = PLAN if number % 3 == 2 else SIMULATE
-        yield Case(name, words, {"profile.json": _changed("profile.json", "step_latency", model)})
+        yield Case(name, words, {"profile.json": _changed("step_latency", model)})
 
 
 def _adapter_configs() -> Iterator[Case]:
@@ -252,20 +252,18 @@ def _adapter_configs() -> Iterator[Case]:
     for number, targets in enumerate(_TARGETS):
         files = {"workload.yaml": workload, "adapter_config.json": f'{{"target_modules": {targets}}}'}
         yield Case(f"adapter_config.json {shown(targets)} #{number}", SIMULATE, files)
-        inline = json.dumps(WORKLOAD | {"adapters": [adapter | {"target_modules": "\0"}]})
-        text = inline.replace(json.dumps("\0"), targets)
+        text = with_value(WORKLOAD | {"adapters": [adapter]}, "adapters.0.target_modules", targets)
         yield Case(f"workload.yaml targets {shown(targets)} #{number}", SIMULATE, {"workload.yaml": text})
     files = {"workload.yaml": workload, "adapter_config.json": link_to_zeros}
     yield Case("adapter_config.json without end", SIMULATE, files)
 
 
-def _changed(base: str, path: str, value: str) -> Callable[[Path], None]:
-    """Return a writer of the base file with one value changed."""
+def _changed(path: str, value: str) -> Callable[[Path], None]:
+    """Return a writer of the file that is there with one value changed."""
 
     def write(file: Path) -> None:
         file.write_text(with_value(json.loads(file.read_text()), path, value))
 
-    assert base
     return write
 
 

@@ -231,15 +231,12 @@ LLAMA: Final[Mapping[str, Any]] = {
 }
 
 
-def config_text(key: str, value: str) -> str:
-    """Return a model's config.json with one value of `CONFIGS`."""
-    return json.dumps({**LLAMA, key: "\0"}).replace(json.dumps("\0"), value)
-
-
 def _configs() -> Iterator[Case]:
     words = ("serve", "--model", "config.json", "--port", "0", "--max-model-len", "128")
     for number, (key, value) in enumerate(CONFIGS):
-        yield Case(f"engine {key} {shown(value)} #{number}", words, {"config.json": config_text(key, value)})
+        yield Case(
+            f"engine {key} {shown(value)} #{number}", words, {"config.json": with_value(LLAMA, key, value)}
+        )
 
 
 REPLACEMENTS: Final = (
@@ -517,7 +514,7 @@ def _adapters() -> Iterator[Case]:
 
     for key, values in _PEFT.items():
         for number, value in enumerate(values):
-            config = json.dumps(fields | {key: "\0"}).replace(json.dumps("\0"), value)
+            config = with_value(fields, key, value)
             files: dict[str, Content] = {"lora": folder(config), "workload.yaml": workload}
             for words in (SIMULATE, listed):
                 yield Case(f"{words[0]} adapter {key} {shown(value)} #{number}", words, files)

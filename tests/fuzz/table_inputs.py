@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -111,7 +110,7 @@ def parquet_of(rows: int) -> Callable[[Path], None]:
 def _traced(entry: str) -> str:
     document = {key: value for key, value in WORKLOAD.items() if key not in ("requests", "adapters")}
     names = [{"name": "legal", "rank": 8, "rate_rps": 0.0}, {"name": "a", "rank": 8, "rate_rps": 1.0}]
-    return json.dumps(document | {"adapters": names, "trace": "\0"}).replace(json.dumps("\0"), entry)
+    return with_value(document | {"adapters": names}, "trace", entry)
 
 
 _HEAD: Final = "arrival_s,adapter,prompt_tokens,output_tokens\n"

@@ -61,64 +61,25 @@ class Written:
     """Manifest of a dataset: while it is generated, it holds the request without an answer."""
 
 
+def _written(
+    name: str, line: str, old: str, new: str, outputs: str, whole: tuple[str, ...] = (), resumable: str = ""
+) -> Written:
+    """Return a command whose line has one part in the earlier run, and another one in the later."""
+    words = tuple(tuple(line.format(part).split()) for part in (old, new))
+    return Written(name, *words, tuple(outputs.split()), whole, resumable)
+
+
+_CALIBRATE: Final = "calibrate --steps steps.csv --base ./profile.json -o out.json --quiet --name {}"
+_GENERATE: Final = "dataset generate profile.json -o out --duration 20 --workers 1 --scenarios {}"
+_PLAN: Final = "plan workload.yaml -o out.json --no-verify --quiet --solver {}"
+_ROOFLINE: Final = "profile roofline --gpu {} --model llama-3.1-8b -o out.json --quiet"
+_VLLM: Final = "export plan.json --target vllm -o out --unverified --force --port {}"
 COMMANDS: Final = (
-    Written(
-        "plan",
-        ("plan", "workload.yaml", "-o", "out.json", "--no-verify", "--quiet", "--solver", "greedy-strict"),
-        ("plan", "workload.yaml", "-o", "out.json", "--no-verify", "--quiet", "--solver", "maxbase"),
-        ("out.json",),
-    ),
-    Written(
-        "export",
-        ("export", "plan.json", "--target", "vllm", "-o", "out", "--unverified", "--force", "--port", "9000"),
-        ("export", "plan.json", "--target", "vllm", "-o", "out", "--unverified", "--force", "--port", "9500"),
-        ("out",),
-        whole=("out",),
-    ),
-    Written(
-        "dataset",
-        (
-            *("dataset", "generate", "profile.json", "-o", "out", "--duration", "20", "--workers", "1"),
-            "--scenarios",
-            "2",
-        ),
-        (
-            *("dataset", "generate", "profile.json", "-o", "out", "--duration", "20", "--workers", "1"),
-            "--scenarios",
-            "4",
-        ),
-        ("out",),
-        resumable="out/manifest.json",
-    ),
-    Written(
-        "profile",
-        ("profile", "roofline", "--gpu", "h200", "--model", "llama-3.1-8b", "-o", "out.json", "--quiet"),
-        ("profile", "roofline", "--gpu", "a100-80g", "--model", "llama-3.1-8b", "-o", "out.json", "--quiet"),
-        ("out.json",),
-    ),
-    Written(
-        "calibrate",
-        (
-            "calibrate",
-            "--steps",
-            "steps.csv",
-            "--base",
-            "./profile.json",
-            "-o",
-            "out.json",
-            "--quiet",
-            "--name",
-            "old",
-        ),
-        (
-            *("calibrate", "--steps", "steps.csv", "--base", "./profile.json", "-o", "out.json", "--quiet"),
-            "--name",
-            "new",
-            "--html",
-            "out.html",
-        ),
-        ("out.json", "out.html"),
-    ),
+    _written("plan", _PLAN, "greedy-strict", "maxbase", "out.json"),
+    _written("export", _VLLM, "9000", "9500", "out", whole=("out",)),
+    _written("dataset", _GENERATE, "2", "4", "out", resumable="out/manifest.json"),
+    _written("profile", _ROOFLINE, "h200", "a100-80g", "out.json"),
+    _written("calibrate", _CALIBRATE, "old", "new --html out.html", "out.json out.html"),
 )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from capplan.serving import NONE, Limits, State, commit, new_state, schedule, submit
 from tests.golden.cases import Case, Step, limits_of, usable_blocks
 from tests.oracle.scheduler import ReferenceScheduler
+from tests.serving.worlds import scheduled
 
 Decided = tuple[list[tuple[int, int]], list[int], int]
 """(request, tokens) as scheduled, preempted requests, free blocks after scheduling."""
@@ -54,7 +55,7 @@ class FlatForm:
     def step(self) -> Decided:
         state, c = self.state, self.state.counters
         total = int(schedule(state, self.limits))
-        tokens = [(int(state.rows.request[row]), n) for row in self._running() if (n := self._tokens(row))]
+        tokens = scheduled(state)
         assert sum(n for _, n in tokens) == total == c.step_tokens
         preempted = [int(state.rows.request[row]) for row in state.lists.preempted[: c.n_preempted]]
         free_blocks = int(c.free_blocks)
@@ -62,19 +63,6 @@ class FlatForm:
         if self.check:
             self.check(state, self.limits, self.blocks)
         return tokens, sorted(preempted), free_blocks
-
-    def _running(self) -> Iterator[int]:
-        row = int(self.state.counters.run_head)
-        while row != NONE:
-            yield row
-            row = int(self.state.rows.following[row])
-
-    def _tokens(self, row: int) -> int:
-        """Return what a running row gets: decoding rows one token each, those about to end none."""
-        since = self.state.rows.since[row]
-        if since == NONE:
-            return int(self.state.rows.tokens[row])
-        return int(since >= 0)
 
 
 class ReferenceForm:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 import pytest
 
 from capplan import InputError
+from tests.conftest import http_server, reply
 from tests.observe.logs import MODEL, observed
 
 BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
@@ -63,29 +62,9 @@ class Server:
         return "\n".join(lines) + "\n"
 
 
-@contextmanager
-def serving(answer: object) -> Iterator[str]:
+def serving(answer: Callable[[str], str]) -> AbstractContextManager[str]:
     """Serve answers, a function of the path, on loopback."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = answer(self.path).encode()  # type: ignore[operator]
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    return http_server(lambda handler: reply(handler, answer(handler.path).encode()))
 
 
 @pytest.mark.parametrize("label", ["", "lora_name"])

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from capplan.serving import NONE, State, adapter_loaded, commit, schedule, submit
+from capplan.serving import State, adapter_loaded, commit, schedule, submit
 from capplan.serving.pooled import QUEUES
 from capplan.serving.state import LOADING
 from capplan.testing import check_integrity
-from tests.serving.pooled_worlds import PooledWorld, make_pooled_world, without_pressure
+from tests.serving.pooled_worlds import PooledWorld, make_pooled_world, queue_rows, without_pressure
 from tests.serving.worlds import seeded
 
 
@@ -78,13 +78,10 @@ def waiting_queues(state: State) -> list[Queue]:
     """Return the size queues of a state."""
     pooled = state.pooled
     queues = []
-    for record in pooled.queues[: pooled.counts.n_queues]:
-        queue = Queue([], int(record.quota - record.outstanding))
-        row = record.head
-        while row != NONE:
-            queue.requests.append((int(state.rows.request[row]), int(pooled.rows.charge[row])))
-            row = pooled.rows.later[row]
-        queues.append(queue)
+    for number, record in enumerate(pooled.queues[: pooled.counts.n_queues]):
+        rows = queue_rows(state, number)
+        requests = [(int(state.rows.request[row]), int(pooled.rows.charge[row])) for row in rows]
+        queues.append(Queue(requests, int(record.quota - record.outstanding)))
     return queues
 
 

@@ -105,6 +105,15 @@ def write_queues(state: State, limits: Limits, queues: SizeQueues) -> None:
     set_queues(state, limits, wrs, np.array(queues.cuts), queues.quotas)
 
 
+def queue_rows(state: State, queue: int) -> list[int]:
+    """Return the waiting rows of a size queue in order."""
+    rows, row = [], int(state.pooled.queues.head[queue])
+    while row != NONE:
+        rows.append(row)
+        row = int(state.pooled.rows.later[row])
+    return rows
+
+
 def _refresh(run: Replay, at_ns: int, queues: SizeQueues) -> None:
     """Refresh both forms, with given queues instead of those of a window."""
     run.reference.refresh(queues, at_ns)
@@ -406,12 +415,8 @@ def compare(reference: ReferencePooled, state: State) -> None:
     booked = {int(a): pooled.adapter_book[a] for a in np.flatnonzero(pooled.adapter_book.any(axis=1))}
     books = {a: book[: len(reference.queues.quotas)].tolist() for a, book in booked.items()}
     same("books of adapters", books, reference.adapter_books)
-    waiting: list[int] = []
-    for queue in range(int(pooled.counts.n_queues)):
-        row = pooled.queues.head[queue]
-        while row != NONE:
-            waiting.append(int(state.rows.request[row]))
-            row = pooled.rows.later[row]
+    rows = [row for queue in range(int(pooled.counts.n_queues)) for row in queue_rows(state, queue)]
+    waiting = [int(state.rows.request[row]) for row in rows]
     same("waiting", waiting, [request.number for request in reference.in_order()])
     absent = [r for r in running if state.rows.since[r] == NONE and state.rows.tokens[r] == 0]
     same("rows without tokens", int(c.n_absent), len(absent))

@@ -64,12 +64,6 @@ def test_an_adapter_that_leaves_the_host_loses_its_slot() -> None:
     assert resident(state) == {1, 2}
 
 
-def test_the_base_model_needs_no_slot() -> None:
-    state, bounds = engine(1, 1)
-    assert use(state, bounds, 0) == []
-    assert resident(state) == set()
-
-
 def test_several_users_share_one_copy() -> None:
     state, bounds = engine(1, 1)
     acquire_adapter(state, bounds, 6)

@@ -1,19 +1,14 @@
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 
 from capplan.testing import check_integrity
 from capplan.testing._integrity import running_rows, waiting_rows
+from tests.conftest import output_of_python
 from tests.serving.worlds import World, make_world, play, seeded, worlds
 
 pytestmark = pytest.mark.long
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @given(worlds())
@@ -97,18 +92,8 @@ print(json.dumps(decisions))
 
 
 def test_interpreted_and_compiled_rules_decide_alike() -> None:
-    answers = []
-    for disabled in ("0", "1"):
-        environment = os.environ | {"NUMBA_DISABLE_JIT": disabled}
-        done = subprocess.run(
-            [sys.executable, "-c", _PROGRAM],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=300,
-        )
-        answers.append(json.loads(done.stdout))
+    answers = [
+        json.loads(output_of_python("-c", _PROGRAM, NUMBA_DISABLE_JIT=disabled)) for disabled in ("0", "1")
+    ]
     assert len(answers[0]) > 1000
     assert answers[0] == answers[1]

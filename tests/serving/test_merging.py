@@ -3,7 +3,6 @@
 from collections import Counter
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from capplan import Adapter, InputError, Workload, plan, simulate
@@ -11,7 +10,7 @@ from capplan.engine import Engine
 from capplan.serving.pooled._state import FIFO, NO_PREFETCH, RESIDENT
 from capplan.spec import Cache, Lengths, Merging, Scheduler
 from tests.oracle import merging
-from tests.serving.pooled_worlds import MS, Arrival, PooledWorld, Replay, last_of, make_pooled_world, replay
+from tests.serving.pooled_worlds import MS, Arrival, PooledWorld, Replay, make_pooled_world, replay
 from tests.serving.test_chameleon_batch import world_of
 from tests.serving.worlds import seeded
 
@@ -114,10 +113,3 @@ def test_only_the_twin_merges() -> None:
     loads = load.model_copy(update={"cache": Cache(policy="none")})
     with pytest.raises(InputError, match="loading: must be resident or cached under"):
         simulate(loads, profile, a_max=1, s_max=8)
-
-
-def test_merging_changes_no_tokens() -> None:
-    """Whatever is merged, every request gets all of its tokens."""
-    for seed in SEEDS[:40]:
-        run = last_of(make_merging_world(seed))
-        assert np.all(run.state.counters.n_running == 0)

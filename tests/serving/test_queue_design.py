@@ -209,12 +209,18 @@ def test_static_queues_have_equal_ranges_and_equal_quotas(sample: RequestSample,
     assert max(quotas) - min(quotas) <= 1
 
 
-def test_quotas_of_recorded_conversations_are_scaled_down(traces_dir: Path) -> None:
-    """Chameleon's setting with recorded lengths: by the queueing model 57,000 KV tokens are too few."""
-    queues = design_queues(azure(traces_dir, 0), rate_rps=9.0, kv_tokens=57_000, bound_s=37.0)
+@pytest.mark.parametrize(("factor", "bound_s", "fits"), [(1.0, 37.0, False), (0.2, 5.0, True)])
+def test_quotas_of_recorded_conversations(
+    traces_dir: Path, factor: float, bound_s: float, fits: bool
+) -> None:
+    """Chameleon's setting: 57,000 KV tokens are too few for recorded lengths, and enough for a fifth."""
+    sample = azure(traces_dir, 0, factor)
+    queues = design_queues(sample, rate_rps=9.0, kv_tokens=57_000, bound_s=bound_s)
     assert len(queues.classes) == 3
     assert sum(each.quota_tokens for each in queues.classes) == 57_000
-    assert queues.missing_tokens is not None
+    assert (queues.missing_tokens is None) == fits
+    demand = 9.0 * np.mean(sample.charges("per_request") * sample.output_tokens * STEP_S)
+    assert (demand < 57_000) == fits
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -250,13 +256,3 @@ def test_minimum_tokens_of_recorded_conversations(
     bound_s = 5.0 * factor / 0.2
     sums = [minimum_tokens(azure(traces_dir, seed, factor), size, bound_s) for seed in range(8)]
     assert np.mean(sums) == pytest.approx(tokens, rel=0.25)
-
-
-def test_quotas_of_shortened_conversations_fit(traces_dir: Path) -> None:
-    sample = azure(traces_dir, 0, 0.2)
-    queues = design_queues(sample, rate_rps=9.0, kv_tokens=57_000, bound_s=5.0)
-    assert len(queues.classes) == 3
-    assert sum(each.quota_tokens for each in queues.classes) == 57_000
-    assert queues.missing_tokens is None
-    demand = 9.0 * np.mean(sample.charges("per_request") * sample.output_tokens * STEP_S)
-    assert demand < 57_000

@@ -81,15 +81,6 @@ def test_a_size_equal_to_a_cut_off_goes_up() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("count", [1, 2, 50])
-def test_equal_sizes_are_one_cluster(rule: str, count: int) -> None:
-    sizes = np.full(count, 0.3)
-    chosen = choose_clustering(cluster_sizes(sizes, 4), sizes, rule)
-    assert chosen.centroids == (0.3,)
-    assert cut_offs(chosen).size == 0
-
-
-@pytest.mark.parametrize("rule", RULES)
 def test_every_rule_finds_two_distinct_sizes(rule: str) -> None:
     sizes = np.repeat([0.1, 0.9], 20)
     chosen = choose_clustering(cluster_sizes(sizes, 4), sizes, rule)

@@ -14,6 +14,8 @@ from capplan.serving.pooled._refresh import LEAST_REQUESTS
 from capplan.serving.pooled._size_clusters import classify
 from capplan.serving.state import POOLED
 from capplan.spec import QueueConfig, Scheduler, Wrs
+from capplan.testing._integrity import running_rows
+from tests.serving.pooled_worlds import queue_rows
 
 NS_PER_S = 10**9
 PERIOD_NS = 300 * NS_PER_S
@@ -66,22 +68,6 @@ def step(state: State, limits: Limits, now_ns: int) -> None:
     commit(state, limits)
     for adapter in loads:
         adapter_loaded(state, adapter)
-
-
-def queue_rows(state: State, queue: int) -> list[int]:
-    rows, row = [], int(state.pooled.queues.head[queue])
-    while row >= 0:
-        rows.append(row)
-        row = int(state.pooled.rows.later[row])
-    return rows
-
-
-def running_rows(state: State) -> list[int]:
-    rows, row = [], int(state.counters.run_head)
-    while row >= 0:
-        rows.append(row)
-        row = int(state.rows.following[row])
-    return rows
 
 
 def waiting(state: State) -> list[list[int]]:

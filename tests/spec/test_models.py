@@ -251,9 +251,13 @@ def trace(**changes):
         ({"arrival_s": []}, "arrival_s: must hold at least one request"),
         ({"arrival_s": [0, 1, 2]}, "columns must be equally long"),
         ({"prompt_tokens": [1, 0, 1, 1]}, "prompt_tokens: must be whole numbers of tokens"),
-        ({"output_tokens": [1, 1.5, 1, 1]}, "output_tokens: must be whole numbers of tokens"),
+        *(
+            ({"output_tokens": [1, tokens, 1, 1]}, "output_tokens: must be whole numbers of tokens")
+            for tokens in (0, 1.5, math.nan)
+        ),
         ({"adapter": ["a1", "", "a1", "a1"]}, "adapter: must name an adapter (row 2)"),
         ({"duration_s": 2.0}, "duration_s: must be above 0 and not end before the last arrival"),
+        ({"duration_s": math.nan}, "duration_s: must be above 0"),
         ({"arrival_s": [0, 0, 0, 0], "duration_s": None}, "duration_s: must be above 0"),
     ],
 )

@@ -1,7 +1,5 @@
 """Adapter registry on a PostgreSQL server, which the tests start: Debian's package `postgresql`."""
 
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +23,7 @@ from capplan import InputError, load_workload
 from capplan.registry import AdapterRegistry, RegisteredAdapter, RegistryUnavailableError
 from capplan.registry._database import Database
 from capplan.spec import InputLimits, limited
+from tests.conftest import output_of_python
 from tests.spec.test_registry import RegistryMachine, entry, line_of
 
 WORKLOAD = """
@@ -33,7 +32,6 @@ profile: p
 requests: {prompt_tokens: {mean: 10}, output_tokens: {mean: 5}}
 adapters: {registry: "%%s", %s}
 """
-ROOT = Path(__file__).resolve().parents[2]
 
 pytest.importorskip("psycopg", reason="PostgreSQL needs a driver (extra `databases`)")
 pytestmark = [
@@ -118,10 +116,7 @@ def test_long_values_return_as_they_were(registry: AdapterRegistry) -> None:
 
 def test_writers_killed_at_random_moments_leave_a_consistent_registry(server: str) -> None:
     arguments = ("--only-writers", "--seconds", "3", "--url", server)
-    command = (sys.executable, "-m", "benchmarks.registry", *arguments)
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " 0 faults" in done.stdout
+    assert " 0 faults" in output_of_python("-m", "benchmarks.registry", *arguments)
 
 
 def test_a_registry_made_by_many_at_once_is_one(where: str) -> None:

@@ -1,9 +1,5 @@
 import hashlib
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +13,7 @@ from capplan.twin.instance import _host_link as pauses
 from capplan.twin.instance import _trace as t
 from capplan.twin.instance import run
 from capplan.twin.instance._scenario import NS_PER_MS
+from tests.conftest import output_of_python
 from tests.oracle import run_reference, slora
 from tests.oracle.memory import ReferenceAdapters
 from tests.serving.worlds import seeded
@@ -24,7 +21,6 @@ from tests.twin.comparison import assert_forms_agree, assert_same, differs
 from tests.twin.many import main
 from tests.twin.scenarios import make_scenario, scenarios, seeded_scenario
 
-ROOT = Path(__file__).resolve().parents[2]
 SEEDS = range(400)
 
 
@@ -230,12 +226,6 @@ def test_every_event_happens_in_some_of_the_scenarios() -> None:
     assert all(count >= 5 for count in seen.values()), seen
 
 
-_PROGRAM = """
-from tests.twin.test_core import digest
-print(digest())
-"""
-
-
 def digest() -> str:
     """Return a digest of the traces of many scenarios."""
     hashed = hashlib.sha256()
@@ -246,13 +236,5 @@ def digest() -> str:
 
 
 def test_the_same_seed_gives_the_same_result_in_another_process() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONHASHSEED": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    assert done.stdout.strip() == digest()
+    program = "from tests.twin.test_core import digest; print(digest())"
+    assert output_of_python("-c", program, PYTHONHASHSEED="1").strip() == digest()

@@ -29,8 +29,7 @@ def reference(reference_dir: Path) -> Path:
 
 @pytest.fixture(scope="module", params=PUBLISHED, ids=lambda model: model.key)
 def model(request: pytest.FixtureRequest) -> PublishedModel:
-    found: PublishedModel = request.param
-    return found
+    return request.param
 
 
 @pytest.fixture(scope="module")

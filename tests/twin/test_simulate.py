@@ -160,12 +160,14 @@ def test_slots_that_leave_no_room_are_infeasible() -> None:
 
 @settings(max_examples=20)
 @given(st.lists(st.integers(10**5, 10**11), min_size=1, max_size=200), st.floats(0.01, 1.0))
-def test_gap_quantiles_are_exact_to_half_a_percent(gaps: list[int], quantile: float) -> None:
+def test_gap_quantiles_ascend_and_are_exact_to_half_a_percent(gaps: list[int], quantile: float) -> None:
     bins = new_trace(requests=0).gaps
     for gap in gaps:
         bins[gap_bin(gap)] += 1
     exact = sorted(gaps)[math.ceil(quantile * len(gaps)) - 1] / 1e6
     assert gap_percentiles_ms(bins, (100 * quantile,))[0] == pytest.approx(exact, rel=0.0051)
+    found = list(gap_percentiles_ms(bins, (50, 90, 95, 99)))
+    assert found == sorted(found)
 
 
 def test_a_drawn_prompt_leaves_room_for_a_token() -> None:

@@ -4,7 +4,6 @@ import dataclasses
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -14,14 +13,13 @@ import numpy as np
 import pytest
 
 from capplan import InfeasibleError, InputError, SimulationResult, simulate, sweep
-from capplan.twin import DetailedResult, Job, cores, sweep_detailed
+from capplan.twin import DetailedResult, Job, sweep_detailed
 from capplan.twin._sweep import in_parallel
 from capplan.twin.instance import SimulateSettings
+from tests.conftest import output_of_python
 from tests.twin.examples import profile, workload
 
 pytestmark = pytest.mark.process
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def jobs() -> list[Job]:
@@ -110,10 +108,6 @@ def test_a_worker_that_is_killed_ends_the_sweep_with_an_error() -> None:
         list(in_parallel(end_worker, range(8), workers=2))
 
 
-def test_this_process_has_a_core() -> None:
-    assert cores() >= 1
-
-
 _SPAWNED = """
 import multiprocessing
 from tests.twin.test_sweep import jobs, told
@@ -128,22 +122,7 @@ if __name__ == "__main__":
 def test_spawned_workers_give_the_same_results(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(_SPAWNED)
-    done = subprocess.run(
-        [sys.executable, str(program)],
-        cwd=ROOT,
-        env=path_to_here(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.stdout.strip() == repr(told(sweep(jobs(), workers=1))), done.stderr
-
-
-def path_to_here() -> dict[str, str]:
-    """Return an environment in which a process finds this checkout."""
-    import os
-
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert output_of_python(program).strip() == repr(told(sweep(jobs(), workers=1)))
 
 
 def test_a_missing_ray_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,15 +139,7 @@ def test_a_ray_cluster_gives_the_same_results() -> None:
         "from tests.twin.test_sweep import assert_a_ray_cluster_gives_the_same_results as check; check()"
     )
     # In a process of its own: Ray ends the process whose node dies.
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env=path_to_here(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    output_of_python("-c", program)
 
 
 def assert_a_ray_cluster_gives_the_same_results() -> None:

@@ -47,6 +47,7 @@ def moved(modulation, process="poisson", **more):
 
 
 EVERYTHING = [
+    "poisson",
     *PROCESSES,
     *UNPREDICTABLE,
     *(moved(m) for m in MODULATIONS),
@@ -59,21 +60,24 @@ EVERYTHING = [
     arrivals=st.sampled_from(EVERYTHING),
     rates=st.lists(st.one_of(st.just(0.0), st.floats(1e-3, 5)), min_size=1, max_size=6),
     seed=st.integers(0, 2**63),
-    duration_s=st.floats(0.5, 100),
+    duration_s=st.floats(0.001, 100),
+    limit=st.integers(500, 10_000),
     sticky=st.sampled_from([None, {"last": 1, "probability": 0.5}, {"last": 3, "probability": 0.5}]),
 )
 def test_requests_are_sorted_in_range_repeatable_and_of_busy_adapters(
-    arrivals, rates, seed, duration_s, sticky
+    arrivals, rates, seed, duration_s, limit, sticky
 ):
-    w = workload(rates, arrivals, stickiness=sticky)
-    r = draw_requests(w, duration_s, seed, LIMIT)
+    lengths = {"prompt_tokens": Lengths(mean=223, std=245), "output_tokens": Lengths(mean=194, std=206)}
+    w = workload(rates, arrivals, stickiness=sticky, **lengths)
+    r = draw_requests(w, duration_s, seed, limit)
     assert [column.dtype for column in r] == [np.int64, *[np.int32] * 4]
     assert len({len(column) for column in r[:4]}) == 1
     assert len(r.predicted_tokens) == 0
     assert np.all(np.diff(r.arrival_ns) >= 0)
     assert np.all((r.arrival_ns >= 0) & (r.arrival_ns < duration_s * 1e9))
-    assert all(rates[adapter - 1] > 0 for adapter in r.adapter)
-    again = draw_requests(w, duration_s, seed, LIMIT)
+    assert all(column.min() >= 1 and column.max() <= limit for column in r[2:4] if column.size)
+    assert all(adapter >= 1 and rates[adapter - 1] > 0 for adapter in r.adapter)
+    again = draw_requests(w, duration_s, seed, limit)
     assert all(np.array_equal(a, b) for a, b in zip(r, again, strict=True))
 
 

@@ -8,8 +8,8 @@ from scipy.special import ndtr, ndtri
 from capplan import Adapter, Lengths, Workload
 from capplan.workload import draw_requests, length_table
 from capplan.workload._sampling import streams, uniforms
+from tests.workload.test_requests import LIMIT, assert_distributed
 
-LIMIT = 8192
 PROMPTS, OUTPUTS = Lengths(mean=223, std=245), Lengths(mean=194, std=206)
 
 
@@ -28,12 +28,7 @@ def drawn(correlation, duration_s=2000.0, adapters=None, seed=0):
 def test_each_length_keeps_its_distribution(correlation):
     r = drawn(correlation)
     for column, lengths in ((r.prompt_tokens, PROMPTS), (r.output_tokens, OUTPUTS)):
-        table = length_table(lengths, LIMIT)
-        seen = np.bincount(column, minlength=table.tokens[-1] + 1)[table.tokens]
-        expected = table.probabilities * len(column)
-        often = expected > 20
-        statistic = ((seen - expected)[often] ** 2 / expected[often]).sum()
-        assert abs(statistic - often.sum()) < 5 * np.sqrt(2 * often.sum())
+        assert_distributed(column, lengths)
         assert column.mean() == pytest.approx(lengths.mean, abs=4 * lengths.std / np.sqrt(len(column)))
 
 

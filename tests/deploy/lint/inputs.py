@@ -1,10 +1,9 @@
 """Small inputs of every kind, for the tests of rules."""
 
 import json
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import yaml
 
 from capplan import Plan
 from tests.cli.examples import MODEL, group, plan_of
+from tests.conftest import http_server, reply
 from tests.spec.test_registry import peft_folder
 
 
@@ -134,11 +134,10 @@ def adapter(folder: Path, name: str = "a", rank: int = 4, **config: Any) -> Path
     return peft_folder(folder / name, rank, **{"base_model_name_or_path": MODEL, **config})
 
 
-@contextmanager
 def running(
     *adapters: str, base_model: str = MODEL, max_loras: int | None = None, models: Any = None
-) -> Iterator[str]:
-    """Run a server that lists models, and yield its URL."""
+) -> AbstractContextManager[str]:
+    """Return the context of a server that lists models, at the URL of its value."""
     entries = [{"id": base_model, "root": base_model, "parent": None}]
     entries += [{"id": name, "root": f"/adapters/{name}", "parent": base_model} for name in adapters]
     answers = {"/v1/models": json.dumps({"data": entries} if models is None else models)}
@@ -148,21 +147,8 @@ def running(
             f"# TYPE vllm:lora_requests_info gauge\nvllm:lora_requests_info{{{labels}}} 1.0\n"
         )
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            answer = answers.get(self.path)
-            self.send_response(404 if answer is None else 200)
-            self.end_headers()
-            self.wfile.write((answer or "").encode())
+    def respond(handler: BaseHTTPRequestHandler) -> None:
+        answer = answers.get(handler.path)
+        reply(handler, (answer or "").encode(), status=404 if answer is None else 200)
 
-        def log_message(self, *_: Any) -> None:
-            """Print nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    return http_server(respond)

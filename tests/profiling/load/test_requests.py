@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import kstest
 
 from capplan import Adapter, InputError, Lengths, Profile, Workload, simulate_detailed
 from capplan.profiling.load import PromptForm
@@ -44,13 +43,6 @@ def test_requests_are_within_max_model_len(seed: int) -> None:
     drawn = schedule_of(workload(), 10.0, seed, 100)
     assert (drawn.prompt_tokens + drawn.output_tokens <= 100).all()
     assert min(drawn.prompt_tokens.min(), drawn.output_tokens.min()) >= 1
-
-
-def test_arrivals_of_each_adapter_are_poisson() -> None:
-    drawn = schedule_of(workload(), 1000.0)
-    for number, adapter in enumerate(workload().adapters, start=1):
-        gaps = np.diff(drawn.due_s[drawn.adapter == number])
-        assert kstest(gaps, "expon", args=(0.0, 1.0 / adapter.rate_rps)).pvalue > 1e-3
 
 
 def test_a_trace_is_replayed_faster_by_the_scale() -> None:

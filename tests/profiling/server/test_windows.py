@@ -116,11 +116,12 @@ def test_a_single_stream_shows_decode_steps_only() -> None:
     assert (row["tokens"], row["prefills"]) == (pytest.approx(1.0, rel=0.01), 0.0)
 
 
-def test_kv_tokens_are_prompt_and_produced_tokens() -> None:
+@pytest.mark.parametrize("counted", [100, 130])
+def test_kv_tokens_are_produced_ones_and_the_prompt_as_the_server_counted_it(counted: int) -> None:
     times = [1.0 + 0.1 * number for number in range(41)]
-    outcome = RequestOutcome(0, FINISHED, 0.9, times[-1], times, 100, 41)
+    outcome = RequestOutcome(0, FINISHED, 0.9, times[-1], times, counted, 41)
     (row,) = window_rows([ClosedLoopRequest(outcome, 1, 100, 41)], np.array([1.0, 5.0]), RANKS, None)
-    assert row["kv_tokens"] == pytest.approx(100 + np.mean(np.arange(1, 41)))
+    assert row["kv_tokens"] == pytest.approx(counted + np.mean(np.arange(1, 41)))
 
 
 def test_a_prompt_beyond_the_budget_takes_several_steps() -> None:
@@ -158,13 +159,6 @@ def test_unfinished_requests_count_with_the_tokens_per_event_of_finished_ones() 
     assert (row["steps"], row["decodes"]) == (pytest.approx(80.0), pytest.approx(2.0))
     (alone,) = window_rows([ClosedLoopRequest(open_end, 2, 100, 500)], edges, RANKS, None)
     assert alone["steps"] == pytest.approx(40.0)
-
-
-def test_prompts_have_the_tokens_that_the_server_counted() -> None:
-    times = [1.0 + 0.1 * number for number in range(41)]
-    outcome = RequestOutcome(0, FINISHED, 0.9, times[-1], times, 130, 41)
-    (row,) = window_rows([ClosedLoopRequest(outcome, 1, 100, 41)], np.array([1.0, 5.0]), RANKS, None)
-    assert row["kv_tokens"] == pytest.approx(130 + np.mean(np.arange(1, 41)))
 
 
 def test_windows_calibrate_a_profile(tmp_path: Path) -> None:

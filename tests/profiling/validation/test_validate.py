@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from capplan.profiling.load import LoadProgress
 from capplan.profiling.validation import ValidationOptions, validate
 from capplan.profiling.validation._compare import KV_CAPACITY
 from capplan.profiling.validation._validate import server_command
-from capplan.spec import QueueClass, Queues, Wrs
+from capplan.spec import Group, QueueClass, Queues, Wrs
 from tests.cli.examples import MODEL, profile_document, small_plan
 from tests.profiling.load.servers import listening, plain, toy_server
 from tests.profiling.load.test_run import quick
@@ -71,40 +72,35 @@ def test_the_memory_of_a_server_with_api_key_is_read() -> None:
     assert found.results["g0"].overall.failed == 0
 
 
-def test_a_started_server_shares_the_prefixes_that_the_twin_shares() -> None:
-    shared = WORKLOAD.replace(shared_prefix_tokens=9)
-    given = (PLAN, PLAN.groups[0], PROFILE)
-    flag = "--shared-prefix-tokens"
-    words = server_command(*given, shared, 64_000, 10, ValidationOptions()).words()
-    assert words[words.index(flag) + 1] == "9"
-    assert flag not in server_command(*given, WORKLOAD, 64_000, 10, ValidationOptions()).words()
+def words_of(
+    group: Group = PLAN.groups[0], workload: Workload = WORKLOAD, lora_kernel: str | None = None
+) -> list[str]:
+    """Return the command line of a server of a group."""
+    options = ValidationOptions(lora_kernel=lora_kernel)
+    return server_command(PLAN, group, PROFILE, workload, 64_000, 10, options).words()
 
 
-@pytest.mark.parametrize("kernel", [None, "padded"])
-def test_a_server_is_started_with_the_chosen_kernel(kernel: str | None) -> None:
-    group = PLAN.groups[0]
-    words = server_command(
-        PLAN, group, PROFILE, WORKLOAD, 64_000, 10, ValidationOptions(lora_kernel=kernel)
-    ).words()
-    if kernel is None:
-        assert "--lora-kernel" not in words
-    else:
-        assert words[words.index("--lora-kernel") + 1] == kernel
-
-
-def test_a_server_is_started_with_the_ranks_of_its_group() -> None:
-    given = (PROFILE, WORKLOAD, 64_000, 10, ValidationOptions())
-    flag, group = "--tensor-parallel-size", PLAN.groups[0]
-    words = server_command(PLAN, group.replace(tp=2), *given).words()
-    assert words[words.index(flag) + 1] == "2"
-    assert flag not in server_command(PLAN, group, *given).words()
+@pytest.mark.parametrize(
+    ("flag", "value", "given"),
+    [
+        ("--shared-prefix-tokens", "9", {"workload": WORKLOAD.replace(shared_prefix_tokens=9)}),
+        ("--lora-kernel", "padded", {"lora_kernel": "padded"}),
+        ("--tensor-parallel-size", "2", {"group": PLAN.groups[0].replace(tp=2)}),
+    ],
+)
+def test_a_server_is_started_with_prefix_kernel_and_ranks_if_any(
+    flag: str, value: str, given: dict[str, Any]
+) -> None:
+    words = words_of(**given)
+    assert words[words.index(flag) + 1] == value
+    assert flag not in words_of()
 
 
 def test_a_server_is_started_with_scheduler_cache_and_queues_of_its_group() -> None:
     wrs = Wrs(a=0.4, b=0.6, max_prompt_tokens=9, max_output_tokens=9, max_adapter_bytes=9)
     classes = (QueueClass(upper_wrs=0.5, quota_tokens=9), QueueClass(upper_wrs=None, quota_tokens=9))
     group = PLAN.groups[0].replace(scheduler="static", cache="gdsf", queues=Queues(wrs=wrs, classes=classes))
-    words = server_command(PLAN, group, PROFILE, WORKLOAD, 64_000, 10, ValidationOptions()).words()
+    words = words_of(group)
     given = {flag: words[words.index(flag) + 1] for flag in ("--scheduler", "--cache", "--queues")}
     assert read_scheduler(given["--scheduler"]) == group.scheduler
     assert read_cache(given["--cache"]) == group.cache

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan.serving.rebalancing import AdapterDemand, place_near
+from tests.serving.rebalancing.test_placement import charged
 
 RANKS = (8, 32, 128)
 POINTS = {8: 4800.0, 32: 4400.0, 128: 2200.0}
@@ -35,13 +36,7 @@ def fleets(draw: st.DrawFn) -> tuple[list[AdapterDemand], list[dict[str, float]]
 
 
 def utilization(adapters: Sequence[AdapterDemand], shares: Sequence[Mapping[str, float]]) -> list[float]:
-    by_name = {adapter.name: adapter for adapter in adapters}
-    used = []
-    for own in shares:
-        busy = [by_name[name] for name in own if by_name[name].tok_s > 0.0]
-        tok_s = sum(own[adapter.name] * adapter.tok_s for adapter in busy)
-        used.append(tok_s / POINTS[max(adapter.rank for adapter in busy)] if busy else 0.0)
-    return used
+    return charged(adapters, POINTS, shares)
 
 
 def copied(shares: Sequence[Mapping[str, float]], stored: Sequence[Mapping[str, float]]) -> int:

@@ -36,12 +36,12 @@ def clusters(draw: st.DrawFn) -> tuple[list[AdapterDemand], dict[int, float], in
 
 
 def charged(
-    adapters: Sequence[AdapterDemand], points: Mapping[int, float], made: LoraservePlacement
+    adapters: Sequence[AdapterDemand], points: Mapping[int, float], shares: Sequence[Mapping[str, float]]
 ) -> list[float]:
     """Return the utilization of each server, charged at the largest rank with demand."""
     load_of = {load.name: load for load in adapters}
     used = []
-    for server in made.shares:
+    for server in shares:
         busy = [load_of[name] for name in server if load_of[name].tok_s > 0.0]
         tok_s = sum(server[load.name] * load.tok_s for load in busy)
         used.append(tok_s / points[max(load.rank for load in busy)] if busy else 0.0)
@@ -69,10 +69,10 @@ def test_servers_exceed_the_final_cap_by_small_rests_only(cluster: Cluster) -> N
     adapters, points, servers = cluster
     made = place(adapters, points, servers)
     load_of = {load.name: load for load in adapters}
-    for server, used in zip(made.shares, charged(adapters, points, made), strict=True):
+    for server, used in zip(made.shares, charged(adapters, points, made.shares), strict=True):
         rests = 0.01 * sum(load_of[name].tok_s for name in server) / min(points.values())
         assert used <= made.cap * (1.0 + 1e-6) + rests
-    assert charged(adapters, points, made) == pytest.approx(made.utilization)
+    assert charged(adapters, points, made.shares) == pytest.approx(made.utilization)
     assert made.cap >= made.target
 
 

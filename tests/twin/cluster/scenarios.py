@@ -1,16 +1,19 @@
 """Small random clusters: different engines, tight limits, and simultaneous events."""
 
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 from hypothesis import strategies as st
 
-from capplan.serving.routers import Performance, WorkModel
+from capplan.serving.routers import LeastWorkLeft, Performance, Toppings, WorkModel
 from capplan.serving.state import VLLM
 from capplan.twin import Scenario
+from capplan.twin.cluster import NamedRouter, PythonRouter, served_router
 from capplan.twin.cluster._scenario import ClusterScenario, place
 from capplan.twin.instance._scenario import NS_PER_MS
 from capplan.workload import Requests
+from tests.oracle.routers import LeastAddedWork, RankAware, reference_router
 from tests.serving.worlds import Choose, seeded
 from tests.twin.pooled import make_pooled
 from tests.twin.scenarios import make_scenario
@@ -85,6 +88,24 @@ def make_work_model(choose: Choose) -> WorkModel:
     """Return a model of round numbers, so that many scores tie."""
     coefficients = (choose(0, 4) / 2 for _ in range(7))
     return WorkModel(*coefficients, batch_tokens=choose(1, 64), padded=choose(0, 1) == 1)
+
+
+def router_and_reference(
+    name: str, instances: int, seed: int, turn_s: float = 0.0
+) -> tuple[NamedRouter, PythonRouter]:
+    """Return a router that moves no requests, with parameters of a seed, and its rule in plain Python."""
+    models = [make_performance(seeded(seed + i)) for i in range(instances)]
+    work_models = [make_work_model(seeded(seed + i)) for i in range(instances)]
+    kernel: Literal["bgmv", "mbgmv"] = "bgmv" if seed % 2 == 0 else "mbgmv"
+    slo_ms = 1.0 + seed % 50
+    least_work = LeastWorkLeft(1.0 + seed % 3, 0.01, work_models, 1.0 + seed % 2, turn_s)
+    router = served_router(name)
+    if name.startswith("toppings"):
+        router = Toppings(kernel, slo_ms, performance=models, rank_aware=name == "toppings")
+    if name == "least-work-left":
+        router = least_work
+    rank_aware = RankAware(kernel if name == "toppings" else "blind", models, slo_ms)
+    return router, reference_router(name, instances, rank_aware, LeastAddedWork(work_models, least_work))
 
 
 @st.composite

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capplan.serving import State
-from capplan.serving.routers import ROUTERS, Dlora, LeastWorkLeft, Toppings
+from capplan.serving.routers import ROUTERS, Dlora
 from capplan.twin.cluster import Candidate, NamedRouter, RoutedRequest, simulate_cluster
 from capplan.twin.cluster._layout import with_rows
 from capplan.twin.cluster._python_loop import run_with
@@ -17,8 +17,6 @@ from capplan.twin.cluster._run import run_cluster
 from capplan.twin.cluster._scenario import ClusterScenario, place
 from capplan.twin.instance import run
 from capplan.twin.instance._scenario import new_engine
-from tests.oracle.routers import LeastAddedWork, RankAware, reference_router
-from tests.serving.worlds import seeded
 from tests.twin.cluster.comparison import (
     WAITS,
     alone,
@@ -27,9 +25,8 @@ from tests.twin.cluster.comparison import (
 )
 from tests.twin.cluster.scenarios import (
     clusters,
-    make_performance,
-    make_work_model,
     report_period_s,
+    router_and_reference,
     seeded_cluster,
 )
 from tests.twin.cluster.workloads import even, same
@@ -131,26 +128,11 @@ def test_the_same_seed_gives_the_same_result(
 def test_compiled_routers_decide_as_reference_ones(
     name: str, scenario: ClusterScenario, seed: int, state_period_s: float
 ) -> None:
-    models = [make_performance(seeded(seed + i)) for i in range(scenario.instances)]
-    work_models = [make_work_model(seeded(seed + i)) for i in range(scenario.instances)]
     state_period_s = report_period_s(scenario, state_period_s)
-    kernel, slo_ms = ("bgmv", "mbgmv")[seed % 2], 1.0 + seed % 50
-    router: NamedRouter = name
-    if name.startswith("toppings"):
-        is_aware = name == "toppings"
-        form = "bgmv" if seed % 2 == 0 else "mbgmv"
-        router = Toppings(form, slo_ms, performance=models, rank_aware=is_aware)
-        kernel = kernel if is_aware else "blind"
-    if name == "dlora":
-        router = Dlora(period_s=1e6)
     turn_s = (0.0, 0.02, 0.3)[seed // 2 % 3]
-    parameters = LeastWorkLeft(1.0 + seed % 3, 0.01, work_models, 1.0 + seed % 2, turn_s)
-    if name == "least-work-left":
-        router = parameters
+    router, reference = router_and_reference(name, scenario.instances, seed, turn_s)
     compiled = run_cluster(scenario, build_rule(router, scenario), seed, state_period_s=state_period_s)
-    work = LeastAddedWork(work_models, parameters)
-    rule = reference_router(name, scenario.instances, RankAware(kernel, models, slo_ms), work)
-    readable = run_with(scenario, rule, seed, state_period_s)
+    readable = run_with(scenario, reference, seed, state_period_s)
     np.testing.assert_array_equal(compiled.instance, readable.instance)
     for ours, theirs in zip(compiled.traces, readable.traces, strict=True):
         assert_same(ours, theirs)  # although instances are advanced in other parts

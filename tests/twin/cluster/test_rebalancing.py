@@ -11,14 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capplan import InputError, Workload
-from capplan.serving.routers import ROUTERS, LeastWorkLeft, Toppings
+from capplan.serving.routers import ROUTERS
 from capplan.spec import RebalanceSettings, Trace
 from capplan.twin.cluster import (
     Candidate,
     Crash,
     Faults,
     Instance,
-    NamedRouter,
     Rebalancing,
     RoutedRequest,
     TransferLink,
@@ -29,10 +28,8 @@ from capplan.twin.cluster._python_loop import run_with
 from capplan.twin.cluster._routers import build_rule
 from capplan.twin.cluster._run import run_cluster
 from capplan.twin.instance import LOST, REJECTED
-from tests.oracle.routers import LeastAddedWork, RankAware, reference_router
-from tests.serving.worlds import seeded
 from tests.twin.cluster.movable import World, assert_integrity, movable_clusters
-from tests.twin.cluster.scenarios import make_performance, make_work_model, report_period_s
+from tests.twin.cluster.scenarios import report_period_s, router_and_reference
 from tests.twin.cluster.workloads import even, same
 from tests.twin.comparison import assert_same
 
@@ -58,16 +55,8 @@ def test_the_compiled_loop_does_as_the_reference(
     name: str, world: World, seed: int, state_period_s: float
 ) -> None:
     scenario, rebalancing = world
-    models = [make_performance(seeded(seed + i)) for i in range(scenario.instances)]
-    work_models = [make_work_model(seeded(seed + i)) for i in range(scenario.instances)]
     state_period_s = report_period_s(scenario, state_period_s)
-    parameters = LeastWorkLeft(off_plan=1.0, max_age_s=0.01, models=work_models)
-    router: NamedRouter = served_router(name)
-    kernel, is_aware = "bgmv", name == "toppings"
-    if name.startswith("toppings"):
-        router = Toppings(kernel, 20.0, performance=models, rank_aware=is_aware)
-    if name == "least-work-left":
-        router = parameters
+    router, reference = router_and_reference(name, scenario.instances, seed)
     compiled = run_cluster(
         scenario,
         build_rule(router, scenario),
@@ -75,9 +64,7 @@ def test_the_compiled_loop_does_as_the_reference(
         state_period_s=state_period_s,
         rebalancing=rebalancing,
     )
-    rank_aware = RankAware(kernel if is_aware else "blind", models, 20.0)
-    rule = reference_router(name, scenario.instances, rank_aware, LeastAddedWork(work_models, parameters))
-    readable = run_with(scenario, rule, seed, state_period_s, rebalancing)
+    readable = run_with(scenario, reference, seed, state_period_s, rebalancing)
     assert compiled.moves == readable.moves
     np.testing.assert_array_equal(compiled.instance, readable.instance)
     for ours, theirs in zip(compiled.traces, readable.traces, strict=True):

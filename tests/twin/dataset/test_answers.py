@@ -140,9 +140,3 @@ def test_seeds_of_simulations_differ_and_are_seeds() -> None:
     seeds = {simulation_seed(seed, number) for seed in (0, 1, 2**40) for number in range(500)}
     assert len(seeds) == 1500
     assert all(0 <= seed < 2**63 for seed in seeds)
-
-
-def test_a_row_cannot_be_changed() -> None:
-    row = simulate_sample(sample(), profile(), "paper-grid", 0, 30.0, 0)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        row.number = 1  # type: ignore[misc,union-attr]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +17,11 @@ from capplan.models.training import MANIFEST, Manifest, read_tables, schema
 from capplan.twin.dataset import _shards as shards
 from capplan.twin.dataset import generate_dataset
 from capplan.twin.dataset._shards import NoRow
+from tests.conftest import output_of_python
 
 pytestmark = pytest.mark.long
 
 PROFILE = load_profile("h100-64g/llama-3.1-8b/vllm-0.8.5")
-ROOT = Path(__file__).resolve().parents[3]
 PER_SHARD = 16
 DURATION_S = 3.0
 
@@ -88,15 +86,7 @@ def test_the_data_do_not_depend_on_a_ray_cluster(tmp_path: Path, whole: dict[str
         "shards.SCENARIOS_PER_SHARD = PER_SHARD; generate(Path(sys.argv[1]), ray_address='local')"
     )
     # In a process of its own: Ray ends the process whose node dies.
-    done = subprocess.run(
-        [sys.executable, "-c", program, tmp_path / "data"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    output_of_python("-c", program, tmp_path / "data")
     assert bytes_of(tmp_path / "data") == whole
 
 
