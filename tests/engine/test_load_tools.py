@@ -19,87 +19,27 @@ CASES = Path(__file__).parents[3] / "shared" / "cases"
 TEXT = "Question 0: which is larger?"
 COUNTED = {"include_usage": True, "continuous_usage_stats": True}
 PARTS = [{"role": "user", "content": [{"type": "text", "text": TEXT}]}]
+STREAMED = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+LIVE = STREAMED | {"stream_options": COUNTED}
+VLLM = STREAMED | {"prompt": TEXT, "repetition_penalty": 1.0, "max_tokens": 8, "logprobs": None}
+SAMPLED = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05}
+ONE_TEXT = [{"role": "user", "content": TEXT}]
 BODIES: list[tuple[str, str, dict[str, Any]]] = [
-    (
-        "guidellm",
-        "completions",
-        {"stream": True, "stream_options": COUNTED, "max_tokens": 8, "ignore_eos": True, "prompt": TEXT},
-    ),
-    (
-        "guidellm",
-        "chat/completions",
-        {
-            "stream": True,
-            "stream_options": COUNTED,
-            "max_completion_tokens": 8,
-            "ignore_eos": True,
-            "messages": PARTS,
-        },
-    ),
+    ("guidellm", "completions", LIVE | {"prompt": TEXT, "max_tokens": 8}),
+    ("guidellm", "chat/completions", LIVE | {"messages": PARTS, "max_completion_tokens": 8}),
     (
         "aiperf --extra-inputs ignore_eos:true min_tokens:8",
         "completions",
-        {
-            "prompt": TEXT,
-            "stream": True,
-            "max_tokens": 8,
-            "ignore_eos": True,
-            "min_tokens": 8,
-            "stream_options": {"include_usage": True},
-        },
+        STREAMED | {"prompt": TEXT, "max_tokens": 8, "min_tokens": 8},
     ),
     (
         "aiperf --per-chunk-usage",
         "chat/completions",
-        {
-            "messages": [{"role": "user", "content": TEXT}],
-            "stream": True,
-            "max_completion_tokens": 8,
-            "ignore_eos": True,
-            "stream_options": COUNTED,
-        },
+        LIVE | {"messages": ONE_TEXT, "max_completion_tokens": 8},
     ),
-    (
-        "vllm bench serve",
-        "completions",
-        {
-            "prompt": TEXT,
-            "repetition_penalty": 1.0,
-            "max_tokens": 8,
-            "logprobs": None,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "ignore_eos": True,
-        },
-    ),
-    (
-        "vllm bench serve --top-k 20 --min-p 0.05",
-        "completions",
-        {
-            "prompt": TEXT,
-            "repetition_penalty": 1.0,
-            "temperature": 0.7,
-            "top_p": 0.9,
-            "top_k": 20,
-            "min_p": 0.05,
-            "max_tokens": 8,
-            "logprobs": None,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "ignore_eos": True,
-        },
-    ),
-    (
-        "vllm bench serve",
-        "chat/completions",
-        {
-            "messages": PARTS,
-            "max_completion_tokens": 8,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "ignore_eos": True,
-        },
-    ),
+    ("vllm bench serve", "completions", VLLM),
+    ("vllm bench serve --top-k 20 --min-p 0.05", "completions", VLLM | SAMPLED),
+    ("vllm bench serve", "chat/completions", STREAMED | {"messages": PARTS, "max_completion_tokens": 8}),
 ]
 
 

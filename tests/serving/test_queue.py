@@ -102,35 +102,6 @@ def test_the_token_budget_goes_to_the_oldest() -> None:
     assert step(state, limits) == [(0, 1), (1, 1), (2, 3)]
 
 
-def test_a_long_prompt_takes_no_more_than_its_share_of_a_step() -> None:
-    limits = LIMITS._replace(long_prefill_tokens=5)
-    state = engine(limits)
-    submit(state, limits, 0, 0, 12, 2)
-    submit(state, limits, 1, 0, 3, 4)
-    assert step(state, limits) == [(0, 5), (1, 3)]
-    assert step(state, limits) == [(0, 5), (1, 1)]
-    assert step(state, limits) == [(0, 2), (1, 1)]
-
-
-@pytest.mark.parametrize(("reserve", "admitted"), [(0, [(0, 8)]), (1, [])])
-def test_a_whole_sequence_must_fit_if_the_rules_reserve_it(
-    reserve: int, admitted: list[tuple[int, int]]
-) -> None:
-    limits = LIMITS._replace(max_num_batched_tokens=8, reserve_full_sequence=reserve)
-    state = engine(limits, blocks=4)
-    submit(state, limits, 0, 0, 20, 2)
-    assert step(state, limits) == admitted
-
-
-def test_the_watermark_applies_only_while_others_run() -> None:
-    limits = LIMITS._replace(watermark_blocks=2)
-    state = engine(limits, blocks=4)
-    submit(state, limits, 0, 0, 12, 2)
-    submit(state, limits, 1, 0, 4, 2)
-    assert step(state, limits) == [(0, 12)]
-    assert names(state, waiting_rows(state)) == [1]
-
-
 @pytest.mark.parametrize("prompt", [64, 65, 1000])
 def test_a_prompt_without_room_for_a_token_is_refused(prompt: int) -> None:
     state = engine()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from capplan.workload import uniform
-from capplan.workload._sampling import exponential, streams, uniforms
+from capplan.workload._sampling import streams, uniforms
 
 N = 200_000
 
@@ -59,9 +59,3 @@ def test_streams_of_one_seed_and_of_neighbouring_seeds_do_not_correlate():
     columns = np.array([uniforms(key, N) for seed in (0, 1, 2) for key in streams(seed)])
     correlation = np.corrcoef(columns)[np.triu_indices(len(columns), 1)]
     assert np.abs(correlation).max() < 5 / np.sqrt(N)
-
-
-def test_exponential_numbers_are_exponential():
-    key = streams(9).arrivals
-    drawn = np.array([exponential(key, i) for i in range(20_000)])
-    assert stats.kstest(drawn, "expon").pvalue > 1e-4

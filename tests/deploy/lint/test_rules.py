@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import yaml
 
 from capplan import InputError
 from capplan.deploy.lint import RULES, Finding, lint
@@ -43,46 +44,33 @@ class Bad(NamedTuple):
     schemas: Any = None
 
 
-DEFINITION = {
-    "apiVersion": "apiextensions.k8s.io/v1",
-    "kind": "CustomResourceDefinition",
-    "metadata": {"name": "inferencepools.inference.networking.k8s.io"},
-    "spec": {
-        "group": "inference.networking.k8s.io",
-        "names": {"kind": "InferencePool"},
-        "versions": [
-            {
-                "name": "v1",
-                "served": True,
-                "schema": {
-                    "openAPIV3Schema": {
-                        "type": "object",
-                        "properties": {
-                            "apiVersion": {"type": "string"},
-                            "kind": {"type": "string"},
-                            "metadata": {"type": "object"},
-                            "spec": {
-                                "type": "object",
-                                "required": ["targetPorts"],
-                                "properties": {
-                                    "selector": {"type": "object", "nullable": True},
-                                    "targetPorts": {
-                                        "type": "array",
-                                        "items": {
-                                            "type": "object",
-                                            "properties": {"number": {"type": "integer", "maximum": 65535}},
-                                        },
-                                    },
-                                    "any": {"type": "object", "x-kubernetes-preserve-unknown-fields": True},
-                                },
-                            },
-                        },
-                    }
-                },
-            }
-        ],
-    },
-}
+DEFINITION = yaml.safe_load("""
+apiVersion: apiextensions.k8s.io/v1
+kind: CustomResourceDefinition
+metadata: {name: inferencepools.inference.networking.k8s.io}
+spec:
+  group: inference.networking.k8s.io
+  names: {kind: InferencePool}
+  versions:
+    - name: v1
+      served: true
+      schema:
+        openAPIV3Schema:
+          type: object
+          properties:
+            apiVersion: {type: string}
+            kind: {type: string}
+            metadata: {type: object}
+            spec:
+              type: object
+              required: [targetPorts]
+              properties:
+                selector: {type: object, nullable: true}
+                targetPorts:
+                  type: array
+                  items: {type: object, properties: {number: {type: integer, maximum: 65535}}}
+                any: {type: object, x-kubernetes-preserve-unknown-fields: true}
+""")
 VALUES = {"type": "object", "properties": {"servingEngineSpec": {"type": "object", "properties": {}}}}
 
 

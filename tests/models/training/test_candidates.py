@@ -87,12 +87,6 @@ def test_signs_name_features_that_there_are() -> None:
     assert (signs["kv_tokens"], signs["rank_max"], signs["rate_sum_rps"]) == (-1, 0, 1)
 
 
-@pytest.mark.parametrize("family", ["oracle", "knn", "svm"])
-def test_unknown_families_are_refused(family: str) -> None:
-    with pytest.raises(InputError):
-        candidate_model(family, "starvation")
-
-
 @pytest.mark.parametrize("task", TASKS)
 def test_the_largest_boosted_model_is_quick_to_answer(task: str) -> None:
     space = boosting_space(task)
