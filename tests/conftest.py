@@ -1,3 +1,5 @@
+import asyncio
+import inspect
 import os
 import re
 import signal
@@ -38,6 +40,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     marks = re.search(r"^pytestmark = (.*)", collection_path.read_text(encoding="utf-8"), re.MULTILINE)
     left_out = {f"pytest.mark.{mark}" for mark in re.findall(r"not (\w+)", without)}
     return True if marks and left_out & set(re.findall(r"pytest\.mark\.\w+", marks[1])) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in arguments}))
+    return True
 
 
 def output_of_python(*arguments: object, **variables: str) -> str:

@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
 
@@ -62,7 +62,8 @@ async def pool_of(server: Server) -> AsyncIterator[ConnectionPool]:
     port = listening.sockets[0].getsockname()[1]
     pool = ConnectionPool(f"http://127.0.0.1:{port}", {"Authorization": "Bearer secret"})
     try:
-        yield pool
+        async with asyncio.timeout(30):
+            yield pool
     finally:
         pool.close()
         listening.close()
@@ -83,14 +84,6 @@ async def answer(pool: ConnectionPool) -> tuple[int, bytes]:
         pool.release(connection)
 
 
-def run(server: Server, check: Callable[[ConnectionPool], Awaitable[None]]) -> None:
-    async def whole() -> None:
-        async with asyncio.timeout(30), pool_of(server) as pool:
-            await check(pool)
-
-    asyncio.run(whole())
-
-
 @settings(max_examples=30, deadline=None)
 @given(whole=st.sampled_from([WHOLE, ENDED]), cuts=st.lists(st.integers(1, len(WHOLE) - 1), max_size=6))
 def test_a_response_is_whole_however_its_bytes_arrive(whole: bytes, cuts: list[int]) -> None:
@@ -98,18 +91,18 @@ def test_a_response_is_whole_however_its_bytes_arrive(whole: bytes, cuts: list[i
     parts = [whole[begin:end] for begin, end in pairwise(edges) if begin < end]
     server = Server(parts, parts)
 
-    async def check(pool: ConnectionPool) -> None:
-        assert [await answer(pool), await answer(pool)] == [(200, BODY)] * 2
+    async def check() -> None:
+        async with pool_of(server) as pool:
+            assert [await answer(pool), await answer(pool)] == [(200, BODY)] * 2
         assert server.connections == 1
 
-    run(server, check)
+    asyncio.run(check())
 
 
-def test_parts_of_a_stream_are_returned_as_they_arrive() -> None:
+async def test_parts_of_a_stream_are_returned_as_they_arrive() -> None:
     gate = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     server = Server([gate, b"2\r\nab\r\n"], [WHOLE])
-
-    async def check(pool: ConnectionPool) -> None:
+    async with pool_of(server) as pool:
         connection = await posted(pool)
         await connection.wait_for_head()
         assert await connection.next_part() == b"ab"
@@ -119,16 +112,13 @@ def test_parts_of_a_stream_are_returned_as_they_arrive() -> None:
         assert await answer(pool) == (200, BODY)
         assert server.connections == 2
 
-    run(server, check)
-
 
 @pytest.mark.parametrize("whole", [WHOLE, ENDED])
 @pytest.mark.parametrize("taken", [0, 1])
-def test_a_body_that_was_not_read_is_no_part_of_the_next_response(whole: bytes, taken: int) -> None:
+async def test_a_body_that_was_not_read_is_no_part_of_the_next_response(whole: bytes, taken: int) -> None:
     """The reader is cancelled after the response has arrived, and before it has taken all of it."""
     server = Server([whole[:-9], whole[-9:]], [WHOLE])
-
-    async def check(pool: ConnectionPool) -> None:
+    async with pool_of(server) as pool:
         connection = await posted(pool)
         await connection.wait_for_head()
         for _ in range(taken):
@@ -138,13 +128,10 @@ def test_a_body_that_was_not_read_is_no_part_of_the_next_response(whole: bytes, 
         pool.release(connection)
         assert await answer(pool) == (200, BODY)
 
-    run(server, check)
 
-
-def test_a_connection_that_its_server_closes_is_not_used_again() -> None:
+async def test_a_connection_that_its_server_closes_is_not_used_again() -> None:
     """The transport reports the end of the connection one iteration later."""
-
-    async def check(pool: ConnectionPool) -> None:
+    async with pool_of(Server([WHOLE])) as pool:
         connection = await posted(pool)
         await connection.wait_for_head()
         await connection.whole_body()
@@ -152,11 +139,9 @@ def test_a_connection_that_its_server_closes_is_not_used_again() -> None:
         connection.eof_received()
         assert pool.idle_connection() is None
 
-    run(Server([WHOLE]), check)
 
-
-def test_a_connection_that_has_ended_is_freed_without_a_collection() -> None:
-    async def check(pool: ConnectionPool) -> None:
+async def test_a_connection_that_has_ended_is_freed_without_a_collection() -> None:
+    async with pool_of(Server([WHOLE])) as pool:
         connection = await posted(pool)
         await connection.wait_for_head()
         await connection.whole_body()
@@ -170,69 +155,52 @@ def test_a_connection_that_has_ended_is_freed_without_a_collection() -> None:
         finally:
             gc.enable()
 
-    run(Server([WHOLE]), check)
 
-
-def test_requests_at_a_time_have_connections_of_their_own() -> None:
+async def test_requests_at_a_time_have_connections_of_their_own() -> None:
     server = Server(*[[WHOLE]] * 6)
-
-    async def check(pool: ConnectionPool) -> None:
+    async with pool_of(server) as pool:
         assert await asyncio.gather(*(answer(pool) for _ in range(3))) == [(200, BODY)] * 3
         assert server.connections == 3
         assert await asyncio.gather(*(answer(pool) for _ in range(3))) == [(200, BODY)] * 3
         assert server.connections == 3
-
-    run(server, check)
 
 
 @pytest.mark.parametrize(
     "sent", [b"", WHOLE[:20], WHOLE[:-1], CHUNKED, b"SSH-2.0-OpenSSH\r\n", b"HTTP/1.1 200 OK\r\n\r\nx"]
 )
-def test_a_response_that_does_not_come_as_a_whole_is_an_error(sent: bytes) -> None:
+async def test_a_response_that_does_not_come_as_a_whole_is_an_error(sent: bytes) -> None:
     server = Server([sent], hangs_up=True)
-
-    async def check(pool: ConnectionPool) -> None:
+    async with pool_of(server) as pool:
         with pytest.raises(ConnectionLostError):
             await answer(pool)
 
-    run(server, check)
 
-
-def test_endless_headers_are_refused() -> None:
+async def test_endless_headers_are_refused() -> None:
     server = Server([b"HTTP/1.1 200 OK\r\n", *[b"x: " + b"y" * 1000 + b"\r\n"] * 200])
-
-    async def check(pool: ConnectionPool) -> None:
+    async with pool_of(server) as pool:
         with pytest.raises(ConnectionLostError):
             await answer(pool)
-
-    run(server, check)
 
 
 @pytest.mark.parametrize("first", [CLOSING, WHOLE + b"HTTP/1.1 200 OK\r\n", WHOLE + WHOLE, ENDED + ENDED])
-def test_a_connection_that_is_closed_or_out_of_step_is_not_used_again(first: bytes) -> None:
+async def test_a_connection_that_is_closed_or_out_of_step_is_not_used_again(first: bytes) -> None:
     server = Server([first], [WHOLE])
-
-    async def check(pool: ConnectionPool) -> None:
+    async with pool_of(server) as pool:
         assert await answer(pool) == (200, BODY)
         await asyncio.sleep(0.05)
         assert await answer(pool) == (200, BODY)
         assert server.connections == 2
 
-    run(server, check)
 
-
-def test_interim_responses_are_skipped() -> None:
-    async def check(pool: ConnectionPool) -> None:
+async def test_interim_responses_are_skipped() -> None:
+    async with pool_of(Server([b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + WHOLE])) as pool:
         assert await answer(pool) == (200, BODY)
 
-    run(Server([b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + WHOLE]), check)
 
-
-def test_a_server_waits_for_a_reader_that_is_slower() -> None:
+async def test_a_server_waits_for_a_reader_that_is_slower() -> None:
     part = b"10000\r\n" + b"x" * 65536 + b"\r\n"
     server = Server([CHUNKED, *[part] * 400, b"0\r\n\r\n"])
-
-    async def check(pool: ConnectionPool) -> None:
+    async with pool_of(server) as pool:
         connection = await posted(pool)
         await connection.wait_for_head()
         await asyncio.sleep(0.3)
@@ -241,11 +209,9 @@ def test_a_server_waits_for_a_reader_that_is_slower() -> None:
         pool.release(connection)
         assert connection.is_open
 
-    run(server, check)
 
-
-def test_closing_fails_requests_in_progress_and_refuses_new_ones() -> None:
-    async def check(pool: ConnectionPool) -> None:
+async def test_closing_fails_requests_in_progress_and_refuses_new_ones() -> None:
+    async with pool_of(Server([b"HTTP/1.1 200 OK\r\n"])) as pool:
         waiting = asyncio.ensure_future(answer(pool))
         await asyncio.sleep(0.05)
         pool.close()
@@ -253,5 +219,3 @@ def test_closing_fails_requests_in_progress_and_refuses_new_ones() -> None:
             await waiting
         with pytest.raises(ConnectionAbortedError):
             await pool.connection()
-
-    run(Server([b"HTTP/1.1 200 OK\r\n"]), check)

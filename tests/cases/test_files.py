@@ -22,7 +22,7 @@ from capplan.profiling.load import RequestFile
 from capplan.spec import write_text_atomic
 from capplan.workload import FEATURES, read_predictor
 from tests.cli.conftest import command, environment, error_line
-from tests.fuzz.case import PROFILE
+from tests.fuzz.case import PROFILE, with_value
 from tests.fuzz.file_inputs import (
     CONFIGS,
     FIELDS,
@@ -30,7 +30,6 @@ from tests.fuzz.file_inputs import (
     LLAMA,
     OTHERS,
     TRACE,
-    config_text,
     mutated,
     named,
     trained_predictor,
@@ -337,7 +336,7 @@ def test_32_a_fifo_or_a_file_of_the_kernel_is_refused_at_once(name: str, case, r
 @pytest.mark.usefixtures("in_time")
 @pytest.mark.parametrize(("key", "value"), CONFIGS, ids=lambda text: text[:20])
 def test_a_model_config_is_refused_by_its_key_before_anything_is_allocated(key, value, run, tmp_path) -> None:
-    (tmp_path / "config.json").write_text(config_text(key, value))
+    (tmp_path / "config.json").write_text(with_value(LLAMA, key, value))
     words = ("serve", "--model", tmp_path / "config.json", "--port", 0, "--max-model-len", 128)
     refused = error_line(run(*words))
     assert key.removeprefix("torch_") in refused or "rope" in key or "endless numbers" in refused

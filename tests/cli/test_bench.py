@@ -10,7 +10,7 @@ from capplan.profiling.load._vllm_bench import read_vllm_bench
 from tests.cli.conftest import Run, error_line, interrupted
 from tests.cli.test_report import own
 from tests.profiling.load import servers
-from tests.profiling.load.test_run import fails, quick
+from tests.profiling.load.test_run import quick
 
 pytestmark = pytest.mark.process
 
@@ -84,7 +84,7 @@ def test_what_is_sent_or_read_must_be_said(run: Run, words: tuple[str, ...], tol
 
 
 def test_requests_that_fail_are_told_and_exit_1(run: Run, workload_yaml: Path, tmp_path: Path) -> None:
-    with servers.server(fails) as url:
+    with servers.server(lambda _, writer: servers.plain(writer, 500, b"{}")) as url:
         done = run("bench", workload_yaml, "--url", url, *SHORT, "-o", tmp_path / "r.json")
     assert done.exit_code == 1
     assert "with http_500" in done.stderr

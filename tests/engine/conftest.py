@@ -13,8 +13,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test downloads from a hub
 torch = pytest.importorskip("torch", reason="the engine needs torch (extra `engine`)")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports triton
-pytest.importorskip("safetensors", reason="the engine needs safetensors (extra `engine`)")
-pytest.importorskip("tokenizers", reason="the engine needs tokenizers (extra `engine`)")
+for needed in ("aiohttp", "safetensors", "tokenizers", "uvicorn"):
+    pytest.importorskip(needed, reason=f"the engine needs {needed} (extra `engine`)")
 
 
 @pytest.fixture(autouse=True, scope="session")

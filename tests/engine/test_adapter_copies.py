@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
-
 from benchmarks.moving_cluster import is_intact
 from capplan import InputError
 from capplan.engine.lora import AdapterStore

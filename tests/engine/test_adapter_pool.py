@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
-
 from capplan.errors import InputError
 from capplan.registry import RegisteredAdapter, read_adapter
 from capplan.server import PoolSettings, ServerLimits

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
-
 from capplan import InputError
 from capplan.engine.lora import IncomingAdapter
 from capplan.server import PoolSettings

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
-
 from capplan.engine.lora import AdapterStore
 from capplan.server._adapter_pool import PoolParams
 from capplan.server._transfer import TransferParams

@@ -7,9 +7,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-
-pytest.importorskip("uvicorn", reason="servers need uvicorn (extra `engine`)")
-
 import uvicorn
 from uvicorn.server import ServerState
 
@@ -39,39 +36,35 @@ async def client_of(
     )
     reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
     try:
-        yield reader, writer
+        async with asyncio.timeout(20):
+            yield reader, writer
     finally:
         writer.close()
         server.close()
 
 
-def run(application: Application, check: Callable[[Any, Any], Awaitable[None]]) -> None:
-    async def whole() -> None:
-        async with asyncio.timeout(20), client_of(application) as (reader, writer):
-            await check(reader, writer)
-
-    asyncio.run(whole())
-
-
-def test_a_head_does_not_wait_for_its_body() -> None:
-    async def check(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(REQUEST)
-        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
-        go_on.set()
-        assert await reader.readexactly(4) == b"body"
-
+async def test_a_head_does_not_wait_for_its_body() -> None:
     async def application(_: Any, __: Any, send: Any) -> None:
         await send(START)
         await go_on.wait()
         await send(BODY)
 
     go_on = asyncio.Event()
-    run(application, check)
+    async with client_of(application) as (reader, writer):
+        writer.write(REQUEST)
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        go_on.set()
+        assert await reader.readexactly(4) == b"body"
 
 
 @pytest.mark.parametrize("field", [b"", b"Expect: 100-continue\r\n", b"Connection: close\r\n"])
-def test_a_response_is_whole_and_in_order(field: bytes) -> None:
-    async def check(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def test_a_response_is_whole_and_in_order(field: bytes) -> None:
+    async def application(_: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send(START)
+        await send(BODY)
+
+    async with client_of(application) as (reader, writer):
         writer.write(REQUEST.replace(b"Host: x\r\n", b"Host: x\r\n" + field))
         head = await reader.readuntil(b"\r\n\r\n")
         if b"Expect" in field:
@@ -82,24 +75,9 @@ def test_a_response_is_whole_and_in_order(field: bytes) -> None:
         if b"close" in field:
             assert await reader.read() == b""
 
-    async def application(_: Any, receive: Any, send: Any) -> None:
-        await receive()
-        await send(START)
-        await send(BODY)
 
-    run(application, check)
-
-
-def test_the_application_is_told_once_that_its_client_is_gone() -> None:
+async def test_the_application_is_told_once_that_its_client_is_gone() -> None:
     told = []
-
-    async def check(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(REQUEST)
-        await begun.wait()
-        writer.transport.abort()
-        await left.wait()
-        await asyncio.sleep(0.05)
-        assert told == ["now", "later"]
 
     async def application(scope: Any, _: Any, __: Any) -> None:
         link = scope["extensions"][CLIENT]
@@ -110,23 +88,21 @@ def test_the_application_is_told_once_that_its_client_is_gone() -> None:
         link.on_gone(None)
 
     begun, left = asyncio.Event(), asyncio.Event()
-    run(application, check)
+    async with client_of(application) as (_, writer):
+        writer.write(REQUEST)
+        await begun.wait()
+        writer.transport.abort()
+        await left.wait()
+        await asyncio.sleep(0.05)
+        assert told == ["now", "later"]
 
 
 @pytest.mark.parametrize("version", [b"1.0", b"2.0"])
 @pytest.mark.parametrize("field", [b"", b"Connection: keep-alive\r\n", b"Expect: 100-continue\r\n"])
-def test_a_body_of_unknown_length_ends_with_the_connection_before_http_1_1(
+async def test_a_body_of_unknown_length_ends_with_the_connection_before_http_1_1(
     version: bytes, field: bytes
 ) -> None:
     """No chunks, no interim response: the client cannot read them."""
-
-    async def check(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(REQUEST.replace(b"1.1", version).replace(b"Host: x\r\n", b"Host: x\r\n" + field))
-        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 200 OK\r\n")
-        assert b"transfer-encoding" not in head
-        assert b"connection: close" in head
-        assert body == b"onetwobody"
 
     async def application(_: Any, receive: Any, send: Any) -> None:
         await receive()
@@ -135,23 +111,27 @@ def test_a_body_of_unknown_length_ends_with_the_connection_before_http_1_1(
             await send({**BODY, "body": part, "more_body": True})
         await send(BODY)
 
-    run(application, check)
+    async with client_of(application) as (reader, writer):
+        writer.write(REQUEST.replace(b"1.1", version).replace(b"Host: x\r\n", b"Host: x\r\n" + field))
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert b"transfer-encoding" not in head
+        assert b"connection: close" in head
+        assert body == b"onetwobody"
 
 
 @pytest.mark.parametrize(
     "rest", [b"\0\xff garbage\r\n\r\n", b"get / http/1.1\r\n\r\n", b"GET / HTTP/1.1\r\nX : y\r\n\r\n"]
 )
 @pytest.mark.parametrize("requests", [1, 2])
-def test_whole_requests_are_answered_whatever_follows_them(rest: bytes, requests: int) -> None:
-    async def check(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(REQUEST * requests + rest)
-        received = await reader.read()
-        assert received.count(b"HTTP/1.1 200 OK") == received.count(b"\r\n\r\nbody") == requests
-
+async def test_whole_requests_are_answered_whatever_follows_them(rest: bytes, requests: int) -> None:
     async def application(_: Any, receive: Any, send: Any) -> None:
         await receive()
         await asyncio.sleep(0.05)
         await send(START)
         await send(BODY)
 
-    run(application, check)
+    async with client_of(application) as (reader, writer):
+        writer.write(REQUEST * requests + rest)
+        received = await reader.read()
+        assert received.count(b"HTTP/1.1 200 OK") == received.count(b"\r\n\r\nbody") == requests

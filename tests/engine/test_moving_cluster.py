@@ -4,12 +4,10 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
 from benchmarks.moving_cluster import (
     MODEL,
@@ -39,20 +37,11 @@ def cluster_below(top: Path) -> MovingCluster:
     return MovingCluster(top, plan, NAMES)
 
 
-def run(check: Callable[[MovingCluster], Awaitable[None]], top: Path) -> None:
-    """Check a cluster whose servers have the only copies."""
-
-    async def whole() -> None:
-        async with asyncio.timeout(150), started(top) as cluster:
-            await check(cluster)
-
-    asyncio.run(whole())
-
-
 @contextlib.asynccontextmanager
 async def started(top: Path) -> AsyncIterator[MovingCluster]:
+    """Run a cluster whose servers have the only copies."""
     cluster = cluster_below(top)
-    async with cluster.running():
+    async with asyncio.timeout(150), cluster.running():
         await cluster.learn()
         if (top / "source").exists():
             cluster.lose_sources()
@@ -87,8 +76,8 @@ async def only_the_placement_is_stored(cluster: MovingCluster) -> None:
             await asyncio.sleep(0.2)
 
 
-def test_random_schedules_keep_every_adapter_and_every_request(tmp_path: Path) -> None:
-    async def check(cluster: MovingCluster) -> None:
+async def test_random_schedules_keep_every_adapter_and_every_request(tmp_path: Path) -> None:
+    async with started(tmp_path) as cluster:
         for seed in range(SCHEDULES):
             schedule = RandomSchedule(cluster, seed, SCHEDULE_S)
             await schedule.run()
@@ -98,8 +87,6 @@ def test_random_schedules_keep_every_adapter_and_every_request(tmp_path: Path) -
         cluster.check_stored()
         await all_are_answered(cluster)
 
-    run(check, tmp_path)
-
 
 @contextlib.contextmanager
 def stalled_server() -> Iterator[str]:
@@ -108,10 +95,9 @@ def stalled_server() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_faults_while_adapters_move_lose_nothing_and_the_next_round_repairs(tmp_path: Path) -> None:
+async def test_faults_while_adapters_move_lose_nothing_and_the_next_round_repairs(tmp_path: Path) -> None:
     """One test, because every start takes seconds."""
-
-    async def check(cluster: MovingCluster) -> None:
+    async with started(tmp_path) as cluster:
         await unfit_holders(cluster)
         await a_locked_registry(cluster)
         await an_instance_that_dies(cluster)
@@ -119,8 +105,6 @@ def test_faults_while_adapters_move_lose_nothing_and_the_next_round_repairs(tmp_
         await all_are_answered(cluster)
         cluster.check_stored()
         await only_the_placement_is_stored(cluster)
-
-    run(check, tmp_path)
 
 
 async def unfit_holders(cluster: MovingCluster) -> None:
@@ -172,18 +156,18 @@ async def an_instance_that_dies(cluster: MovingCluster) -> None:
     assert not cluster.outcomes.wrong
 
 
-def test_a_router_that_ends_in_the_middle_of_a_swap_is_repaired_by_the_next_one(tmp_path: Path) -> None:
+async def test_a_router_that_ends_in_the_middle_of_a_swap_is_repaired_by_the_next_one(
+    tmp_path: Path,
+) -> None:
     """Instances have been told their new shares and have fetched, but the routing table is the old one."""
-
-    async def ended(cluster: MovingCluster) -> None:
+    async with started(tmp_path) as cluster:
         every = [dict.fromkeys(NAMES, 0.5)] * 2
         assert await cluster.loop.updates.announce(every, (0, 1)) == []
         await fetch_everywhere(cluster)
         assert all(len(there) == 2 for there in cluster.stored().values())
         for index in (0, 1):
             cluster.kill(index)
-
-    async def repaired(cluster: MovingCluster) -> None:
+    async with started(tmp_path) as cluster:
         cluster.check_stored()
         await all_are_answered(cluster)
         assert (await cluster.loop.rebalance()).reason is None
@@ -191,14 +175,13 @@ def test_a_router_that_ends_in_the_middle_of_a_swap_is_repaired_by_the_next_one(
         await only_the_placement_is_stored(cluster)
         cluster.check_stored()
 
-    run(ended, tmp_path)
-    run(repaired, tmp_path)
 
-
-def test_adapters_come_and_go_while_a_cluster_runs_and_after_its_router_has_started_again(
+async def test_adapters_come_and_go_while_a_cluster_runs_and_after_its_router_has_started_again(
     tmp_path: Path,
 ) -> None:
-    async def check(cluster: MovingCluster) -> None:
+    cluster = cluster_below(tmp_path)
+    async with asyncio.timeout(150), cluster.running():
+        await cluster.learn()
         registry, router = cluster._registry, cluster.fleet.router
         write_adapter(tmp_path / "new", model_config(MODEL), RANKS[0], 77)
         registry.add(read_adapter("new", tmp_path / "new", cluster.plan.base_model))
@@ -219,22 +202,11 @@ def test_adapters_come_and_go_while_a_cluster_runs_and_after_its_router_has_star
                 await asyncio.sleep(0.2)
         assert not cluster.outcomes.wrong
         assert sum(cluster.outcomes.refused.values()) == 0
-
-    async def again(cluster: MovingCluster) -> None:
+    cluster.names = tuple(name for name in NAMES if name != "a1")
+    async with asyncio.timeout(60), cluster.running():
         assert cluster.fleet.router.ranks.keys() == {*NAMES, "new"} - {"a1"}
         assert (await cluster.post("a1"))[0] == 404
         await tokens(cluster, "new")
-
-    async def whole() -> None:
-        cluster = cluster_below(tmp_path)
-        async with asyncio.timeout(150), cluster.running():
-            await cluster.learn()
-            await check(cluster)
-        cluster.names = tuple(name for name in NAMES if name != "a1")
-        async with asyncio.timeout(60), cluster.running():
-            await again(cluster)
-
-    asyncio.run(whole())
 
 
 async def tokens(cluster: MovingCluster, name: str) -> list[int]:

@@ -2,14 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
 from capplan.fleet import RebalancingConfig, RegistrySettings
 from capplan.fleet._rebalancing import PostParams, RebalanceLoop
@@ -44,24 +43,18 @@ def config_of(every_s: float = 3600.0, point: float = 1e6, base: bool = False) -
     )
 
 
-def run(
-    check: Callable[[Routed, RebalanceLoop], Awaitable[None]],
-    registry: AdapterRegistry,
-    config: RebalancingConfig | None = None,
-    refresh_s: float = 3600.0,
-) -> None:
+@asynccontextmanager
+async def running(
+    registry: AdapterRegistry, config: RebalancingConfig | None = None, refresh_s: float = 3600.0
+) -> AsyncIterator[tuple[Routed, RebalanceLoop]]:
     settings = RegistrySettings(registry.location, MODEL, frozenset({MODEL}), refresh_s, timeout_s=0.2)
-
-    async def whole() -> None:
-        async with (
-            asyncio.timeout(60),
-            routed(rebalancing=config or config_of(), registry=settings) as router,
-        ):
-            loop = router.state.fleet.rebalancing
-            assert loop is not None
-            await check(router, loop)
-
-    asyncio.run(whole())
+    async with (
+        asyncio.timeout(60),
+        routed(rebalancing=config or config_of(), registry=settings) as router,
+    ):
+        loop = router.state.fleet.rebalancing
+        assert loop is not None
+        yield router, loop
 
 
 def stored_everywhere(registry: AdapterRegistry) -> None:
@@ -76,8 +69,8 @@ async def placement(r: Routed) -> dict[str, Any]:
         return dict(await answer.json())
 
 
-def test_a_round_posts_shares_before_requests_follow_them(registry: AdapterRegistry) -> None:
-    async def check(r: Routed, loop: RebalanceLoop) -> None:
+async def test_a_round_posts_shares_before_requests_follow_them(registry: AdapterRegistry) -> None:
+    async with running(registry) as (r, loop):
         first, second = r.launcher["g0-1"], r.launcher["g1-1"]
         await r.until(lambda: first.shares == {"a": 1.0, "shared": 0.25, "b": 0.0})
         assert second.shares == {"b": 1.0, "shared": 0.75, "a": 0.0}
@@ -101,24 +94,23 @@ def test_a_round_posts_shares_before_requests_follow_them(registry: AdapterRegis
         assert "capplan:rebalance_target 0.0" in text
         assert r.log[-1].startswith("re-balancing 1: 30 requests in")
 
-    run(check, registry)
 
-
-def test_no_adapter_moves_when_all_are_stored_and_demand_is_as_before(registry: AdapterRegistry) -> None:
+async def test_no_adapter_moves_when_all_are_stored_and_demand_is_as_before(
+    registry: AdapterRegistry,
+) -> None:
     stored_everywhere(registry)
-
-    async def check(r: Routed, loop: RebalanceLoop) -> None:
+    async with running(registry) as (r, loop):
         for _ in range(2):
             for name in RANKS:
                 await r.post(name)
             made = await loop.rebalance()
             assert (made.moved_bytes, made.reason) == (0, None)
 
-    run(check, registry)
 
-
-def test_shares_that_are_not_acknowledged_leave_the_placement_in_force(registry: AdapterRegistry) -> None:
-    async def check(r: Routed, loop: RebalanceLoop) -> None:
+async def test_shares_that_are_not_acknowledged_leave_the_placement_in_force(
+    registry: AdapterRegistry,
+) -> None:
+    async with running(registry) as (r, loop):
         await r.until(lambda: len(r.launcher["g1-1"].shares) == 3)
         before = (await placement(r))["placement"]
         r.launcher["g1-1"].refuses_shares = True
@@ -134,13 +126,11 @@ def test_shares_that_are_not_acknowledged_leave_the_placement_in_force(registry:
         assert (document["done"], document["failed"], document["failed_posts"]) == (1, 1, 2)
         assert "failed, the placement in force stays" in " ".join(r.log)
 
-    run(check, registry)
 
-
-def test_a_registry_that_is_gone_fails_the_round_and_keeps_the_window(
+async def test_a_registry_that_is_gone_fails_the_round_and_keeps_the_window(
     registry: AdapterRegistry, tmp_path: Path
 ) -> None:
-    async def check(r: Routed, loop: RebalanceLoop) -> None:
+    async with running(registry) as (r, loop):
         before = (await placement(r))["placement"]
         assert (await r.post("b"))[0] == 200
         file = tmp_path / "r.db"
@@ -154,10 +144,10 @@ def test_a_registry_that_is_gone_fails_the_round_and_keeps_the_window(
         made = await loop.rebalance()
         assert (made.reason, made.requests) == (None, 2)
 
-    run(check, registry)
 
-
-def test_a_solver_with_a_defect_fails_the_round_and_the_router_serves_on(registry: AdapterRegistry) -> None:
+async def test_a_solver_with_a_defect_fails_the_round_and_the_router_serves_on(
+    registry: AdapterRegistry,
+) -> None:
     def replan(request: ReplanRequest) -> list[dict[str, float]]:
         raise ZeroDivisionError("no server")
 
@@ -165,20 +155,17 @@ def test_a_solver_with_a_defect_fails_the_round_and_the_router_serves_on(registr
     settings = RebalanceSettings(every_s=3600.0, solver="capplan")
     demands = [AdapterDemand(name, rank, 1.0, 100) for name, rank in RANKS.items()]
     rebalancer = Rebalancer(demands, 2, dict.fromkeys(RANKS.values(), 1e6), settings, replan)
-
-    async def check(r: Routed, loop: RebalanceLoop) -> None:
+    async with running(registry, replace(config, rebalancer=rebalancer)) as (r, loop):
         made = await loop.rebalance()
         assert made.reason == "ZeroDivisionError: no server"
         assert "Traceback" in " ".join(r.log)
         assert [(await r.post(name))[0] for name in RANKS] == [200] * 3
 
-    run(check, registry, replace(config, rebalancer=rebalancer))
 
-
-def test_an_instance_that_is_down_gets_no_shares_and_all_of_them_when_it_is_back(
+async def test_an_instance_that_is_down_gets_no_shares_and_all_of_them_when_it_is_back(
     registry: AdapterRegistry,
 ) -> None:
-    async def check(r: Routed, loop: RebalanceLoop) -> None:
+    async with running(registry) as (r, loop):
         r.launcher.may_start.clear()
         await r.launcher["g1-1"].crash()
         await r.until(lambda: not r.state.fleet.instances[1].is_up)
@@ -194,11 +181,9 @@ def test_an_instance_that_is_down_gets_no_shares_and_all_of_them_when_it_is_back
         assert {(await r.post("b"))[1]["instance"] for _ in range(4)} == {"g0-1"}
         assert (await loop.rebalance()).unavailable == ()
 
-    run(check, registry)
 
-
-def test_rounds_of_their_own_follow_instances_that_go_and_come_back(registry: AdapterRegistry) -> None:
-    async def check(r: Routed, loop: RebalanceLoop) -> None:
+async def test_rounds_of_their_own_follow_instances_that_go_and_come_back(registry: AdapterRegistry) -> None:
+    async with running(registry, replace(config_of(), settle_s=0.1)) as (r, loop):
         r.launcher.may_start.clear()
         await r.launcher["g1-1"].crash()
         await r.until(lambda: loop.done == 1)
@@ -211,11 +196,9 @@ def test_rounds_of_their_own_follow_instances_that_go_and_come_back(registry: Ad
         await asyncio.sleep(0.5)
         assert loop.done == 2
 
-    run(check, registry, replace(config_of(), settle_s=0.1))
 
-
-def test_a_round_that_has_failed_is_repeated(registry: AdapterRegistry) -> None:
-    async def check(r: Routed, loop: RebalanceLoop) -> None:
+async def test_a_round_that_has_failed_is_repeated(registry: AdapterRegistry) -> None:
+    async with running(registry, replace(config_of(), retry_s=0.1)) as (r, loop):
         r.launcher["g1-1"].refuses_shares = True
         assert (await r.post("b"))[0] == 200
         assert (await loop.rebalance()).reason is not None
@@ -226,11 +209,9 @@ def test_a_round_that_has_failed_is_repeated(registry: AdapterRegistry) -> None:
         assert (loop.last.trigger, loop.last.reason) == ("retry", None)
         assert loop.target is not None
 
-    run(check, registry, replace(config_of(), retry_s=0.1))
 
-
-def test_requests_of_the_base_model_follow_the_new_shares(registry: AdapterRegistry) -> None:
-    async def check(r: Routed, loop: RebalanceLoop) -> None:
+async def test_requests_of_the_base_model_follow_the_new_shares(registry: AdapterRegistry) -> None:
+    async with running(registry, config_of(base=True)) as (r, loop):
         for model in ("base", "base", "base", "a"):
             assert (await r.post(model))[0] == 200
         assert (await loop.rebalance()).reason is None
@@ -242,28 +223,21 @@ def test_requests_of_the_base_model_follow_the_new_shares(registry: AdapterRegis
         for name, share in shares.items():
             assert abs(got.count(name) - 60 * share) <= 2
 
-    run(check, registry, config_of(base=True))
 
-
-def test_rounds_come_by_themselves_and_overload_is_reported(registry: AdapterRegistry) -> None:
-    async def check(r: Routed, loop: RebalanceLoop) -> None:
+async def test_rounds_come_by_themselves_and_overload_is_reported(registry: AdapterRegistry) -> None:
+    async with running(registry, config_of(every_s=0.3, point=0.01)) as (r, loop):
         for _ in range(5):
             await r.post("a")
         await r.until(lambda: loop.done >= 2)
         assert any(line.startswith("overload: the expected demand is") for line in r.log)
         assert loop.target is not None
 
-    run(check, registry, config_of(every_s=0.3, point=0.01))
 
-
-def test_a_router_without_rebalancing_shows_its_shares() -> None:
-    async def whole() -> None:
-        async with routed(api_key="secret") as r:
-            shown = await placement(r)
-            assert shown["rebalancing"] is None
-            assert shown["placement"]["g1-1"]["adapters"] == {"b": 1.0, "shared": 0.75}
-            async with r.client.get("/v1/placement", headers={"Authorization": "Bearer no"}) as answer:
-                assert answer.status == 401
-                assert json.loads(await answer.read())["error"]["code"] == "invalid_api_key"
-
-    asyncio.run(whole())
+async def test_a_router_without_rebalancing_shows_its_shares() -> None:
+    async with routed(api_key="secret") as r:
+        shown = await placement(r)
+        assert shown["rebalancing"] is None
+        assert shown["placement"]["g1-1"]["adapters"] == {"b": 1.0, "shared": 0.75}
+        async with r.client.get("/v1/placement", headers={"Authorization": "Bearer no"}) as answer:
+            assert answer.status == 401
+            assert json.loads(await answer.read())["error"]["code"] == "invalid_api_key"

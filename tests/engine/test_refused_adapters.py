@@ -2,14 +2,10 @@
 
 import asyncio
 
-import pytest
-
-pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
-
-from capplan.fleet._rebalancing import RebalanceLoop, RefusedAdapters
+from capplan.fleet._rebalancing import RefusedAdapters
 from capplan.registry import AdapterRegistry
 from tests.engine.fake_instances import Routed
-from tests.engine.test_rebalance_loop import RANKS, config_of, placement, registry, run
+from tests.engine.test_rebalance_loop import RANKS, config_of, placement, registry, running
 
 __all__ = ["registry"]  # a fixture
 
@@ -19,10 +15,10 @@ async def holders(r: Routed, name: str) -> set[str]:
     return {server for server, each in in_force.items() if each["adapters"].get(name)}
 
 
-def test_an_instance_that_cannot_store_an_adapter_gets_no_share_of_it_in_the_next_rounds(
+async def test_an_instance_that_cannot_store_an_adapter_gets_no_share_of_it_in_the_next_rounds(
     registry: AdapterRegistry,
 ) -> None:
-    async def check(r: Routed, loop: RebalanceLoop) -> None:
+    async with running(registry) as (r, loop):
         assert (await loop.rebalance()).reason is None
         [holder] = await holders(r, "b")
         [other] = {"g0-1", "g1-1"} - {holder}
@@ -37,11 +33,9 @@ def test_an_instance_that_cannot_store_an_adapter_gets_no_share_of_it_in_the_nex
         for name in RANKS:
             assert (await r.post(name))[0] == 200
 
-    run(check, registry)
 
-
-def test_an_instance_is_tried_again_after_three_periods(registry: AdapterRegistry) -> None:
-    async def check(r: Routed, loop: RebalanceLoop) -> None:
+async def test_an_instance_is_tried_again_after_three_periods(registry: AdapterRegistry) -> None:
+    async with running(registry, config_of(every_s=1.0)) as (r, loop):
         both = r.launcher["g0-1"], r.launcher["g1-1"]
         for each in both:
             each.cannot_store.add("b")
@@ -54,8 +48,6 @@ def test_an_instance_is_tried_again_after_three_periods(registry: AdapterRegistr
         assert [len(each) for each in loop.refused.current()] == [1, 1]
         await asyncio.sleep(3 * loop.every_s)
         assert loop.refused.current() == [set(), set()]
-
-    run(check, registry, config_of(every_s=1.0))
 
 
 def test_refusals_are_forgotten_and_their_number_is_bounded() -> None:

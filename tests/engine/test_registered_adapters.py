@@ -2,8 +2,8 @@
 
 import asyncio
 import sqlite3
-from collections.abc import Awaitable, Callable
-from contextlib import closing
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
 from capplan.fleet import RegistrySettings
 from capplan.fleet._registered_adapters import (
@@ -39,25 +37,18 @@ def entry(name: str, rank: int = 8, **facts: Any) -> RegisteredAdapter:
     )
 
 
-def run(
-    check: Callable[[Routed, RegisteredAdapters], Awaitable[None]],
-    registry: AdapterRegistry,
-    *,
-    rebalance: bool = True,
-    **settings: Any,
-) -> None:
-    """Check a router whose instances are fake ones."""
+@asynccontextmanager
+async def running(
+    registry: AdapterRegistry, *, rebalance: bool = True, **settings: Any
+) -> AsyncIterator[tuple[Routed, RegisteredAdapters]]:
+    """Run a router whose instances are fake ones."""
     source = RegistrySettings(registry.location, MODEL, frozenset({MODEL, "base"}), timeout_s=0.2)
     source = replace(source, **{"refresh_s": QUICK_S, **settings})
-
-    async def whole() -> None:
-        moving = config_of() if rebalance else None
-        async with asyncio.timeout(60), routed(rebalancing=moving, registry=source) as router:
-            registered = router.state.fleet.registered
-            assert registered is not None
-            await check(router, registered)
-
-    asyncio.run(whole())
+    moving = config_of() if rebalance else None
+    async with asyncio.timeout(60), routed(rebalancing=moving, registry=source) as router:
+        registered = router.state.fleet.registered
+        assert registered is not None
+        yield router, registered
 
 
 async def models(r: Routed) -> set[str]:
@@ -69,8 +60,10 @@ async def status_of(r: Routed, name: str) -> int:
     return (await r.post(name))[0]
 
 
-def test_an_adapter_that_is_added_is_served_and_listed_without_a_request(registry: AdapterRegistry) -> None:
-    async def check(r: Routed, _: RegisteredAdapters) -> None:
+async def test_an_adapter_that_is_added_is_served_and_listed_without_a_request(
+    registry: AdapterRegistry,
+) -> None:
+    async with running(registry) as (r, _):
         assert await models(r) == {"base", *RANKS}
         registry.add(entry("new"))
         await r.until(lambda: "new" in r.state.fleet)
@@ -83,14 +76,12 @@ def test_an_adapter_that_is_added_is_served_and_listed_without_a_request(registr
         await r.until(lambda: r.launcher[other].shares.get("new") == 0.0)
         assert any(line == "registry: served from now on: new" for line in r.log)
 
-    run(check, registry)
 
-
-def test_an_adapter_that_is_removed_is_unknown_and_its_running_requests_end(
+async def test_an_adapter_that_is_removed_is_unknown_and_its_running_requests_end(
     registry: AdapterRegistry,
 ) -> None:
-    async def check(r: Routed, _: RegisteredAdapters) -> None:
-        running = asyncio.ensure_future(r.post("b", hold=True))
+    async with running(registry) as (r, _):
+        asked = asyncio.ensure_future(r.post("b", hold=True))
         await r.launcher["g1-1"].streaming.wait()
         registry.remove("b")
         await r.until(lambda: "b" not in r.state.fleet)
@@ -101,17 +92,15 @@ def test_an_adapter_that_is_removed_is_unknown_and_its_running_requests_end(
             assert answer.status == 404
         await r.until(lambda: "b" not in r.launcher["g1-1"].shares or r.launcher["g1-1"].shares["b"] == 0.0)
         r.launcher["g1-1"].resume.set()
-        assert (await running)[0] == 200
+        assert (await asked)[0] == 200
         assert (await r.client.get("/health")).status == 200
         registry.add(entry("b", 4))
         await r.until(lambda: "b" in r.state.fleet)
         assert await status_of(r, "b") == 200
 
-    run(check, registry)
 
-
-def test_a_request_finds_an_adapter_that_was_added_just_now(registry: AdapterRegistry) -> None:
-    async def check(r: Routed, registered: RegisteredAdapters) -> None:
+async def test_a_request_finds_an_adapter_that_was_added_just_now(registry: AdapterRegistry) -> None:
+    async with running(registry, refresh_s=3600.0) as (r, registered):
         registry.add(*(entry(f"n{number}") for number in range(4)))
         got = await asyncio.gather(*(r.post(f"n{number % 4}") for number in range(80)))
         assert [status for status, *_ in got] == [200] * 80
@@ -123,19 +112,15 @@ def test_a_request_finds_an_adapter_that_was_added_just_now(registry: AdapterReg
         async with r.client.get("/v1/models/last") as answer:
             assert answer.status == 200
 
-    run(check, registry, refresh_s=3600.0)
 
-
-def test_unknown_names_cause_few_look_ups(registry: AdapterRegistry) -> None:
-    async def check(r: Routed, registered: RegisteredAdapters) -> None:
+async def test_unknown_names_cause_few_look_ups(registry: AdapterRegistry) -> None:
+    async with running(registry, refresh_s=3600.0, look_ups_per_s=2.0) as (r, registered):
         for _ in range(4):
             got = await asyncio.gather(*(status_of(r, f"no{number}") for number in range(50)))
             assert set(got) == {404}
         assert await status_of(r, "x" * 300) == 404
         assert 1 <= registered.look_ups <= 12
         assert await status_of(r, "a") == 200
-
-    run(check, registry, refresh_s=3600.0, look_ups_per_s=2.0)
 
 
 @pytest.mark.parametrize(
@@ -147,10 +132,10 @@ def test_unknown_names_cause_few_look_ups(registry: AdapterRegistry) -> None:
         ("base", {}, None),
     ],
 )
-def test_what_the_instances_cannot_serve_is_not_routed(
+async def test_what_the_instances_cannot_serve_is_not_routed(
     registry: AdapterRegistry, name: str, facts: dict[str, Any], reason: str | None
 ) -> None:
-    async def check(r: Routed, registered: RegisteredAdapters) -> None:
+    async with running(registry) as (r, _):
         registry.add(entry(name, **facts), entry("good"))
         await r.until(lambda: "good" in r.state.fleet)
         assert name not in r.state.fleet
@@ -161,13 +146,11 @@ def test_what_the_instances_cannot_serve_is_not_routed(
         await asyncio.sleep(3 * QUICK_S)
         assert len([line for line in r.log if "is not served" in line]) == len(lines), "said once"
 
-    run(check, registry)
 
-
-def test_an_adapter_that_is_replaced_by_one_of_another_rank_is_routed_by_it(
+async def test_an_adapter_that_is_replaced_by_one_of_another_rank_is_routed_by_it(
     registry: AdapterRegistry,
 ) -> None:
-    async def check(r: Routed, _: RegisteredAdapters) -> None:
+    async with running(registry) as (r, _):
         router = r.state.fleet.router
         registry.add(entry("b", 16), replace=True)
         await r.until(lambda: router.ranks["b"] == 16)
@@ -176,13 +159,11 @@ def test_an_adapter_that_is_replaced_by_one_of_another_rank_is_routed_by_it(
         await r.until(lambda: "b" not in r.state.fleet)
         assert any("adapter b is not served: rank" in line for line in r.log)
 
-    run(check, registry)
 
-
-def test_a_registry_that_is_locked_or_gone_leaves_the_adapters_in_force(
+async def test_a_registry_that_is_locked_or_gone_leaves_the_adapters_in_force(
     registry: AdapterRegistry, tmp_path: Path
 ) -> None:
-    async def check(r: Routed, registered: RegisteredAdapters) -> None:
+    async with running(registry, refresh_s=3600.0) as (r, registered):
         (tmp_path / "r.db").rename(tmp_path / "elsewhere.db")
         assert not await registered.refresh()
         assert not await registered.refresh()
@@ -196,11 +177,9 @@ def test_a_registry_that_is_locked_or_gone_leaves_the_adapters_in_force(
         assert await status_of(r, "new") == 200
         assert len([line for line in r.log if "the adapters in force stay" in line]) == 1
 
-    run(check, registry, refresh_s=3600.0)
 
-
-def test_a_round_places_the_adapters_that_the_registry_has_then(registry: AdapterRegistry) -> None:
-    async def check(r: Routed, _: RegisteredAdapters) -> None:
+async def test_a_round_places_the_adapters_that_the_registry_has_then(registry: AdapterRegistry) -> None:
+    async with running(registry, refresh_s=3600.0) as (r, _):
         loop = r.state.fleet.rebalancing
         assert loop is not None
         registry.remove("a")
@@ -217,37 +196,30 @@ def test_a_round_places_the_adapters_that_the_registry_has_then(registry: Adapte
         for name in ("b", "c", "d", "shared"):
             assert sum(each["adapters"].get(name, 0.0) for each in in_force.values()) == pytest.approx(1.0)
 
-    run(check, registry, refresh_s=3600.0)
 
-
-def test_a_router_that_starts_again_serves_the_same_adapters(registry: AdapterRegistry) -> None:
+async def test_a_router_that_starts_again_serves_the_same_adapters(registry: AdapterRegistry) -> None:
     """The plan has a, b and shared; whatever a former router had served is in the registry."""
     registry.remove("b")
     registry.add(entry("new"), entry("stored"))
     registry.announce("g1-1", "http://127.0.0.1:1")
     registry.hold("stored", str(registry.get("stored").digest), "g1-1")
-
-    async def check(r: Routed, _: RegisteredAdapters) -> None:
-        assert await models(r) == {"base", "a", "shared", "new", "stored"}
-        assert await status_of(r, "b") == 404
-        assert (await r.post("stored"))[1]["instance"] == "g1-1", "which stores it"
-
     for _ in range(2):
-        run(check, registry, refresh_s=3600.0)
+        async with running(registry, refresh_s=3600.0) as (r, _):
+            assert await models(r) == {"base", "a", "shared", "new", "stored"}
+            assert await status_of(r, "b") == 404
+            assert (await r.post("stored"))[1]["instance"] == "g1-1", "which stores it"
 
 
-def test_a_registry_without_adapters_leaves_the_base_model(registry: AdapterRegistry) -> None:
-    async def check(r: Routed, _: RegisteredAdapters) -> None:
+async def test_a_registry_without_adapters_leaves_the_base_model(registry: AdapterRegistry) -> None:
+    async with running(registry) as (r, _):
         registry.remove(*RANKS)
         await r.until(lambda: not r.state.fleet.router.ranks)
         assert await models(r) == {"base"}
         assert [await status_of(r, name) for name in ("base", "a")] == [200, 404]
 
-    run(check, registry)
 
-
-def test_a_plan_that_is_not_rebalanced_follows_its_registry_too(registry: AdapterRegistry) -> None:
-    async def check(r: Routed, registered: RegisteredAdapters) -> None:
+async def test_a_plan_that_is_not_rebalanced_follows_its_registry_too(registry: AdapterRegistry) -> None:
+    async with running(registry, rebalance=False) as (r, _):
         assert (await placement(r))["rebalancing"] is None
         shares = r.state.fleet.router.shares()
         registry.add(entry("new"))
@@ -263,19 +235,15 @@ def test_a_plan_that_is_not_rebalanced_follows_its_registry_too(registry: Adapte
         assert await models(r) == {"base", "b", "shared", "other"}
         assert r.launcher["g0-1"].share_posts == r.launcher["g1-1"].share_posts == 0
 
-    run(check, registry, rebalance=False)
 
-
-def test_a_damaged_registry_ends_nothing(registry: AdapterRegistry, tmp_path: Path) -> None:
-    async def check(r: Routed, registered: RegisteredAdapters) -> None:
+async def test_a_damaged_registry_ends_nothing(registry: AdapterRegistry, tmp_path: Path) -> None:
+    async with running(registry, refresh_s=3600.0) as (r, registered):
         with closing(sqlite3.connect(tmp_path / "r.db")) as file:
             file.execute("UPDATE capplan_adapters SET rank = 0 WHERE name = 'a'")
             file.execute("UPDATE capplan_registry SET changes = changes + 1")
             file.commit()
         assert not await registered.refresh()
         assert await status_of(r, "a") == 200
-
-    run(check, registry, refresh_s=3600.0)
 
 
 NAMES = ("u", "v", "w", "x", "y")

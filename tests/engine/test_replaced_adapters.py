@@ -4,8 +4,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
-
 from capplan import InputError
 from capplan.registry import read_adapter
 from capplan.server import ServerLimits

@@ -6,23 +6,20 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import aiohttp
 import pytest
 
-pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
-
-import aiohttp
-
 from capplan.fleet._instance_client import InstanceClient
-from tests.engine.fake_instances import QUICK, Routed, events
-from tests.engine.test_router import run
+from tests.engine.fake_instances import QUICK, events
+from tests.engine.test_router import running
 
 pytestmark = pytest.mark.process
 
 PINGS = replace(QUICK, ping_every_s=0.05, ping_timeout_s=0.2)
 
 
-def test_a_stalled_instance_leaves_the_rotation_and_comes_back() -> None:
-    async def check(r: Routed) -> None:
+async def test_a_stalled_instance_leaves_the_rotation_and_comes_back() -> None:
+    async with running(policy=PINGS) as r:
         stalled, supervisor = r.launcher["g1-1"], r.state.fleet.instances[1]
         held = [asyncio.ensure_future(r.post("b", hold=True)) for _ in range(2)]
         await r.until(lambda: stalled.busy == 2)
@@ -41,20 +38,16 @@ def test_a_stalled_instance_leaves_the_rotation_and_comes_back() -> None:
         ends = ("is stalled: no response", "responds again", "is stalled: engine_stopped")
         assert r.log == [f"instance g1-1 {end}" for end in ends]
 
-    run(check, policy=PINGS)
 
-
-def test_an_instance_that_stays_stalled_is_restarted() -> None:
-    async def check(r: Routed) -> None:
+async def test_an_instance_that_stays_stalled_is_restarted() -> None:
+    async with running(policy=replace(PINGS, probe_timeout_s=0.2)) as r:
         r.launcher["g0-1"].refusal = "engine_stopped"
         await r.until(lambda: len(r.launcher.lives["g0-1"]) == 2)
         await r.until(lambda: r.state.fleet.instances[0].is_up)
 
-    run(check, policy=replace(PINGS, probe_timeout_s=0.2))
 
-
-def test_an_instance_that_streams_stays_in_the_rotation_however_slow_its_pings() -> None:
-    async def check(r: Routed) -> None:
+async def test_an_instance_that_streams_stays_in_the_rotation_however_slow_its_pings() -> None:
+    async with running(policy=replace(PINGS, probe_timeout_s=0.2)) as r:
         busy = r.launcher["g0-1"]
         streamed = {"model": "a", "prompt": [1], "stream": True, "ticks": True}
         async with r.client.post("/v1/completions", json=streamed) as stream:
@@ -68,22 +61,18 @@ def test_an_instance_that_streams_stays_in_the_rotation_however_slow_its_pings()
             assert events(await stream.content.read())[-1] == b"[DONE]"
         await r.until(lambda: r.log != [])  # it streams no longer
 
-    run(check, policy=replace(PINGS, probe_timeout_s=0.2))
 
-
-def test_a_late_event_loop_of_the_router_is_no_fault_of_the_instances() -> None:
-    async def check(r: Routed) -> None:
+async def test_a_late_event_loop_of_the_router_is_no_fault_of_the_instances() -> None:
+    async with running(policy=replace(PINGS, ping_every_s=0.01)) as r:
         for _ in range(8):
             time.sleep(0.3)  # longer than the timeout of a ping
             for _ in range(3):
                 await asyncio.sleep(0)
         assert r.log == []
 
-    run(check, policy=replace(PINGS, ping_every_s=0.01))
 
-
-def test_requests_of_an_instance_that_stays_stalled_end_with_an_error() -> None:
-    async def check(r: Routed) -> None:
+async def test_requests_of_an_instance_that_stays_stalled_end_with_an_error() -> None:
+    async with running(policy=replace(PINGS, abandon_after_s=0.2)) as r:
         stalled, supervisor = r.launcher["g0-1"], r.state.fleet.instances[0]
         streamed = {"model": "a", "prompt": [1], "stream": True}
         async with r.client.post("/v1/completions", json=streamed) as stream:
@@ -100,10 +89,8 @@ def test_requests_of_an_instance_that_stays_stalled_end_with_an_error() -> None:
         assert (await r.post("a"))[0] == 200
         assert supervisor.restarts == 0
 
-    run(check, policy=replace(PINGS, abandon_after_s=0.2))
 
-
-def test_too_many_open_files_of_the_router_are_no_fault_of_an_instance() -> None:
+async def test_too_many_open_files_of_the_router_are_no_fault_of_an_instance() -> None:
     error = OSError(errno.EMFILE, "Too many open files")
 
     async def connect(request: Any, *_: Any, **__: Any) -> Any:
@@ -112,7 +99,7 @@ def test_too_many_open_files_of_the_router_are_no_fault_of_an_instance() -> None
     async def connection() -> Any:
         raise error
 
-    async def check(r: Routed) -> None:
+    async with running(policy=replace(PINGS, max_refused_probes=2)) as r:
         supervisor = r.state.fleet.instances[0]
         assert supervisor.client is not None
         await supervisor.client.close()
@@ -129,11 +116,9 @@ def test_too_many_open_files_of_the_router_are_no_fault_of_an_instance() -> None
         assert (await r.post("a"))[0] == 200
         assert r.log == []
 
-    run(check, policy=replace(PINGS, max_refused_probes=2))
 
-
-def test_a_request_that_its_instance_aborts_is_not_sent_again() -> None:
-    async def check(r: Routed) -> None:
+async def test_a_request_that_its_instance_aborts_is_not_sent_again() -> None:
+    async with running(policy=replace(QUICK, ping_every_s=30.0)) as r:
         for name in ("g0-1", "g1-1"):
             r.launcher[name].refusal = "aborted"
         status, body, _ = await r.post("shared")
@@ -141,11 +126,9 @@ def test_a_request_that_its_instance_aborts_is_not_sent_again() -> None:
         assert sum(len(r.launcher[name].bodies) for name in ("g0-1", "g1-1")) == 1
         assert r.state.retries == 0
 
-    run(check, policy=replace(QUICK, ping_every_s=30.0))
 
-
-def test_the_first_refused_request_takes_an_instance_out_of_the_rotation() -> None:
-    async def check(r: Routed) -> None:
+async def test_the_first_refused_request_takes_an_instance_out_of_the_rotation() -> None:
+    async with running(policy=replace(QUICK, ping_every_s=30.0)) as r:
         ending, supervisor = r.launcher["g1-1"], r.state.fleet.instances[1]
         async with r.client.post(
             "/v1/completions", json={"model": "b", "prompt": [1], "stream": True}
@@ -159,5 +142,3 @@ def test_the_first_refused_request_takes_an_instance_out_of_the_rotation() -> No
             assert r.log == ["instance g1-1 is stalled: shutting_down"]
             ending.resume.set()  # its running requests go on
             assert events(await stream.content.read())[-1] == b"[DONE]"
-
-    run(check, policy=replace(QUICK, ping_every_s=30.0))

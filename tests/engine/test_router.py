@@ -1,14 +1,13 @@
 """Router over fake instances: shares, failures, limits."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
 from capplan.server import ServerLimits
 from capplan.spec import Totals
@@ -16,16 +15,14 @@ from tests.cli.examples import group
 from tests.engine.fake_instances import QUICK, Routed, events, routed, tiny_plan
 
 
-def run(check: Callable[[Routed], Awaitable[None]], **settings: Any) -> None:
-    async def whole() -> None:
-        async with asyncio.timeout(60), routed(**settings) as router:
-            await check(router)
-
-    asyncio.run(whole())
+@asynccontextmanager
+async def running(**settings: Any) -> AsyncIterator[Routed]:
+    async with asyncio.timeout(60), routed(**settings) as router:
+        yield router
 
 
-def test_requests_follow_the_shares_of_the_plan() -> None:
-    async def check(r: Routed) -> None:
+async def test_requests_follow_the_shares_of_the_plan() -> None:
+    async with running() as r:
         answers = await asyncio.gather(*(r.post("shared") for _ in range(200)))
         assert [status for status, _, _ in answers] == [200] * 200
         got = [body["instance"] for _, body, _ in answers]
@@ -42,11 +39,10 @@ def test_requests_follow_the_shares_of_the_plan() -> None:
         assert text.count("# HELP x An x") == 1
         assert 'y{instance="g1-1"} 2.0' in text
 
-    run(check)
 
+async def test_concurrent_scrapes_share_the_metrics_of_instances() -> None:
+    async with running() as r:
 
-def test_concurrent_scrapes_share_the_metrics_of_instances() -> None:
-    async def check(r: Routed) -> None:
         async def scrape() -> str:
             return await (await r.client.get("/metrics")).text()
 
@@ -57,19 +53,15 @@ def test_concurrent_scrapes_share_the_metrics_of_instances() -> None:
         await scrape()
         assert r.launcher["g1-1"].scrapes == 2
 
-    run(check)
 
-
-def test_a_single_group_gets_all_requests_of_its_adapters() -> None:
-    async def check(r: Routed) -> None:
+async def test_a_single_group_gets_all_requests_of_its_adapters() -> None:
+    async with running(groups=["g0"]) as r:
         assert {(await r.post("shared"))[1]["instance"] for _ in range(4)} == {"g0-1"}
         assert (await r.post("b"))[0] == 404
 
-    run(check, groups=["g0"])
 
-
-def test_streams_are_forwarded_in_whole_events() -> None:
-    async def check(r: Routed) -> None:
+async def test_streams_are_forwarded_in_whole_events() -> None:
+    async with running() as r:
         body = {"model": "a", "prompt": [1], "stream": True}
         async with r.client.post("/v1/completions", json=body) as answer:
             assert answer.headers["content-type"].startswith("text/event-stream")
@@ -77,11 +69,9 @@ def test_streams_are_forwarded_in_whole_events() -> None:
             r.launcher["g0-1"].resume.set()
             assert events(await answer.content.read()) == [{"n": 2}, b"[DONE]"]
 
-    run(check)
 
-
-def test_a_crash_ends_streams_with_an_error_event_and_other_requests_with_503() -> None:
-    async def check(r: Routed) -> None:
+async def test_a_crash_ends_streams_with_an_error_event_and_other_requests_with_503() -> None:
+    async with running() as r:
         doomed = r.launcher["g0-1"]
         body = {"model": "a", "prompt": [1], "stream": True}
         async with r.client.post("/v1/completions", json=body) as stream:
@@ -96,11 +86,9 @@ def test_a_crash_ends_streams_with_an_error_event_and_other_requests_with_503() 
         assert (status, body["error"]["code"]) == (503, "instance_failed")
         assert int(headers["Retry-After"]) >= 1
 
-    run(check)
 
-
-def test_requests_go_to_other_holders_while_an_instance_is_down() -> None:
-    async def check(r: Routed) -> None:
+async def test_requests_go_to_other_holders_while_an_instance_is_down() -> None:
+    async with running() as r:
         r.launcher.may_start.clear()
         await r.launcher["g1-1"].crash()
         answers = [await r.post("shared") for _ in range(10)]
@@ -120,11 +108,9 @@ def test_requests_go_to_other_holders_while_an_instance_is_down() -> None:
         assert abs(got.count("g1-1") - 30) <= 1
         assert r.log == ["instance g1-1 has ended by SIGKILL", "instance g1-1 is back"]
 
-    run(check)
 
-
-def test_requests_refused_by_a_failed_engine_go_to_other_holders() -> None:
-    async def check(r: Routed) -> None:
+async def test_requests_refused_by_a_failed_engine_go_to_other_holders() -> None:
+    async with running() as r:
         r.launcher["g1-1"].refusal = "engine_failed"
         answers = [await r.post("shared") for _ in range(8)]
         assert {(status, body["instance"]) for status, body, _ in answers} == {(200, "g0-1")}
@@ -132,14 +118,12 @@ def test_requests_refused_by_a_failed_engine_go_to_other_holders() -> None:
         assert (status, body["error"]["code"]) == (503, "no_instance")
         assert int(headers["Retry-After"]) >= 1
 
-    run(check)
-
 
 @pytest.mark.parametrize(
     "code", ["overloaded", "adapter_changed", "adapter_unavailable", "server_name_taken", "storage"]
 )
-def test_requests_that_an_instance_cannot_start_now_go_to_other_holders(code: str) -> None:
-    async def check(r: Routed) -> None:
+async def test_requests_that_an_instance_cannot_start_now_go_to_other_holders(code: str) -> None:
+    async with running(policy=replace(QUICK, ping_every_s=60.0)) as r:
         r.launcher["g1-1"].refusal = code
         answers = [await r.post("shared") for _ in range(4)]
         assert {(status, body["instance"]) for status, body, _ in answers} == {(200, "g0-1")}
@@ -149,13 +133,11 @@ def test_requests_that_an_instance_cannot_start_now_go_to_other_holders(code: st
         assert r.state.retries == sent.count("shared") > 0, "there is no other instance for the other adapter"
         assert all(instance.is_up for instance in r.state.fleet.instances), "it serves other requests"
 
-    run(check, policy=replace(QUICK, ping_every_s=60.0))
-
 
 @pytest.mark.parametrize(
     "code", ["adapter_changed", "adapter_unavailable", "registry_unavailable", "server_name_taken", "storage"]
 )
-def test_requests_of_an_adapter_that_no_holder_can_get_go_to_one_other_instance(
+async def test_requests_of_an_adapter_that_no_holder_can_get_go_to_one_other_instance(
     code: str, tmp_path: Path
 ) -> None:
     """In a pool, in which it may be stored."""
@@ -164,8 +146,10 @@ def test_requests_of_an_adapter_that_no_holder_can_get_go_to_one_other_instance(
         group("g0", (("a", 8, 1.0, None),), replicas=3, **sizes),
         group("g1", (("b", 4, 1.0, None), ("large", 32, 1.0, None)), max_lora_rank=32, **sizes),
     )
-
-    async def check(r: Routed) -> None:
+    plan = tiny_plan().replace(groups=groups, totals=Totals(gpus=4, lower_bound_gpus=1))
+    async with running(
+        plan=plan, registry=str(tmp_path / "r.db"), policy=replace(QUICK, ping_every_s=60.0)
+    ) as r:
         holder, others = r.launcher["g1-1"], [r.launcher[f"g0-{number}"] for number in (1, 2, 3)]
         holder.refusal = code
         for _ in range(3):
@@ -188,19 +172,17 @@ def test_requests_of_an_adapter_that_no_holder_can_get_go_to_one_other_instance(
         async with r.client.get("/metrics") as metrics:
             assert "capplan:router_refused_by_holders_total 4.0" in await metrics.text()
 
-    plan = tiny_plan().replace(groups=groups, totals=Totals(gpus=4, lower_bound_gpus=1))
-    run(check, plan=plan, registry=str(tmp_path / "r.db"), policy=replace(QUICK, ping_every_s=60.0))
 
-
-def test_an_adapter_too_large_for_the_instances_that_are_up_waits_for_its_holder(tmp_path: Path) -> None:
+async def test_an_adapter_too_large_for_the_instances_that_are_up_waits_for_its_holder(
+    tmp_path: Path,
+) -> None:
     """In a pool, in which other instances fetch the adapters of one that is down."""
     sizes = {"max_model_len": 512, "max_num_seqs": 32, "max_num_batched_tokens": 256}
     groups = (
         group("g0", (("a", 8, 1.0, None), ("large", 16, 1.0, None)), **sizes),
         group("g1", (("b", 4, 1.0, None),), max_lora_rank=8, **sizes),
     )
-
-    async def check(r: Routed) -> None:
+    async with running(plan=tiny_plan().replace(groups=groups), registry=str(tmp_path / "r.db")) as r:
         r.launcher.may_start.clear()
         await r.launcher["g0-1"].crash()
         await r.until(lambda: not r.state.fleet.instances[0].is_up)
@@ -216,21 +198,17 @@ def test_an_adapter_too_large_for_the_instances_that_are_up_waits_for_its_holder
         await r.until(lambda: r.state.fleet.instances[0].is_up)
         assert (await r.post("large"))[0] == 200
 
-    run(check, plan=tiny_plan().replace(groups=groups), registry=str(tmp_path / "r.db"))
 
-
-def test_an_instance_that_refuses_connections_is_restarted() -> None:
-    async def check(r: Routed) -> None:
+async def test_an_instance_that_refuses_connections_is_restarted() -> None:
+    async with running(policy=replace(QUICK, max_refused_probes=2)) as r:
         await r.launcher["g0-1"].stop_listening()
         await r.until(lambda: len(r.launcher.lives["g0-1"]) == 2)
         await r.until(lambda: r.state.fleet.instances[0].is_up)
         assert (await r.post("a"))[0] == 200
 
-    run(check, policy=replace(QUICK, max_refused_probes=2))
 
-
-def test_a_hanging_instance_is_killed_and_restarted() -> None:
-    async def check(r: Routed) -> None:
+async def test_a_hanging_instance_is_killed_and_restarted() -> None:
+    async with running(policy=replace(QUICK, probe_timeout_s=0.2)) as r:
         hung = r.launcher["g0-1"]
         waiting = asyncio.ensure_future(r.post("a", hold=True))
         await r.until(lambda: hung.busy == 1)
@@ -241,11 +219,9 @@ def test_a_hanging_instance_is_killed_and_restarted() -> None:
         await r.until(lambda: r.state.fleet.instances[0].is_up)
         assert (await r.post("a"))[0] == 200
 
-    run(check, policy=replace(QUICK, probe_timeout_s=0.2))
 
-
-def test_the_router_exits_when_all_restarts_are_used_up() -> None:
-    async def check(r: Routed) -> None:
+async def test_the_router_exits_when_all_restarts_are_used_up() -> None:
+    async with running(policy=replace(QUICK, max_restarts=2)) as r:
         r.launcher.is_broken = True
         await r.launcher["g0-1"].crash()
         await r.until(lambda: r.state.fleet.instances[0].state == "failed")
@@ -256,24 +232,23 @@ def test_the_router_exits_when_all_restarts_are_used_up() -> None:
         await r.until(r.serving.done)  # type: ignore[attr-defined]
         assert r.state.fleet.failed.is_set()
 
-    run(check, policy=replace(QUICK, max_restarts=2))
 
+async def test_an_exception_of_the_supervisor_ends_the_router_and_is_raised() -> None:
+    async def launch(*_: Any) -> Any:
+        raise ZeroDivisionError
 
-def test_an_exception_of_the_supervisor_ends_the_router_and_is_raised() -> None:
-    async def check(r: Routed) -> None:
-        async def launch(*_: Any) -> Any:
-            raise ZeroDivisionError
-
-        r.launcher.launch = launch  # type: ignore[method-assign]
-        await r.launcher["g0-1"].crash()
-        await r.until(r.serving.done)  # type: ignore[attr-defined]
+    async def ended() -> None:
+        async with running() as r:
+            r.launcher.launch = launch  # type: ignore[method-assign]
+            await r.launcher["g0-1"].crash()
+            await r.until(r.serving.done)  # type: ignore[attr-defined]
 
     with pytest.raises(ZeroDivisionError):
-        run(check)
+        await ended()
 
 
-def test_draining_finishes_running_requests_and_refuses_new_ones() -> None:
-    async def check(r: Routed) -> None:
+async def test_draining_finishes_running_requests_and_refuses_new_ones() -> None:
+    async with running() as r:
         plain = asyncio.ensure_future(r.post("a", hold=True))
         await r.until(lambda: r.launcher["g0-1"].busy == 1)
         r.router.end()  # type: ignore[attr-defined]
@@ -288,22 +263,18 @@ def test_draining_finishes_running_requests_and_refuses_new_ones() -> None:
         await r.serving  # type: ignore[attr-defined]
         assert r.launcher["g0-1"].stopped_within_s == QUICK.stop_grace_s
 
-    run(check)
 
-
-def test_draining_ends_at_its_timeout() -> None:
-    async def check(r: Routed) -> None:
+async def test_draining_ends_at_its_timeout() -> None:
+    async with running(drain_timeout_s=0.05) as r:
         plain = asyncio.ensure_future(r.post("a", hold=True))
         await r.until(lambda: r.launcher["g0-1"].busy == 1)
         r.router.end()  # type: ignore[attr-defined]
         assert (await plain)[0] == 503
         await r.serving  # type: ignore[attr-defined]
 
-    run(check, drain_timeout_s=0.05)
 
-
-def test_a_disconnect_of_the_client_closes_the_request_at_the_instance() -> None:
-    async def check(r: Routed) -> None:
+async def test_a_disconnect_of_the_client_closes_the_request_at_the_instance() -> None:
+    async with running() as r:
         instance = r.launcher["g0-1"]
         for fields in ({"hold": True}, {"stream": True}):
             leaving = asyncio.ensure_future(r.post("a", **fields))
@@ -314,11 +285,9 @@ def test_a_disconnect_of_the_client_closes_the_request_at_the_instance() -> None
             await r.until(lambda: instance.busy == 0)
             instance.resume.clear()
 
-    run(check)
 
-
-def test_refusals_have_the_format_of_openai_errors() -> None:
-    async def check(r: Routed) -> None:
+async def test_refusals_have_the_format_of_openai_errors() -> None:
+    async with running(api_key="secret", max_requests=3, limits=ServerLimits(max_body_bytes=200_000)) as r:
         status, body, headers = await r.post("a", refuse=True)
         assert (status, body["error"]["code"], headers["Retry-After"]) == (429, "full", "7")
         status, body, _ = await r.post("unknown")
@@ -341,5 +310,3 @@ def test_refusals_have_the_format_of_openai_errors() -> None:
         assert (status, body["error"]["code"]) == (429, "queue_full")
         r.launcher["g0-1"].resume.set()
         assert [answer[0] for answer in await asyncio.gather(*held)] == [200] * 3
-
-    run(check, api_key="secret", max_requests=3, limits=ServerLimits(max_body_bytes=200_000))

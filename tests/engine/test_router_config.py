@@ -12,8 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
-
 import capplan.fleet
 from capplan import InputError
 from capplan.cli.serve_plan import PlanProfiles

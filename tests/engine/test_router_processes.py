@@ -19,8 +19,6 @@ from urllib.request import Request, urlopen
 import psutil
 import pytest
 
-pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
-
 from capplan.fleet import ServingOptions, instances_of
 from tests.cli.conftest import command, environment
 from tests.engine.fake_instances import events, tiny_plan

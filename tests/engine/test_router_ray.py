@@ -6,7 +6,6 @@ from typing import Any
 import psutil
 import pytest
 
-pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 pytest.importorskip("ray", reason="instances on a cluster need Ray (extra `ray`)")
 
 import aiohttp

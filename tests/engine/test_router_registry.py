@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
-
 from capplan.datasets import load_profile
 from capplan.fleet import RegistrySettings, RouterConfig
 from capplan.fleet import _launcher as launcher

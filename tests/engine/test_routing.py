@@ -14,8 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
-
 from capplan import InputError
 from capplan.fleet import RoutingSettings
 from capplan.fleet._routing import Choice, InstanceRouter
@@ -34,7 +32,7 @@ from capplan.twin.cluster import Candidate, RoutedRequest
 from capplan.twin.cluster._routers import plain_rule
 from capplan.twin.instance._host_link import NEVER_NS
 from tests.engine.fake_instances import idle_state
-from tests.engine.test_router import run
+from tests.engine.test_router import running
 from tests.oracle.routers import (
     LeastAddedWork,
     RankAware,
@@ -261,8 +259,8 @@ def settings_of(name: str) -> RoutingSettings:
     return RoutingSettings(rule_and_reference(name, 0)[0], {"a": 8, "b": 4, "shared": 16}, 0.01)
 
 
-def test_requests_go_to_the_instance_that_reports_fewer() -> None:
-    async def check(r: Any) -> None:
+async def test_requests_go_to_the_instance_that_reports_fewer() -> None:
+    async with running(routing=settings_of("least-loaded")) as r:
         r.launcher["g1-1"].reported |= {"running": 5, "by_rank": {"16": [5, 0, 0]}}
         await r.until(lambda: int(r.state.fleet.router._fleet.instances.running[1]) == 5)
         assert {(await r.post("shared"))[1]["instance"] for _ in range(3)} == {"g0-1"}
@@ -273,11 +271,9 @@ def test_requests_go_to_the_instance_that_reports_fewer() -> None:
         await r.until(lambda: int(r.state.fleet.router._fleet.instances.queued[0]) >= 9)
         assert (await r.post("shared"))[1]["instance"] == "g1-1"
 
-    run(check, routing=settings_of("least-loaded"))
 
-
-def test_states_are_read_once_per_period() -> None:
-    async def check(r: Any) -> None:
+async def test_states_are_read_once_per_period() -> None:
+    async with running(routing=replace(settings_of("least-loaded"), state_period_s=0.05)) as r:
         instance, router = r.launcher["g0-1"], r.state.fleet.router
         await r.until(partial(lambda first: instance.reports > first, instance.reports))  # none is on its way
         before, began_s, ages = instance.reports, time.monotonic(), []
@@ -287,18 +283,14 @@ def test_states_are_read_once_per_period() -> None:
         assert 2 <= instance.reports - before <= (time.monotonic() - began_s) / 0.05 + 1
         assert sorted(ages)[50] < 0.5
 
-    run(check, routing=replace(settings_of("least-loaded"), state_period_s=0.05))
 
-
-def test_the_instances_report_in_turn() -> None:
-    async def check(r: Any) -> None:
+async def test_the_instances_report_in_turn() -> None:
+    async with running(routing=replace(settings_of("least-loaded"), state_period_s=0.4)) as r:
         asked: list[str] = []
         for name in ("g0-1", "g1-1"):
             r.launcher[name].on_state = partial(asked.append, name)
         await r.until(lambda: len(asked) >= 8)
         assert all(one != other for one, other in pairwise(asked)), "evenly spread over the period"
-
-    run(check, routing=replace(settings_of("least-loaded"), state_period_s=0.4))
 
 
 @given(st.integers(1, 300), st.integers(1, 10**10), st.integers(0, 10**4))
@@ -309,16 +301,14 @@ def test_reports_are_spread_evenly_over_the_period(instances: int, period_ns: in
     assert abs(gaps - period_ns / instances).max() <= 1
 
 
-def test_a_request_is_forwarded_at_the_time_of_its_turn() -> None:
-    async def check(r: Any) -> None:
+async def test_a_request_is_forwarded_at_the_time_of_its_turn() -> None:
+    async with running(routing=settings_of("least-work-left")) as r:
         router, held_s = r.state.fleet.router, 0.3
         router.decide = lambda *_, **__: Choice(0, time.monotonic_ns() + round(held_s * 1e9))
         began_s = time.monotonic()
         status, body, _ = await r.post("shared")
         assert (status, body["instance"]) == (200, "g0-1")
         assert time.monotonic() - began_s >= held_s
-
-    run(check, routing=settings_of("least-work-left"))
 
 
 def test_a_held_request_counts_at_its_instance_until_it_is_sent() -> None:
@@ -339,8 +329,8 @@ def test_a_held_request_counts_at_its_instance_until_it_is_sent() -> None:
     assert router.decide("y", 4, now_ns=3 * second) == Choice(0, 3 * second), "the work left ends sooner"
 
 
-def test_states_that_are_none_and_instances_that_end_lose_no_request() -> None:
-    async def check(r: Any) -> None:
+async def test_states_that_are_none_and_instances_that_end_lose_no_request() -> None:
+    async with running(routing=settings_of("least-work-left")) as r:
         r.launcher["g0-1"].reported = {"running": -1}
         r.launcher.may_start.clear()
         await r.launcher["g1-1"].crash()
@@ -350,20 +340,19 @@ def test_states_that_are_none_and_instances_that_end_lose_no_request() -> None:
         r.launcher.may_start.set()
         await r.until(lambda: not np.isnan(r.state.fleet.router.age_s(1)))
 
-    run(check, routing=settings_of("least-work-left"))
 
+async def test_a_defect_in_reading_states_ends_the_router_and_is_raised() -> None:
+    def report(*_: Any) -> None:
+        raise ZeroDivisionError
 
-def test_a_defect_in_reading_states_ends_the_router_and_is_raised() -> None:
-    async def check(r: Any) -> None:
-        def report(*_: Any) -> None:
-            raise ZeroDivisionError
-
-        r.state.fleet.router.report = report
-        await r.until(r.serving.done)
-        assert r.state.fleet.failed.is_set()
+    async def ended() -> None:
+        async with running(routing=settings_of("least-loaded")) as r:
+            r.state.fleet.router.report = report
+            await r.until(r.serving.done)
+            assert r.state.fleet.failed.is_set()
 
     with pytest.raises(ZeroDivisionError):
-        run(check, routing=settings_of("least-loaded"))
+        await ended()
 
 
 @pytest.mark.parametrize("field_", ["off_plan", "rank_raise", "max_age_s", "turn_s"])

@@ -10,8 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
-
 from capplan import InputError
 from capplan.fleet import RoutingSettings
 from capplan.fleet._routing import InstanceRouter, RoutingTable

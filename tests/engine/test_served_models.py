@@ -6,8 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
-
 from capplan import Plan
 from capplan.cli.serve_plan import unverified_overrides
 from capplan.datasets import load_profile

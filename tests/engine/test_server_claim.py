@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("aiohttp", reason="transfers need aiohttp (extra `engine`)")
-
 from capplan import InputError
 from capplan.engine.lora import AdapterStore
 from capplan.registry import AdapterRegistry, RegisteredServer

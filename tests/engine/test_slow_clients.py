@@ -8,12 +8,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
-
 from capplan.server import ServerLimits
-from tests.engine.fake_instances import Routed
 from tests.engine.live import live
-from tests.engine.test_router import run
+from tests.engine.test_router import running
 
 pytestmark = pytest.mark.process
 
@@ -30,8 +27,9 @@ def silent_client(url: str, **fields: Any) -> socket.socket:
     return client
 
 
-def test_a_response_that_fits_the_buffer_frees_its_instance_unread() -> None:
-    async def check(r: Routed) -> None:
+async def test_a_response_that_fits_the_buffer_frees_its_instance_unread() -> None:
+    limits = ServerLimits(client_buffer_bytes=8 * 2**20)
+    async with running(groups=["g0"], limits=limits) as r:
         instance = r.launcher["g0-1"]
         with ExitStack() as stack:
             for _ in range(3):
@@ -40,21 +38,16 @@ def test_a_response_that_fits_the_buffer_frees_its_instance_unread() -> None:
             await r.until(lambda: len(instance.bodies) == 3 and instance.busy == 0)
         await r.until(lambda: r.state.in_flight == 0)
 
-    limits = ServerLimits(client_buffer_bytes=8 * 2**20)
-    run(check, groups=["g0"], limits=limits)
 
-
-def test_a_client_that_never_reads_is_disconnected_from_the_router() -> None:
-    async def check(r: Routed) -> None:
+async def test_a_client_that_never_reads_is_disconnected_from_the_router() -> None:
+    limits = ServerLimits(client_buffer_bytes=64 * 1024, send_timeout_s=0.3)
+    async with running(groups=["g0"], limits=limits) as r:
         started_s = time.monotonic()
         with silent_client(str(r.client._base_url), model="a", flood=20_000):
             await r.until(lambda: r.launcher["g0-1"].busy == 1)
             await r.until(lambda: r.state.in_flight == 0)  # after the send timeout
             assert 0.3 <= time.monotonic() - started_s < 20
         await r.until(lambda: r.launcher["g0-1"].busy == 0)
-
-    limits = ServerLimits(client_buffer_bytes=64 * 1024, send_timeout_s=0.3)
-    run(check, groups=["g0"], limits=limits)
 
 
 def test_a_client_that_never_reads_is_disconnected_from_a_server() -> None:

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
-
 from capplan import Plan, load_profile
 from capplan.fleet import RouterConfig
 from capplan.fleet._routing import InstanceRouter

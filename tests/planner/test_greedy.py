@@ -146,20 +146,18 @@ def rates(*rates_rps: float) -> Problem:
     return replace(problem, shares=shares)
 
 
-def test_strict_fails_if_the_first_eight_fail() -> None:
-    problem, estimator = rates(*[1.0] * 8), Capacity(rps=5.0)
-    assert [len(a.shares) for a in solve_greedy(problem, estimator)] == [4, 4]
-    with pytest.raises(InfeasibleError, match="8 stay empty") as error:
+@pytest.mark.parametrize(
+    ("adapters", "rps", "placed", "told", "reason"),
+    [(8, 5.0, [4, 4], "8 stay empty", "gpus"), (12, 9.0, [8, 4], "last 4 adapters", "starvation")],
+)
+def test_strict_fails_if_the_first_eight_or_the_rest_fails(
+    adapters: int, rps: float, placed: list[int], told: str, reason: str
+) -> None:
+    problem, estimator = rates(*[1.0] * adapters), Capacity(rps=rps)
+    assert [len(a.shares) for a in solve_greedy(problem, estimator)] == placed
+    with pytest.raises(InfeasibleError, match=told) as error:
         solve_greedy(problem, estimator, strict=True)
-    assert error.value.reason == "gpus"
-
-
-def test_strict_fails_if_the_rest_fails() -> None:
-    problem, estimator = rates(*[1.0] * 12), Capacity(rps=9.0)
-    assert [len(a.shares) for a in solve_greedy(problem, estimator)] == [8, 4]
-    with pytest.raises(InfeasibleError, match="last 4 adapters") as error:
-        solve_greedy(problem, estimator, strict=True)
-    assert error.value.reason == "starvation"
+    assert error.value.reason == reason
 
 
 def test_the_reference_trace() -> None:

@@ -146,21 +146,22 @@ def test_a_form_of_another_kind_or_number_of_forests_is_refused(tmp_path: Path, 
     assert "damaged" in refused(file)
 
 
-@pytest.mark.parametrize("missing", ["throughput", "starvation"])
-def test_one_small_tree_without_the_other_is_refused(tmp_path: Path, missing: str) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda trees: trees.pop("throughput"),
+        lambda trees: trees.pop("starvation"),
+        lambda trees: trees["throughput"].update(answer="log_tok_s"),
+    ],
+    ids=["no throughput", "no starvation", "another quantity"],
+)
+def test_small_trees_that_lack_one_or_are_of_another_quantity_are_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object]
+) -> None:
     file = tmp_path / "s.tree.json"
     file.write_bytes(surrogate_bytes(surrogates()["tree"]))
     document, _ = contents(file)
-    document["trees"].pop(missing)
-    write(file, document, {})
-    assert "damaged" in refused(file)
-
-
-def test_a_small_tree_of_another_quantity_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "s.tree.json"
-    file.write_bytes(surrogate_bytes(surrogates()["tree"]))
-    document, _ = contents(file)
-    document["trees"]["throughput"]["answer"] = "log_tok_s"
+    change(document["trees"])
     write(file, document, {})
     assert "damaged" in refused(file)
 

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from benchmarks.stand_in_servers import whole
 from capplan import InputError, Workload
 from capplan.profiling.load import BenchResult, LoadProgress, LoadSettings, RequestFile, Target, bench
 from capplan.profiling.load._bench import OpenLoop, bench_result
@@ -104,10 +105,6 @@ async def goes_on(writer: asyncio.StreamWriter) -> None:
     """Wait for the next request of the connection."""
 
 
-def of_status(status: int, body: bytes) -> bytes:
-    return b"HTTP/1.1 %d x\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body)
-
-
 def streamed(body: bytes) -> bytes:
     return STREAM_HEAD + chunk(body) + b"0\r\n\r\n"
 
@@ -120,10 +117,10 @@ FAULTS = {
     "no end": (UNTIL_CLOSED + event() * 3, hangs_up, "disconnected"),
     "nothing": (b"", hangs_up, "disconnected"),
     "a reset": (b"", resets, "disconnected"),
-    "an error": (of_status(500, b'{"error": {"message": "engine died"}}'), goes_on, "http_500"),
-    "overload": (of_status(503, b"busy"), goes_on, "http_503"),
+    "an error": (whole(b'{"error": {"message": "engine died"}}', 500), goes_on, "http_500"),
+    "overload": (whole(b"busy", 503), goes_on, "http_503"),
     "no HTTP": (b"\x00\x01 not HTTP at all\r\n\r\n", stalls, "bad_response"),
-    "a web page": (of_status(200, b"<html>hello</html>"), goes_on, "bad_response"),
+    "a web page": (whole(b"<html>hello</html>"), goes_on, "bad_response"),
     "a broken chunk": (STREAM_HEAD + b"zz\r\n" + event(), stalls, "bad_response"),
     "a negative chunk": (STREAM_HEAD + b"-5\r\n" + event(), stalls, "bad_response"),
     "broken JSON": (streamed(b"data: {broken\n\ndata: [DONE]\n\n"), goes_on, "bad_response"),
