@@ -84,7 +84,8 @@ def test_what_is_sent_or_read_must_be_said(run: Run, words: tuple[str, ...], tol
 
 
 def test_requests_that_fail_are_told_and_exit_1(run: Run, workload_yaml: Path, tmp_path: Path) -> None:
-    with servers.server(lambda _, writer: servers.plain(writer, 500, b"{}")) as url:
+    died = b'{"error": {"message": "engine died"}}'
+    with servers.server(lambda _, writer: servers.plain(writer, 500, died)) as url:
         done = run("bench", workload_yaml, "--url", url, *SHORT, "-o", tmp_path / "r.json")
     assert done.exit_code == 1
     assert "with http_500" in done.stderr
