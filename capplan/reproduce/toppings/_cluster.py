@@ -83,7 +83,7 @@ def placed(load: Workload, instances: int, used: Profile) -> list[Instance]:
 
 
 @dataclass(frozen=True)
-class Case:
+class RouterCase:
     """All routers under one load; `cluster_rps` 0: section 7.5."""
 
     cluster_rps: float
@@ -98,7 +98,7 @@ class Case:
         return simulation(outputs=given.cluster_outputs)[0]
 
 
-def routed(case: Case) -> dict[str, tuple[float, float]]:
+def routed(case: RouterCase) -> dict[str, tuple[float, float]]:
     """Return SLO attainment in per cent and mean TPT in ms by router."""
     given, kernel = setting(), Kernel(case.kernel)
     load, used = case.workload(), profile(kernel)
@@ -125,7 +125,7 @@ Routed = Sequence[Mapping[str, tuple[float, float]]]
 
 def _route(lab: Lab, cluster_rps: float, kernel: Kernel = Kernel.BGMV) -> Routed:
     seeds = lab.seeds if cluster_rps else lab.seeds[: SEEDS[kernel]]
-    return lab.each(routed, [Case(cluster_rps, kernel.value, seed) for seed in seeds])
+    return lab.each(routed, [RouterCase(cluster_rps, kernel.value, seed) for seed in seeds])
 
 
 def _first(found: Routed) -> list[float]:
