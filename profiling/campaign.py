@@ -198,8 +198,7 @@ def _kernels(width: int, phase: str, setting: SliceSettings) -> SliceResult:
     """Time kernels at one hidden size."""
     if phase == "crossover" and setting.device == "cpu":
         return SliceResult(True, "the kernels in question run on a GPU")
-    from capplan.profiling.kernels._cases import SamplingLimits
-    from capplan.profiling.kernels._measure import KernelProfilingOptions, measure
+    from capplan.profiling.kernels._measure import KernelProfilingOptions, SamplingLimits, measure
 
     grid = "wide" if phase == "decode" else phase
     options = KernelProfilingOptions(

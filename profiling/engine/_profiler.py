@@ -42,7 +42,7 @@ from capplan.profiling.engine._stepping import (
     candidates,
     most_informative,
 )
-from capplan.profiling.kernels._cases import PAPER_BATCHES, PAPER_RANKS, Case, timing_row
+from capplan.profiling.kernels._measure import PAPER_BATCHES, PAPER_RANKS, Case, timing_row
 from capplan.profiling.load._preflight import beside_engine, preflight
 from capplan.profiling.load._record import FINISHED
 from capplan.profiling.load._requests import BASE, Target

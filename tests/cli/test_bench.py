@@ -10,7 +10,7 @@ import pytest
 
 from capplan.cli.progress import numbers
 from capplan.profiling.load import BenchResult, LoadProgress
-from capplan.profiling.load._vllm_bench import read_vllm_bench
+from capplan.profiling.load._result import read_vllm_bench
 from tests.cli.conftest import Run, command, environment, error_line
 from tests.cli.examples import write_inputs
 from tests.cli.test_report import own

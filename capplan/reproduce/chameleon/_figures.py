@@ -513,11 +513,11 @@ def _adapters(lab: Lab) -> Findings:
     most: dict[tuple[str, str], int] = {}
     curves = []
     for name, mix in kinds.items():
-        for system in systems:
-            p99 = tuple(_mean(found[system, f"{mix}-{count}"]) for count in COUNTS)
+        for each in systems:
+            p99 = tuple(_mean(found[each, f"{mix}-{count}"]) for count in COUNTS)
             within = [count for count, value in zip(COUNTS, p99, strict=True) if value <= slo]
-            most[name, system] = max(within, default=0)
-            curves.append(Curve(name=f"{SYSTEMS[system]}, {name}", x=tuple(map(float, COUNTS)), y=p99))
+            most[name, each] = max(within, default=0)
+            curves.append(Curve(name=f"{SYSTEMS[each]}, {name}", x=tuple(map(float, COUNTS)), y=p99))
     best = [min((_mean(found[system, mix]), mix) for mix in mixes)[1] for system in systems]
     rows: dict[str, float | bool] = {}
     for name in kinds:

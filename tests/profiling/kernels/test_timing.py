@@ -5,8 +5,7 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-from capplan.profiling.kernels._cases import Case
-from capplan.profiling.kernels._measure import MakeCalls, WeightPool, grouped_calls, padded_calls
+from capplan.profiling.kernels._measure import Case, MakeCalls, WeightPool, grouped_calls, padded_calls
 
 WIDTH = 24
 

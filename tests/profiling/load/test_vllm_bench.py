@@ -7,7 +7,7 @@ import pytest
 
 from capplan import InputError
 from capplan.profiling.load import BenchResult, LoadSettings, RequestFile, Target, bench, write_vllm_bench
-from capplan.profiling.load._vllm_bench import read_vllm_bench
+from capplan.profiling.load._result import read_vllm_bench
 from tests.profiling.load import servers
 from tests.profiling.load.test_requests import workload
 
