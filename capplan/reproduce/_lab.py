@@ -40,19 +40,11 @@ class Lab:
     numbers: Mapping[str, Any] = field(default_factory=dict)
     """Numbers of the setting that differ from the recipe's."""
 
-    def showing(self, progress: Callable[[int, int], None] | None) -> Lab:
-        """Return the lab with a callback for cases done and their total."""
-        return replace(self, progress=progress)
-
     def each(self, simulate: Callable[[Item], Answer], cases: Sequence[Item]) -> list[Answer]:
         """Return ``simulate(case)`` of every case, in order; what is kept is not simulated again.
 
-        Parameters
-        ----------
-        simulate
-            A function of a module, whose results are JSON values.
-        cases
-            Frozen dataclasses, whose ``repr`` says all that a result depends on beside the recipe's setting.
+        `simulate` is a function of a module, whose results are JSON values. Cases are frozen dataclasses,
+        whose ``repr`` says all that a result depends on beside the recipe's setting.
         """
         paths = [self.folder / f"{simulate.__name__}-{self._digest(case)}.json" for case in cases]
         first = {path: number for number, path in reversed(list(enumerate(paths))) if not path.exists()}
@@ -69,6 +61,12 @@ class Lab:
             for number, result in zip(missing, found, strict=True):
                 write_text_atomic(paths[number], json.dumps({"case": repr(cases[number]), "result": result}))
         return [json.loads(path.read_text(encoding="utf-8"))["result"] for path in paths]
+
+    def by_seed(self, simulate: Callable[[Item], Answer], cases: Sequence[Item]) -> list[list[Answer]]:
+        """Return ``simulate(case)`` of every case with each seed: by case, in the order of the seeds."""
+        seeded: list[Any] = [replace(case, seed=seed) for case in cases for seed in self.seeds]
+        found = iter(self.each(simulate, seeded))
+        return [[next(found) for _ in self.seeds] for _ in cases]
 
     def trace(self, name: str) -> str:
         """Return the path of a public trace.

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.reproduce._lab import Experiment, Lab, highest
-from capplan.reproduce._results import Curve, Findings
+from capplan.reproduce._results import Curve, Findings, mean_curve
 from capplan.reproduce.chameleon._setting import (
     A40,
     BASELINE,
@@ -298,7 +298,7 @@ def _rises(values: Sequence[Values]) -> bool:
 def _curves(lab: Lab, systems: Sequence[str], key: str) -> list[Curve]:
     found = _at(lab, systems, CURVE)
     return [
-        Curve(name=SYSTEMS[system], x=CURVE, y=tuple(_mean(found[system, load], key) for load in CURVE))
+        mean_curve(SYSTEMS[system], CURVE, [_all_of(found[system, load], key) for load in CURVE])
         for system in systems
     ]
 
@@ -307,7 +307,7 @@ def _setting(lab: Lab) -> Findings:
     here, largest = A40, setting().largest_rank
     ttft_ms = load_ms(here, largest) + prefill_ms(here, 1e3 * medium_ktokens(), largest)
     base_ms = prefill_ms(here, 1e3 * medium_ktokens(), 0)
-    (slo,) = lab.each(bound_s, _cases(lab, BASELINE, [1.0] * len(lab.seeds))[:1])
+    slo = _slo_s(lab)
     rates = [setting().loads_rps["full"]] * len(lab.seeds)
     full = lab.each(measures, _cases(lab, "no-sched", rates))
     return Findings(
@@ -323,11 +323,7 @@ def _setting(lab: Lab) -> Findings:
 def _ttft_by_rank(_lab: Lab) -> Findings:
     ranks, inputs = setting().ranks, (128, 256, 512, 1024, 2048)
     curves = [
-        Curve(
-            name=f"rank {rank}",
-            x=tuple(map(float, inputs)),
-            y=tuple(prefill_ms(A40, tokens, rank) for tokens in inputs),
-        )
+        Curve(name=f"rank {rank}", x=inputs, y=tuple(prefill_ms(A40, tokens, rank) for tokens in inputs))
         for rank in ranks
     ]
     columns = list(zip(*(curve.y for curve in curves), strict=True))
@@ -437,7 +433,7 @@ def _schedulers(lab: Lab) -> Findings:
     systems = (BASELINE, "sjf", "no-cache", CHAMELEON)
     found = _at(lab, systems, ["high"])
     fifo, sjf, no_cache, ours = (_mean(found[system, "high"]) for system in systems)
-    (slo,) = lab.each(bound_s, _cases(lab, BASELINE, [1.0] * len(lab.seeds))[:1])
+    slo = _slo_s(lab)
     return Findings(
         {
             "violated": min(fifo, sjf) > slo,
@@ -506,7 +502,7 @@ def _predictors(lab: Lab) -> Findings:
 
 def _adapters(lab: Lab) -> Findings:
     systems = (BASELINE, CHAMELEON)
-    (slo,) = lab.each(bound_s, _cases(lab, BASELINE, [1.0] * len(lab.seeds))[:1])
+    slo = _slo_s(lab)
     kinds, mixes = {"uniform": "up", "power": "pp"}, ("uu", "up", "pp")
     by_count = [f"{mix}-{count}" for mix in kinds.values() for count in COUNTS]
     found = _of_mixes(lab, systems, [*mixes, *by_count])
@@ -517,7 +513,7 @@ def _adapters(lab: Lab) -> Findings:
             p99 = tuple(_mean(found[each, f"{mix}-{count}"]) for count in COUNTS)
             within = [count for count, value in zip(COUNTS, p99, strict=True) if value <= slo]
             most[name, each] = max(within, default=0)
-            curves.append(Curve(name=f"{SYSTEMS[each]}, {name}", x=tuple(map(float, COUNTS)), y=p99))
+            curves.append(Curve(name=f"{SYSTEMS[each]}, {name}", x=COUNTS, y=p99))
     best = [min((_mean(found[system, mix]), mix) for mix in mixes)[1] for system in systems]
     rows: dict[str, float | bool] = {}
     for name in kinds:
@@ -532,7 +528,7 @@ def _other_lengths(lab: Lab) -> Findings:
     found = _of_mixes(lab, systems, list(mixes.values()))
     rows: dict[str, Values | None] = {"wildchat_ratio": None}
     for name, mix in mixes.items():
-        (slo,) = lab.each(bound_s, _cases(lab, BASELINE, [1.0] * len(lab.seeds), mix=mix)[:1])
+        slo = _slo_s(lab, mix)
         slora, ours = (_all_of(found[system, mix], "ttft_p99_s") for system in systems)
         rows |= {
             f"{name}_slora": [p99 / slo for p99 in slora],
@@ -547,6 +543,12 @@ def _static(lab: Lab) -> Findings:
     loads = ("medium", "high")
     found = _at(lab, ["static", CHAMELEON], loads)
     return Findings({load: _cuts(found[CHAMELEON, load], found["static", load]) for load in loads})
+
+
+def _slo_s(lab: Lab, mix: str = "") -> float:
+    """Return the SLO on the P99 of TTFT, which is the same for all seeds."""
+    (slo,) = lab.each(bound_s, [Case(BASELINE, lab.seeds[0], 1.0, mix, traces=_folder(lab))])
+    return slo
 
 
 def _knee_ratio(lab: Lab, platform: Platform) -> list[float]:
@@ -569,8 +571,7 @@ def _memory(lab: Lab) -> Findings:
     sizes = (24, 48, 80)
     ratios = [_knee_ratio(lab, Platform(A100, memory_gib=float(gib) if gib < 80 else None)) for gib in sizes]
     rows = {f"{gib}gb": found for gib, found in zip(sizes, ratios, strict=True)}
-    curve = Curve(name=SYSTEMS[CHAMELEON], x=tuple(map(float, sizes)), y=tuple(map(fmean, ratios)))
-    return Findings({**rows, "rises": _rises(ratios)}, [curve])
+    return Findings({**rows, "rises": _rises(ratios)}, [mean_curve(SYSTEMS[CHAMELEON], sizes, ratios)])
 
 
 def _parallel(lab: Lab) -> Findings:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from capplan.models import disk_load_ms, gpu_load_ms
 from capplan.reproduce._lab import Experiment, Lab, highest
-from capplan.reproduce._results import Curve, Findings
+from capplan.reproduce._results import Curve, Findings, mean_curve
 from capplan.reproduce.loraserve._setting import LengthsOf, mixed, of_lengths, server, setting
 from capplan.serving import adapter_bytes
 from capplan.serving.rebalancing import AdapterDemand, place
@@ -311,6 +311,11 @@ def each_run(
     return [[[next(found) for _ in range(draws)] for _ in lab.seeds] for draws in sizes]
 
 
+def _means(found: Sequence[Sequence[Sequence[Any]]], key: str) -> list[list[float]]:
+    """Return a number of each run of `each_run` by seed, means over random placements."""
+    return [[fmean(run[key] for run in draws) for draws in own] for own in found]
+
+
 def rates(
     lab: Lab, scenes: Sequence[Scene], systems: Sequence[str] = tuple(SHOWN)
 ) -> list[dict[str, list[float]]]:
@@ -358,29 +363,26 @@ def _percent(ratios: Sequence[float]) -> list[float]:
 
 
 def _curves(x: Sequence[float], tables: Sequence[Table]) -> list[Curve]:
-    return [
-        Curve(name=shown, x=tuple(x), y=tuple(fmean(table[system]) for table in tables))
-        for system, shown in SHOWN.items()
-    ]
+    return [mean_curve(shown, x, [table[system] for table in tables]) for system, shown in SHOWN.items()]
 
 
 def fig1(lab: Lab) -> Findings:
     """Rank 8 beside rank 128."""
     loads = (2.0, 3.0, MICRO_RPS)
     mixes = {"rank 8 alone": (LOW,), "beside rank 128": (LOW, HIGH)}
-    cases = [
-        Alone(ranks, rps, seed, engine="motivation")
-        for ranks in mixes.values()
-        for rps in loads
-        for seed in lab.seeds
-    ]
-    found = iter([each["p95_s"] for each in lab.each(alone, cases)])
-    p95_s = {name: [[next(found) for _ in lab.seeds] for _ in loads] for name in mixes}
+    p95_s = {
+        name: _p95_s(lab, [Alone(ranks, rps, 0, engine="motivation") for rps in loads])
+        for name, ranks in mixes.items()
+    }
     only, beside = (own[-1] for own in p95_s.values())
     return Findings(
         {"beside": _percent([b / a for a, b in zip(only, beside, strict=True)])},
-        [Curve(name=name, x=loads, y=tuple(map(fmean, own))) for name, own in p95_s.items()],
+        [mean_curve(name, loads, own) for name, own in p95_s.items()],
     )
+
+
+def _p95_s(lab: Lab, cases: Sequence[Alone]) -> list[list[float]]:
+    return [[each["p95_s"] for each in own] for own in lab.by_seed(alone, cases)]
 
 
 def _prefills(
@@ -441,17 +443,17 @@ def fig5(lab: Lab) -> Findings:
 def fig6(lab: Lab) -> Findings:
     """4 req/s by rank."""
     ranks = setting().ranks
-    cases = [Alone((rank,), MICRO_RPS, seed, engine="motivation") for rank in ranks for seed in lab.seeds]
-    found = iter([each["p95_s"] for each in lab.each(alone, cases)])
-    p95_s = {rank: [next(found) for _ in lab.seeds] for rank in ranks}
-    keeps = {rank: [float(each <= MICRO_BOUND_S) for each in own] for rank, own in p95_s.items()}
+    p95_s = _p95_s(lab, [Alone((rank,), MICRO_RPS, 0, engine="motivation") for rank in ranks])
+    keeps = {
+        rank: [float(each <= MICRO_BOUND_S) for each in own] for rank, own in zip(ranks, p95_s, strict=True)
+    }
     return Findings(
         {
             "low": [min(each) for each in zip(keeps[8], keeps[16], keeps[32], strict=True)],
             "r64": [1.0 - each for each in keeps[64]],
             "r128": [1.0 - each for each in keeps[128]],
         },
-        [Curve(name="4 req/s", x=ranks, y=tuple(fmean(p95_s[rank]) for rank in ranks))],
+        [mean_curve("4 req/s", ranks, p95_s)],
     )
 
 
@@ -526,13 +528,11 @@ def fig18(lab: Lab) -> Findings:
         lab, served, [(scene, each, 30.0) for each in systems]
     )
     emptiest = [run["emptiest"] for (run,) in own]
-    worst = [
-        [fmean(max(run["server_p95_s"]) for run in draws) for draws in found]
-        for found in (toppings, contiguous, random)
-    ]
+    baselines = (toppings, contiguous, random)
+    worst = [[fmean(max(run["server_p95_s"]) for run in draws) for draws in each] for each in baselines]
     spread = [
-        [fmean(max(run["server_p95_s"]) / min(run["server_p95_s"]) for run in draws) for draws in found]
-        for found in (toppings, contiguous, random)
+        [fmean(max(run["server_p95_s"]) / min(run["server_p95_s"]) for run in draws) for draws in each]
+        for each in baselines
     ]
     bound_s = setting().bound_s
     return Findings(
@@ -558,7 +558,7 @@ def fig19(lab: Lab) -> Findings:
         for baseline in BASELINES
         for system in (baseline, LORASERVE)
     ]
-    p95_s = [[fmean(run["p95_s"] for run in draws) for draws in own] for own in each_run(lab, served, at_own)]
+    p95_s = _means(each_run(lab, served, at_own), "p95_s")
     ratios = [
         [theirs / ours for theirs, ours in zip(*pair, strict=True)]
         for pair in zip(p95_s[::2], p95_s[1::2], strict=True)
@@ -593,7 +593,7 @@ def fig20(lab: Lab) -> Findings:
     at = [[0.8 * rps for rps in table[LORASERVE]] for table in rates(lab, scenes, (LORASERVE,))]
     wanted = [(scene, system, loads) for scene, loads in zip(scenes, at, strict=True) for system in SHOWN]
     found = each_run(lab, served, wanted)
-    tbt_ms = [[fmean(run["tbt_ms"] for run in draws) for draws in own] for own in found]
+    tbt_ms = _means(found, "tbt_ms")
     width = len(SHOWN)
     relative = [
         [ours / theirs for ours, theirs in zip(tbt_ms[first], tbt_ms[first + other], strict=True)]
@@ -624,18 +624,15 @@ def fig21(lab: Lab) -> Findings:
             "eight": [b / a for a, b in zip(four, eight, strict=True)],
             "twelve": [b / a for a, b in zip(four, twelve, strict=True)],
         },
-        [Curve(name="LoRAServe", x=clusters, y=tuple(map(fmean, found)))],
+        [mean_curve("LoRAServe", clusters, found)],
     )
 
 
 def fig22(lab: Lab) -> Findings:
     """Rank skew."""
     wanted = [(Scene(mix), system, 36.0) for mix in EXPONENTS.values() for system in SHOWN]
-    found = iter(each_run(lab, served, wanted))
-    tables = [
-        {system: [fmean(run["p95_s"] for run in draws) for draws in next(found)] for system in SHOWN}
-        for _ in EXPONENTS
-    ]
+    found = iter(_means(each_run(lab, served, wanted), "p95_s"))
+    tables = [{system: next(found) for system in SHOWN} for _ in EXPONENTS]
     bound_s = setting().bound_s
     own = _across(tables, LORASERVE)
     random = _across(tables, RANDOM)

@@ -14,14 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
-from statistics import fmean
 from typing import Final, Literal
 
 import numpy as np
 
 from capplan.errors import InfeasibleError
 from capplan.reproduce._lab import Experiment, Lab
-from capplan.reproduce._results import Curve, Findings
+from capplan.reproduce._results import Curve, Findings, mean_curve
 from capplan.reproduce.toppings._setting import (
     PAPER,
     System,
@@ -44,7 +43,6 @@ Metrics = dict[str, float]
 
 METRICS: Final = ("ttft", "tpt", "e2e")
 LARGE: Final = ("s5", "s6")
-RECORDED: Final = "qmsum_lengths.parquet"
 SYSTEMS: Final = ("cached", "s-lora", "toppings", "dlora")
 
 
@@ -71,7 +69,7 @@ class Case:
 
     load: Load
     system: str
-    seed: int
+    seed: int = 0
 
 
 def served(case: Case) -> Metrics | None:
@@ -174,10 +172,8 @@ def _all(conditions: Iterable[Sequence[bool]]) -> list[float]:
 def serve(lab: Lab, loads: Mapping[str, Load], names: Sequence[str]) -> Served:
     """Simulate every system under every load, with every seed."""
     keys = list(product(loads, names))
-    cases = [Case(loads[load], name, seed) for load, name in keys for seed in lab.seeds]
-    results = lab.each(served, cases)
-    count = len(lab.seeds)
-    return Served({key: results[i * count : (i + 1) * count] for i, key in enumerate(keys)})
+    found = lab.by_seed(served, [Case(loads[load], name) for load, name in keys])
+    return Served(dict(zip(keys, found, strict=True)))
 
 
 def table2(lab: Lab, *names: str) -> dict[str, Load]:
@@ -219,7 +215,7 @@ def fig4(lab: Lab) -> Findings:
         rps: [100.0 * each for each in found.values(rps, "s-lora", "interrupted share")] for rps in loads
     }
     counts = {f"count.{rps}": found.values(rps, "s-lora", "interruptions") for rps in loads}
-    curve = Curve(name="S-LoRA", x=given.rps, y=tuple(fmean(each) for each in shares.values()))
+    curve = mean_curve("S-LoRA", given.rps, shares.values())
     return Findings({f"share.{rps}": each for rps, each in shares.items()} | counts, [curve])
 
 
@@ -461,11 +457,7 @@ def fig18(lab: Lab) -> Findings:
         float(each["first-fit"][0] == min(value for value, _ in each.values())) for each in found["30"]
     ]
     curves = [
-        Curve(
-            name=name,
-            x=setting().cluster.rps,
-            y=tuple(fmean(each[name][0] for each in seeds) for seeds in found.values()),
-        )
+        mean_curve(name, setting().cluster.rps, [[each[name][0] for each in own] for own in found.values()])
         for name in ROUTERS
     ]
     return Findings(values, curves)

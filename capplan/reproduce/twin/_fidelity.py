@@ -133,8 +133,7 @@ def _errors(runs: Sequence[PublishedRun], found: Sequence[Metrics]) -> dict[str,
 def fig8(lab: Lab) -> Findings:
     """Compare curves over adapters: Qwen, ranks 8 and 16, 8 slots, mean lengths."""
     profile, folder = held_out_profiles(lab)["qwen"], str(lab.measurements())
-    cases = [Judged("qwen", "mean", seed, folder, profile) for seed in lab.seeds]
-    answers = lab.each(simulated, cases)
+    (answers,) = lab.by_seed(simulated, [Judged("qwen", "mean", 0, folder, profile)])
     runs = judged_runs("qwen", Path(folder))
     rows = [
         at for at, run in enumerate(runs) if run.a_max == min(setting().predictable.slots) and run.s_max == 16
@@ -243,11 +242,8 @@ def series(case: Scenario) -> Mapping[str, list[float]]:
 def fig9(lab: Lab) -> Findings:
     """Return running and waiting requests under unpredictable arrivals."""
     given = setting().unpredictable
-    cases = [
-        Scenario("llama", "high", (given.rank,), min(given.adapters), given.slots, seed, unpredictable=True)
-        for seed in lab.seeds
-    ]
-    found = lab.each(series, cases)
+    case = Scenario("llama", "high", (given.rank,), min(given.adapters), given.slots, 0, unpredictable=True)
+    (found,) = lab.by_seed(series, [case])
     first = found[0]
     names = ("running", "waiting")
     curves = [Curve(name=name, x=tuple(first["minutes"]), y=tuple(first[name])) for name in names]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count as numbers
-from itertools import groupby, islice, pairwise, product
+from itertools import groupby, pairwise, product
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ from capplan.models.calibration import smape
 from capplan.reproduce._lab import Lab
 from capplan.reproduce._results import Curve, Findings
 from capplan.reproduce.twin._fidelity import published_model
-from capplan.reproduce.twin._profiles import bare_profile, profiling_profile
+from capplan.reproduce.twin._profiles import bare_profile, memory_table, profiling_profile
 from capplan.reproduce.twin._setting import numbered, setting
 from capplan.spec import STARVED_BELOW, BaseTraffic, Coefficient, EngineLimits, Lengths, Profile, Workload
 from capplan.twin import SimulationResult, simulate
@@ -79,29 +79,46 @@ class Packed:
 def packed(case: Packed) -> dict[str, float] | None:
     """Return throughput and its share of the offered load; None if the server does not start."""
     given = setting().motivation
-    workload = Workload(
-        base_model="meta-llama/Llama-2-7b-hf",
-        adapters=numbered([case.rank] * case.adapters, [case.rate_rps] * case.adapters),
-        prompt_tokens=Lengths(mean=given.prompt_tokens),
-        output_tokens=Lengths(mean=case.output_tokens),
-    )
+    workload = _workload(case.rank, case.adapters, case.rate_rps, given.prompt_tokens, case.output_tokens)
     settings: dict[str, Any] = dict(given.slora)
     profile = load_profile(given.slora_profile) if case.engine == SLORA else None
     if profile is None:
         profile = Profile.model_validate_json(case.profile)
-        settings = {
-            "a_max": case.slots,
-            "s_max": case.rank,
-            "max_num_seqs": given.batched_tokens,
-            "max_num_batched_tokens": given.batched_tokens,
-            "max_model_len": given.model_len,
-        }
+        settings = _vllm_settings(case.slots, case.rank)
     try:
         found = simulate(workload, profile, duration_s=case.duration_s, seed=case.seed, **settings)
     except InfeasibleError:
         return None
     offered = case.adapters * case.rate_rps * (given.prompt_tokens + case.output_tokens)
     return {"tok_s": found.throughput_tok_s, "share": found.throughput_tok_s / offered}
+
+
+def _workload(
+    rank: int,
+    adapters: int,
+    rate_rps: float,
+    prompt_tokens: int,
+    output_tokens: int,
+    base: BaseTraffic | None = None,
+) -> Workload:
+    return Workload(
+        base_model="meta-llama/Llama-2-7b-hf",
+        adapters=numbered([rank] * adapters, [rate_rps] * adapters),
+        base=base,
+        prompt_tokens=Lengths(mean=prompt_tokens),
+        output_tokens=Lengths(mean=output_tokens),
+    )
+
+
+def _vllm_settings(slots: int, rank: int) -> dict[str, Any]:
+    given = setting().motivation
+    return {
+        "a_max": slots,
+        "s_max": rank,
+        "max_num_seqs": given.batched_tokens,
+        "max_num_batched_tokens": given.batched_tokens,
+        "max_model_len": given.model_len,
+    }
 
 
 @dataclass(frozen=True)
@@ -209,32 +226,25 @@ class Simulated:
         """Return how much lower throughput is with the most adapters than at its highest, by seed."""
         return [1.0 - each[-1] / max(each) for each in self.tok_s]
 
-    def curve(self, prefix: str = "") -> Curve:
+    def curve(self) -> Curve:
         """Return throughput by adapters, mean over seeds."""
-        y = tuple(float(each) for each in np.mean(self.tok_s, axis=0))
-        return Curve(name=f"{prefix}{self.name}", x=tuple(map(float, self.adapters)), y=y)
+        y = tuple(np.mean(self.tok_s, axis=0).tolist())
+        return Curve(name=self.name, x=tuple(self.adapters), y=y)
 
 
 def lines(lab: Lab, points: Sequence[Point]) -> list[Simulated]:
     """Simulate measured runs, line by line. A server that does not start has no throughput."""
-    cases = [replaced(point.case, seed) for seed in lab.seeds for point in points]
-    found = iter(lab.each(packed, cases))
+    found = lab.by_seed(packed, [point.case for point in points])
     nothing = {"tok_s": 0.0, "share": 0.0}
-    by_seed = [[each or nothing for each in islice(found, len(points))] for _ in lab.seeds]
-    numbered_points = list(enumerate(points))
     simulated = []
-    for name, members in groupby(numbered_points, key=lambda each: each[1].line):
-        at = [number for number, _ in members]
+    for name, members in groupby(zip(points, found, strict=True), key=lambda each: each[0].line):
+        own, answers = zip(*members, strict=True)
         tok_s, share = (
-            tuple(tuple(own[number][key] for number in at) for own in by_seed) for key in ("tok_s", "share")
+            tuple(tuple((each or nothing)[key] for each in of_seed) for of_seed in zip(*answers, strict=True))
+            for key in ("tok_s", "share")
         )
-        simulated.append(Simulated(name, tuple(points[number] for number in at), tok_s, share))
+        simulated.append(Simulated(name, own, tok_s, share))
     return simulated
-
-
-def replaced(case: Packed, seed: int) -> Packed:
-    """Return the case with another seed."""
-    return Packed(**{**vars(case), "seed": seed})
 
 
 def errors(found: Sequence[Simulated]) -> list[float]:
@@ -311,26 +321,16 @@ class Served:
 
 def served(case: Served) -> dict[str, float]:
     """Return throughput, batch and latencies."""
-    given = setting().motivation
     used = case.adapters or 1
     rate_rps = case.total_rps / used if case.adapters else 0.0
-    workload = Workload(
-        base_model="meta-llama/Llama-2-7b-hf",
-        adapters=numbered([case.rank] * used, [rate_rps] * used),
-        base=None if case.adapters else BaseTraffic(rate_rps=case.total_rps),
-        prompt_tokens=Lengths(mean=case.prompt_tokens),
-        output_tokens=Lengths(mean=case.output_tokens),
-    )
+    base = None if case.adapters else BaseTraffic(rate_rps=case.total_rps)
+    workload = _workload(case.rank, used, rate_rps, case.prompt_tokens, case.output_tokens, base)
     found = simulate(
         workload,
         Profile.model_validate_json(case.profile),
-        a_max=case.slots,
-        s_max=case.rank,
-        max_num_seqs=given.batched_tokens,
-        max_num_batched_tokens=given.batched_tokens,
-        max_model_len=given.model_len,
-        duration_s=given.saturated_s,
+        duration_s=setting().motivation.saturated_s,
         seed=case.seed,
+        **_vllm_settings(case.slots, case.rank),
     )
     return {
         "tok_s": found.throughput_tok_s,
@@ -350,16 +350,9 @@ def saturated(lab: Lab, rank: int, points: Sequence[tuple[int, int]], seed: int)
 
 
 def last_slots(model: str, rank: int, start: tuple[int, int, int]) -> int:
-    """Return the fewest slots beside which a request of the longest length has no room.
+    """Return the fewest slots of a rank beside which a request of the longest length has no room.
 
-    Parameters
-    ----------
-    model
-        Its architecture, which gives the sizes of weights, KV and slots.
-    rank
-        Of the slots.
-    start
-        Slots, their rank, and KV tokens of one measured start, which gives the reserve.
+    `start` is slots, their rank, and KV tokens of one measured start, which gives the reserve.
     """
     given, bare = setting().motivation, bare_profile(model)
 
@@ -406,9 +399,8 @@ def fig4(lab: Lab) -> Findings:
 
 def _smallest_start(reference: Path, model: str) -> tuple[int, int, int]:
     """Return slots, their rank and KV tokens of the measured start with the least of both."""
-    table = pd.read_csv(reference / "profiling_memory.csv")
-    table = table[(table.model == model) & table.source.str.startswith("v0.5.0") & (table.status == "ok")]
-    row = table.sort_values(["a_max", "s_max"]).iloc[0]
+    table = memory_table(reference, model)
+    row = table[table.status == "ok"].sort_values(["a_max", "s_max"]).iloc[0]
     return max(1, int(row.a_max)), max(8, int(row.s_max)), int(row.kv_tokens)
 
 
@@ -425,7 +417,7 @@ def _mean_curve(
     name: str, x: Sequence[float], found: Sequence[Sequence[dict[str, float]]], key: str
 ) -> Curve:
     y = np.mean([[point[key] for point in each] for each in found], axis=0)
-    return Curve(name=name, x=tuple(map(float, x)), y=tuple(map(float, y)))
+    return Curve(name=name, x=tuple(x), y=tuple(y.tolist()))
 
 
 def fig5(lab: Lab) -> Findings:
@@ -460,7 +452,7 @@ def fig6(lab: Lab) -> Findings:
     by_length = [[shares[name, rank] for name in reversed(lengths)] for rank in ranks]
     order = all(one < other for each in (*by_rank, *by_length) for one, other in pairwise(each))
     curves = [
-        Curve(name=f"{prompt} + {output} tokens", x=tuple(map(float, ranks)), y=tuple(each))
+        Curve(name=f"{prompt} + {output} tokens", x=ranks, y=tuple(each))
         for (prompt, output), each in zip(lengths.values(), by_rank, strict=True)
     ]
     values = {"short-8": shares["short", 8], "short-32": shares["short", 32], "long": shares["long", 32]}
@@ -473,7 +465,7 @@ class Queued:
 
     adapters: int
     slots: int
-    seed: int
+    seed: int = 0
 
 
 def scheduling(case: Queued) -> float:
@@ -508,9 +500,8 @@ def fig7(lab: Lab) -> Findings:
     """Report the share of the scheduler in a step."""
     adapters, slots = (64, 128, 256, 384), (8, 128, 384)
     points = [(served, fewer) for fewer in slots for served in adapters if fewer <= served]
-    cases = [Queued(*point, seed) for seed in lab.seeds for point in points]
-    found = iter(lab.each(scheduling, cases))
-    by_seed = [{point: next(found) for point in points} for _ in lab.seeds]
+    found = lab.by_seed(scheduling, [Queued(*point) for point in points])
+    by_seed = [dict(zip(points, each, strict=True)) for each in zip(*found, strict=True)]
     most = max(adapters)
     values: dict[str, Any] = {
         "few-slots": [each[most, 8] for each in by_seed],
@@ -520,16 +511,9 @@ def fig7(lab: Lab) -> Findings:
             for each in by_seed
         ],
     }
-    curves = [
-        Curve(
-            name=f"{fewer} slots",
-            x=tuple(float(served) for served in adapters if served >= fewer),
-            y=tuple(
-                float(np.mean([each[served, fewer] for each in by_seed]))
-                for served in adapters
-                if served >= fewer
-            ),
-        )
-        for fewer in slots
-    ]
+    curves = []
+    for fewer in slots:
+        x = tuple(served for served in adapters if served >= fewer)
+        y = tuple(float(np.mean([each[served, fewer] for each in by_seed])) for served in x)
+        curves.append(Curve(name=f"{fewer} slots", x=x, y=y))
     return Findings(values, curves)

@@ -47,18 +47,10 @@ def base_profile(model: PublishedModel) -> Profile:
 def published_profile(
     reference: Path, model: PublishedModel, groups: tuple[str, ...] = GROUPS, workers: int = 1
 ) -> Profile:
-    """Return the profile of a model calibrated to the published tables of vLLM 0.8.5.
+    """Return the profile of a model calibrated to the published tables of vLLM 0.8.5, in a folder.
 
-    Parameters
-    ----------
-    reference
-        Folder with the published tables.
-    model
-        The model.
-    groups
-        Groups of runs to fit to. Memory, loading and profiled steps are separate measurements.
-    workers
-        Threads of the simulations.
+    `groups` are the runs to fit to; memory, loading and profiled steps are separate measurements. `workers`
+    are threads of the simulations.
     """
     provenance = load_profile(model.profile).provenance
     options = CalibrationOptions(name=model.profile, form=FORM, free=FREE, workers=workers)
@@ -90,12 +82,8 @@ def bare_profile(model: str) -> Profile:
 def profiling_profile(reference: Path, model_len: int, batched_tokens: int) -> Profile:
     """Return the profile of Llama-2-7B on vLLM 0.5.0, fitted to the authors' profiling runs of section 5.1.
 
-    Parameters
-    ----------
-    reference
-        Folder with the published tables.
-    model_len, batched_tokens
-        Longest request and tokens of a step; servers without room for one request did not start.
+    `model_len` is the longest request: servers without room for one did not start. `batched_tokens` are those
+    of a step.
     """
     with TemporaryDirectory() as name:
         folder = Path(name)
@@ -111,11 +99,16 @@ def profiling_profile(reference: Path, model_len: int, batched_tokens: int) -> P
 
 def _starts(reference: Path) -> pd.DataFrame:
     """Return the KV tokens by slots and their rank, of servers that could start."""
-    table = pd.read_csv(reference / "profiling_memory.csv")
-    table = table[(table.model == "llama-2-7b") & table.source.str.startswith("v0.5.0")]
+    table = memory_table(reference, "llama-2-7b")
     return table.dropna(subset="kv_tokens").drop_duplicates(["a_max", "s_max"])[
         ["a_max", "s_max", "kv_tokens"]
     ]
+
+
+def memory_table(reference: Path, model: str) -> pd.DataFrame:
+    """Return the published starts of servers of a model on vLLM 0.5.0."""
+    table = pd.read_csv(reference / "profiling_memory.csv")
+    return table[(table.model == model) & table.source.str.startswith("v0.5.0")]
 
 
 def _steps(reference: Path) -> pd.DataFrame:
@@ -124,8 +117,7 @@ def _steps(reference: Path) -> pd.DataFrame:
     A request that runs computes one token per step, and brings its prompt once in its outputs. Its KV holds
     the prompt and half of the output on average.
     """
-    memory = pd.read_csv(reference / "profiling_memory.csv")
-    memory = memory[(memory.model == "llama-2-7b") & memory.source.str.startswith("v0.5.0")]
+    memory = memory_table(reference, "llama-2-7b")
     memory = memory.assign(
         dataset=memory.source.str.rpartition("/")[2],
         rank=memory.s_max,
