@@ -16,8 +16,8 @@ from capplan.models import (
     explain_kernels,
     read_kernel_table,
 )
-from capplan.profiling._tables import LOADING, MEMORY, PROVENANCE, SERVED, STEPS
-from capplan.spec import read_text, write_text_atomic
+from capplan.profiling._tables import LOADING, MEMORY, PROVENANCE, SERVED, STEPS, MeasurementFolder
+from capplan.spec import open_stream, read_text, write_text_atomic
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,15 +35,7 @@ _ACTIVATION_BYTES: Final = 4
 
 
 def write_page(folder: Path, record: Mapping[str, Any], command: str) -> None:
-    """Write the page of a campaign's folder.
-
-    Parameters
-    ----------
-    record
-        Of the campaign, with its chip and slices.
-    command
-        That measures the tables.
-    """
+    """Write the page of a campaign's folder, from its record and the command that measures the tables."""
     parts = (_correctness, _copies, _kernels, _decode, _prompts, _engine, _profile, _validations)
     sections = [_machine(record), *(part(folder) for part in parts)]
     size = ", a few small cases: the numbers have no meaning" if record["tiny"] else ""
@@ -71,16 +63,10 @@ def _machine(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _correctness(folder: Path) -> Iterator[str]:
-    table = _csv(folder / CORRECTNESS)
-    if table is None:
-        return
-    yield "## Correctness"
-    yield ""
-    yield (
+    text = (
         "Logits against PyTorch's kernels in the same dtype: largest difference over the largest logit, "
         "over prefill and decode with adapters of several ranks."
     )
-    yield ""
     rows = [
         (
             each["dtype"],
@@ -91,32 +77,25 @@ def _correctness(folder: Path) -> Iterator[str]:
             f"{each['error']:.1e}",
             f"{each['limit']:.0e}",
         )
-        for each in table
+        for each in read_rows(folder / CORRECTNESS)
     ]
     head = ("dtype", "LoRA", "attention", "CUDA graphs", "vectors", "error", "limit")
-    yield from _table(head, rows)
+    return _section("Correctness", text, head, rows)
 
 
 def _copies(folder: Path) -> Iterator[str]:
-    table = _csv(folder / COPIES)
-    if table is None:
-        return
-    yield "## Copies"
-    yield ""
-    yield "A copy on the device counts bytes read and written; one from pinned host memory counts its bytes."
-    yield ""
+    text = "A copy on the device counts bytes read and written; one from pinned host memory counts its bytes."
     rows = [
-        (each["source"], f"{each['bytes'] / _MIB:.0f}", f"{each['bytes_per_s'] / 1e9:.1f}") for each in table
+        (each["source"], f"{each['bytes'] / _MIB:.0f}", f"{each['bytes_per_s'] / 1e9:.1f}")
+        for each in read_rows(folder / COPIES)
     ]
-    yield from _table(("from", "MiB", "GB/s"), rows)
+    return _section("Copies", text, ("from", "MiB", "GB/s"), rows)
 
 
 def device_bytes_per_s(folder: Path) -> float | None:
     """Return the bandwidth of a copy on the device; None if it is not measured."""
-    table = _csv(folder / COPIES)
-    if table is None:
-        return None
-    return next(float(each["bytes_per_s"]) for each in table if each["source"] == "device")
+    table = read_rows(folder / COPIES)
+    return next((float(each["bytes_per_s"]) for each in table if each["source"] == "device"), None)
 
 
 def kernel_shares(table: pd.DataFrame, item_bytes: int, bytes_per_s: float) -> pd.DataFrame:
@@ -187,46 +166,34 @@ def _share_table(table: pd.DataFrame, size: str) -> Iterator[str]:
 
 
 def _decode(folder: Path) -> Iterator[str]:
-    table = _csv(folder / DECODE)
-    if table is None:
-        return
-    yield "## Decode steps against their bytes"
-    yield ""
-    yield (
+    text = (
         "Least bytes of a rank (weights but the embedding, KV, rows of adapters) at the copy's bandwidth, "
         "and the median forward pass."
     )
-    yield ""
     rows = [
         (
             *(str(each[name]) for name in ("tensor_parallel_size", "adapters", "batch", "rank", "context")),
             *(f"{each[name]:.3f}" for name in ("least_ms", "forward_ms", "step_ms")),
             f"{each['step_over_least']:.2f}",
         )
-        for each in table
+        for each in read_rows(folder / DECODE)
     ]
     head = ("TP", "adapters", "batch", "rank", "context", "least ms", "forward ms", "step ms", "ratio")
-    yield from _table(head, rows)
+    return _section("Decode steps against their bytes", text, head, rows)
 
 
 def _prompts(folder: Path) -> Iterator[str]:
-    table = _csv(folder / PROMPTS)
-    if table is None:
-        return
-    yield "## A prompt beside decodes"
-    yield ""
-    yield (
+    text = (
         "Least bytes at the copy's bandwidth, products with the model's matrices at the rate of a large "
         "product, and the median forward pass over the longer of both."
     )
-    yield ""
     rows = [
         (
             *(str(each[name]) for name in ("adapters", "batch", "rank", "prompt")),
             *(f"{each[name]:.3f}" for name in ("bytes_ms", "products_ms", "forward_ms", "step_ms")),
             f"{each['step_over_least']:.2f}",
         )
-        for each in table
+        for each in read_rows(folder / PROMPTS)
     ]
     head = (
         "adapters",
@@ -239,20 +206,20 @@ def _prompts(folder: Path) -> Iterator[str]:
         "step ms",
         "ratio",
     )
-    yield from _table(head, rows)
+    return _section("A prompt beside decodes", text, head, rows)
 
 
 def _engine(folder: Path) -> Iterator[str]:
     engine = folder / "engine"
-    loads, memory = _csv(engine / LOADING), _csv(engine / MEMORY)
-    if loads is None and memory is None:
+    loads, memory = read_rows(engine / LOADING), read_rows(engine / MEMORY)
+    if not loads and not memory:
         return
     yield "## Engine"
     for title, table, columns in (
         ("Adapter loads", loads, ("rank", "s_max", "kind", "ms", "ms_p25", "ms_p75", "loads")),
         ("KV memory", memory, ("a_max", "s_max", "kv_tokens", "max_num_seqs", "max_num_batched_tokens")),
     ):
-        if table is not None:
+        if table:
             yield ""
             yield f"{title}:"
             yield ""
@@ -267,7 +234,7 @@ def _engine(folder: Path) -> Iterator[str]:
     counts = [
         f"`engine/{name}` has {len(steps)} rows"
         for name in (STEPS, SERVED)
-        if (steps := _parquet(engine / name)) is not None
+        if (steps := MeasurementFolder(engine).table(name)) is not None
     ]
     if counts:
         yield ""
@@ -299,12 +266,18 @@ def _validations(folder: Path) -> Iterator[str]:
                 for each in group["comparisons"]
                 if None not in (each["measured"], each["predicted"], each["error"])
             ]
+    head = ("load", "metric", "measured", "predicted", "error, %")
+    return _section("Closed loop", "Error: 100 |p - m| / (|p| + |m|).", head, rows)
+
+
+def _section(title: str, text: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a section with one table; none without rows."""
     if rows:
-        yield "## Closed loop"
+        yield f"## {title}"
         yield ""
-        yield "Error: 100 |p - m| / (|p| + |m|)."
+        yield text
         yield ""
-        yield from _table(("load", "metric", "measured", "predicted", "error, %"), rows)
+        yield from _table(head, rows)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -315,16 +288,12 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield f"| {' | '.join(row)} |"
 
 
-def _csv(file: Path) -> list[dict[str, Any]] | None:
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """Return the rows of a table; none if it is missing."""
     import pandas as pd
 
     if not file.exists():
-        return None
-    rows: list[Any] = pd.read_csv(file).to_dict("records")
+        return []
+    with open_stream(file) as opened:
+        rows: list[Any] = pd.read_csv(opened).to_dict("records")
     return rows
-
-
-def _parquet(file: Path) -> pd.DataFrame | None:
-    import pandas as pd
-
-    return pd.read_parquet(file) if file.exists() else None

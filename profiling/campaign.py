@@ -33,9 +33,10 @@ from capplan.profiling._campaign_page import (
     PAGE,
     PROMPTS,
     device_bytes_per_s,
+    read_rows,
     write_page,
 )
-from capplan.spec import EngineConfig, open_stream, read_text, write_text_atomic
+from capplan.spec import EngineConfig, read_text, write_text_atomic
 
 if TYPE_CHECKING:
     from capplan.profiling.validation._loop import ClosedLoop
@@ -158,7 +159,7 @@ def _decode(points: Mapping[str, Any], setting: SliceSettings, name: str = DECOD
     if bandwidth is None:
         raise RuntimeError(f"{COPIES} is missing: the slice copies has failed")
     file = setting.folder / name
-    rows = _read_table(file)
+    rows = read_rows(file)
     same = {"tensor_parallel_size": grid.tensor_parallel_size, "context": grid.mean_context}
     if name == PROMPTS:
         same = {"prompt": grid.prompt}
@@ -175,16 +176,6 @@ def _decode(points: Mapping[str, Any], setting: SliceSettings, name: str = DECOD
 
 def _start_s(setting: SliceSettings) -> float:
     return 0.0 if setting.tiny else _START_S
-
-
-def _read_table(file: Path) -> list[dict[str, Any]]:
-    import pandas as pd
-
-    if not file.exists():
-        return []
-    with open_stream(file) as opened:
-        rows: list[Any] = pd.read_csv(opened).to_dict("records")
-    return rows
 
 
 def _write_table(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -283,11 +274,9 @@ def _validation(load: float, setting: SliceSettings) -> SliceResult:
 def slices(gpus: int = 1) -> tuple[Slice, ...]:
     """Return all slices, in the order in which they are run: those of most worth first.
 
-    Parameters
-    ----------
-    gpus
-        Of the machine; with two of them there is a slice with tensor parallelism.
+    A machine with two GPUs has a slice with tensor parallelism.
     """
+    stepping = partial(Slice, budget_s=_DECODE_S, least_s=_LEAST_ENGINE_S, after=("copies",))
     kernels = [
         Slice(f"kernels-{phase}-{width}", partial(_kernels, width, phase))
         for width in (4096, 3584)
@@ -297,14 +286,8 @@ def slices(gpus: int = 1) -> tuple[Slice, ...]:
         Slice("correctness", _correctness, _CORRECTNESS_S),
         Slice("copies", _copies, _COPIES_S),
         *kernels[:2],
-        Slice("decode", partial(_decode, {}), _DECODE_S, least_s=_LEAST_ENGINE_S, after=("copies",)),
-        Slice(
-            "prompts",
-            partial(_decode, {"batches": (64,)}, name=PROMPTS),
-            _DECODE_S,
-            least_s=_LEAST_ENGINE_S,
-            after=("copies",),
-        ),
+        stepping("decode", partial(_decode, {})),
+        stepping("prompts", partial(_decode, {"batches": (64,)}, name=PROMPTS)),
         Slice("kernels-crossover-4096", partial(_kernels, 4096, "crossover")),
     )
     engine = tuple(
@@ -329,14 +312,10 @@ def slices(gpus: int = 1) -> tuple[Slice, ...]:
         )
         for load in _LOADS
     )
-    long, shared = (
-        Slice(name, partial(_decode, points), _DECODE_S, least_s=_LEAST_ENGINE_S, after=("copies",))
-        for name, points in (
-            ("decode-long", {"batches": (1, 4, 16), "adapters": (0,), "context": _LONG_TOKENS}),
-            (f"decode-tp{_RANKS}", {"tensor_parallel_size": _RANKS}),
-        )
-    )
-    last = (*kernels[2:], long, *((shared,) if gpus >= _RANKS else ()))
+    points = {"batches": (1, 4, 16), "adapters": (0,), "context": _LONG_TOKENS}
+    last = [*kernels[2:], stepping("decode-long", partial(_decode, points))]
+    if gpus >= _RANKS:
+        last.append(stepping(f"decode-tp{_RANKS}", partial(_decode, {"tensor_parallel_size": _RANKS})))
     return (*first, *engine, profile, plan, *validations, *last)
 
 
