@@ -333,13 +333,7 @@ class SliceProgress:
 
 
 class Campaign:
-    """Slices of a campaign and their record in a folder.
-
-    Raises
-    ------
-    InputError
-        If the folder holds the record of a campaign on another chip, or a tiny one.
-    """
+    """Slices of a campaign and their record in a folder, which is of one chip, and tiny or not."""
 
     def __init__(
         self, folder: str | Path, device: str, parts: Sequence[Slice] | None = None, *, tiny: bool = False

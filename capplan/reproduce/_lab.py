@@ -69,25 +69,13 @@ class Lab:
         return [[next(found) for _ in self.seeds] for _ in cases]
 
     def trace(self, name: str) -> str:
-        """Return the path of a public trace.
-
-        Raises
-        ------
-        InputError
-            If there is none.
-        """
+        """Return the path of a public trace."""
         if self.traces is None or not (self.traces / name).is_file():
             raise InputError(f"must be a folder that holds {name}", self.traces, "--traces")
         return str(self.traces / name)
 
     def measurements(self) -> Path:
-        """Return the folder of published measurements.
-
-        Raises
-        ------
-        InputError
-            If none was given.
-        """
+        """Return the folder of published measurements."""
         if self.measured is None:
             raise InputError("must be a folder of published measurements", location="--measured")
         return self.measured

@@ -57,14 +57,10 @@ class CorrectnessCase:
 
 
 def correctness_rows(device: str, case: CorrectnessCase) -> Iterator[dict[str, Any]]:
-    """Compare every kernel of a device with PyTorch's.
+    """Compare every kernel of a device with PyTorch's, and yield its row of the correctness table.
 
-    Yields
-    ------
-    dict
-        Row of the correctness table: kernels and dtype, `error` of the logits relative to the largest one,
-        its `limit`, and the number of logits vectors `compared`. Vectors after a token that differs are
-        not.
+    ``error`` is that of the logits relative to the largest one. ``compared`` is the number of logits vectors;
+    those after a token that differs are not.
     """
     kind = torch.device(device).type
     for dtype in _DTYPES[kind]:

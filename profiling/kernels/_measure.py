@@ -411,13 +411,7 @@ class WeightPool:
         self._next = 0
 
     def take(self, rows: int, width: int) -> int:
-        """Return the offset of the next matrix.
-
-        Raises
-        ------
-        ValueError
-            If it is larger than the pool.
-        """
+        """Return the offset of the next matrix, which is at most as large as the pool."""
         size = rows * width
         if size > self.numbers.numel():
             raise ValueError(f"a matrix of {size} numbers from a pool of {self.numbers.numel()}")

@@ -72,13 +72,7 @@ class BenchOptions:
     limits: LagLimits = field(default_factory=LagLimits)
 
     def resolved_model_len(self, workload: Workload, found: Preflight | None = None) -> int:
-        """Return the limit on prompt and output tokens.
-
-        Raises
-        ------
-        InputError
-            If it exceeds the positions of the profile's model.
-        """
+        """Return the limit on prompt and output tokens, at most the positions of the profile's model."""
         chosen = self.max_model_len or workload.engine.max_model_len
         served = None if found is None else found.max_model_len
         if chosen is not None and self.profile is not None:
@@ -225,18 +219,12 @@ def stopped_by_signals(stop: asyncio.Event) -> Iterator[None]:
             loop.remove_signal_handler(each)
 
 
-_MS_PER_S: Final = 1e3
-
 _LEAD_S: Final = 0.05
-
 """From the start of the run to time 0, so that the first request is not late."""
 
 _TICK_S: Final = 0.25
-
 _CANCEL_S: Final = 5.0
-
 _SENT_IN_A_ROW: Final = 32
-
 """Overdue requests that are sent before answers are read again."""
 
 

@@ -77,13 +77,7 @@ async def fetch(
     """Return status and text of a GET request, or of a POST request with `data`.
 
     A GET request follows redirections to other paths of the server, as frameworks send them for ``/metrics``.
-
-    Raises
-    ------
-    ConnectionLostError
-        If the response is not whole, or longer than `max_bytes`.
-    OSError
-        If there is no connection.
+    Raise `ConnectionLostError` if the response is not whole, or longer than `max_bytes`.
     """
     for _ in range(_MOST_REDIRECTIONS):
         status, text, location = await _fetch_once(pool, path, max_bytes, data)

@@ -85,10 +85,7 @@ class Preflight:
 async def preflight(target: Target, adapters: Sequence[str], form: PromptForm | None = None) -> Preflight:
     """Request the model list, then one token in each prompt form until the server accepts one.
 
-    Raises
-    ------
-    InputError
-        If the server does not answer, does not serve an adapter, or accepts no prompt form.
+    Raise `InputError` if the server does not answer, does not serve an adapter, or accepts no prompt form.
     """
     async with open_session(target) as session:
         probe = _Probe(session, target)
@@ -174,9 +171,13 @@ def _error_message(document: Any) -> str:
 
 async def fetch_metrics(session: ConnectionPool, target: Target) -> str | None:
     """Return the text of ``/metrics``; None if the server has none."""
+    return await _fetch_text(session, target, "/metrics")
+
+
+async def _fetch_text(session: ConnectionPool, target: Target, path: str) -> str | None:
     try:
         async with asyncio.timeout(_METRICS_TIMEOUT_S):
-            status, text = await fetch(session, target.path("/metrics"), _MAX_RESPONSE_BYTES)
+            status, text = await fetch(session, target.path(path), _MAX_RESPONSE_BYTES)
     except (TimeoutError, OSError, ConnectionLostError):
         return None
     return text if status == _OK else None
@@ -373,10 +374,8 @@ async def fetch_server_info(target: Target) -> ServerInfo:
 async def _fetch_document(session: ConnectionPool, target: Target, path: str) -> Any:
     """Return a JSON document; None if the server has none."""
     try:
-        async with asyncio.timeout(_METRICS_TIMEOUT_S):
-            status, text = await fetch(session, target.path(path), _MAX_RESPONSE_BYTES)
-        return json.loads(text) if status == _OK else None
-    except (TimeoutError, OSError, ConnectionLostError, ValueError, RecursionError):
+        return json.loads(await _fetch_text(session, target, path) or "null")
+    except (ValueError, RecursionError):
         return None
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from capplan.profiling.load._record import (
     FINISHED,
     NOT_FAILURES,
     REJECTED,
+    EventLoopLag,
     LogHistogram,
     MeasurementWindow,
     RequestRecords,
@@ -41,9 +42,6 @@ from capplan.spec import (
     write_text_atomic,
 )
 from capplan.workload import read_vllm_result
-
-if TYPE_CHECKING:
-    from capplan.profiling.load._record import EventLoopLag
 
 Number = float | None
 """Null without measurements."""
@@ -378,21 +376,12 @@ def read_result(path: str | os.PathLike[str]) -> BenchResult:
     return BenchResult.from_json(path) if "schema_version" in data else _result(data, os.fspath(path))
 
 
-def read_vllm_bench(path: str | os.PathLike[str]) -> BenchResult:
-    """Read a file of ``vllm bench serve`` as a result.
+def _result(data: Mapping[str, Any], name: str) -> BenchResult:
+    """Return the result in a file of ``vllm bench serve``.
 
     Missing facts stay empty: lag of the client, adapters, TTFT since due. Percentiles come from the details
     if present.
-
-    Raises
-    ------
-    InputError
-        For a file that is none.
     """
-    return _result(read_vllm_result(Path(path)), os.fspath(path))
-
-
-def _result(data: Mapping[str, Any], name: str) -> BenchResult:
     _check(data, name)
     duration_s = float(data["duration"])
     inputs, outputs, completed = (int(data[key]) for key in _NEEDED[2:] + _NEEDED[1:2])

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from capplan.errors import InputError
-from capplan.models import with_step_times
+from capplan.models import ADDITIVE, with_step_times
 from capplan.models.calibration import smape
 from capplan.profiling.load._bench import BenchOptions, OnTick, bench
 from capplan.profiling.load._preflight import ServerInfo, fetch_server_info
 from capplan.profiling.load._requests import LoadSettings, Target, scaled, schedule_of
 from capplan.profiling.load._result import BenchResult
 from capplan.profiling.server._process import ServerCommand, engine_words, running_server
-from capplan.spec import EngineArgs, Group, Plan, Profile, Workload
+from capplan.spec import Coefficient, EngineArgs, Group, Plan, Profile, Workload
 from capplan.twin import SimulationResult
 from capplan.twin.instance import Run, chosen_rules, simulate_run
 
@@ -154,14 +154,8 @@ def compared(
 ) -> tuple[MetricComparison, ...]:
     """Return the measured metrics, and those with a tolerance.
 
-    Parameters
-    ----------
-    measured
-        Measured values by metric.
-    predictions
-        Values by fields of `MetricComparison`: ``predicted``, ``constant_step``, ``offered_load`` and others.
-    tolerances
-        Largest errors.
+    `predictions` are by field of `MetricComparison`: ``predicted``, ``constant_step``, ``offered_load`` and
+    others.
     """
     limits = {THROUGHPUT: tolerances.throughput, ITL: tolerances.itl}
     return tuple(
@@ -239,19 +233,7 @@ def faults_of(result: BenchResult, drawn: int | None = None) -> tuple[str, ...]:
 def mismatches_of(
     info: ServerInfo, base_model: str, profile: Profile, args: EngineArgs, assumed: SimulationResult
 ) -> tuple[str, ...]:
-    """Return what a server reports otherwise than the prediction assumes, or not at all.
-
-    Parameters
-    ----------
-    info
-        The server's account of itself.
-    base_model
-        Model of the plan.
-    args
-        Engine settings of the prediction.
-    assumed
-        Prediction by the profile.
-    """
+    """Return what a server reports otherwise than the prediction assumes, or not at all."""
     engine = profile.engine
     found = []
     unknown = []
@@ -331,9 +313,6 @@ def offered_values(result: SimulationResult) -> dict[str, float]:
 
 def constant_step(profile: Profile, result: SimulationResult) -> Profile:
     """Return the profile with one time for all steps, the mean of a simulation."""
-    from capplan.models import ADDITIVE
-    from capplan.spec import Coefficient
-
     steps_s = result.busy_fraction * result.duration_s - result.load_s
     mean_ms = 1e3 * max(steps_s, 0.0) / max(1, result.steps)
     values = dict.fromkeys(ADDITIVE.coefficients, 0.0) | {"base_ms": mean_ms}
@@ -390,13 +369,7 @@ class ValidationOptions:
 
 
 def chosen_groups(plan: Plan, options: ValidationOptions) -> tuple[Group, ...]:
-    """Return the groups to validate, in the plan's order.
-
-    Raises
-    ------
-    InputError
-        For an unknown group.
-    """
+    """Return the groups to validate, in the plan's order."""
     for url in options.urls.values():
         Target(url)  # validates the address before anything is simulated
     known = [group.id for group in plan.groups]
@@ -408,13 +381,7 @@ def chosen_groups(plan: Plan, options: ValidationOptions) -> tuple[Group, ...]:
 
 
 def group_workload(group: Group, workload: Workload, rate_scale: float) -> Workload:
-    """Return the workload of one instance of a group.
-
-    Raises
-    ------
-    InputError
-        If the plan serves adapters that the workload does not have.
-    """
+    """Return the workload of one instance of a group."""
     known = {adapter.name for adapter in workload.adapters}
     for adapter in group.adapters:
         if adapter.name not in known:
