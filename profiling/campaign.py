@@ -121,7 +121,7 @@ class Slice:
 
 def _correctness(setting: SliceSettings) -> SliceResult:
     """Compare the kernels of the device with PyTorch's."""
-    from capplan.profiling.engine._correctness import CorrectnessCase, correctness_rows
+    from capplan.profiling.engine._checks import CorrectnessCase, correctness_rows
 
     tiny = CorrectnessCase(
         model="tiny-llama", ranks=(4, 8), prompts=(1, 16, 17, 40), repeats=1, output_tokens=3
@@ -147,7 +147,7 @@ def _copies(setting: SliceSettings) -> SliceResult:
 
 def _decode(points: Mapping[str, Any], setting: SliceSettings, name: str = DECODE) -> SliceResult:
     """Time steps of a grid against the bytes that they must move: decodes, or those beside a prompt."""
-    from capplan.profiling.engine._decode import DecodeGrid, decode_rows, prompt_rows
+    from capplan.profiling.engine._checks import DecodeGrid, decode_rows, prompt_rows
 
     grid = DecodeGrid(**points)
     model = "meta-llama/Llama-3.1-8B-Instruct"

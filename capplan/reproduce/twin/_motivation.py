@@ -23,8 +23,7 @@ from capplan.models.calibration import smape
 from capplan.reproduce._lab import Lab
 from capplan.reproduce._results import Curve, Findings
 from capplan.reproduce.twin._fidelity import published_model
-from capplan.reproduce.twin._profiles import bare_profile, memory_table, profiling_profile
-from capplan.reproduce.twin._setting import numbered, setting
+from capplan.reproduce.twin._setting import bare_profile, memory_table, numbered, profiling_profile, setting
 from capplan.spec import STARVED_BELOW, BaseTraffic, Coefficient, EngineLimits, Lengths, Profile, Workload
 from capplan.twin import SimulationResult, simulate
 
