@@ -492,36 +492,30 @@ def _views(case: Case, width: int, pool: WeightPool, layers: int) -> dict[int, l
     return views
 
 
-class TritonCalls:
-    """Maker of the calls of one Triton kernel."""
+def triton_calls(kind: Kind, case: Case, width: int, pool: WeightPool, number: int) -> KernelCalls:
+    """One Triton kernel."""
+    from capplan.engine.kernels import TritonLoRA
 
-    def __init__(self, kind: Kind) -> None:
-        self._kind = kind
-
-    def __call__(self, case: Case, width: int, pool: WeightPool, number: int) -> KernelCalls:
-        """See `MakeCalls`."""
-        from capplan.engine.kernels import TritonLoRA
-
-        layout = AdapterLayout(_square_model(width, number))
-        tables = RowTables(layout, len(case.ranks), max(case.ranks), pool.numbers.device)
-        padded = self._kind == "bgmv"
-        for index, rank in enumerate(case.ranks):
-            tables.number_of[index + 1] = index
-            tables.max_rank_of[index] = rank
-            tables.ranks[index, :, _O_PROJ] = rank
-            for layer in range(number):
-                for side in (A, B):
-                    rows = tables.rows[index, layer, GROUPS.index((_O_PROJ, side))]
-                    # A padded kernel reads rows beyond the rank, too, and each adapter has its own.
-                    held = rows.numel() if padded else rank
-                    first = pool.take(held, width)
-                    rows[:held] = first + width * torch.arange(held, device=rows.device)
-        adapters = TritonLoRA(layout, tables, pool.numbers, segments_of(case), case.tokens, self._kind)
-        x, out = activations(case, width, pool)
-        return KernelCalls(
-            [partial(adapters.shrink, layer, _OUT_SITE, x) for layer in range(number)],
-            [partial(adapters.expand, layer, _OUT_SITE, out) for layer in range(number)],
-        )
+    layout = AdapterLayout(_square_model(width, number))
+    tables = RowTables(layout, len(case.ranks), max(case.ranks), pool.numbers.device)
+    padded = kind == "bgmv"
+    for index, rank in enumerate(case.ranks):
+        tables.number_of[index + 1] = index
+        tables.max_rank_of[index] = rank
+        tables.ranks[index, :, _O_PROJ] = rank
+        for layer in range(number):
+            for side in (A, B):
+                rows = tables.rows[index, layer, GROUPS.index((_O_PROJ, side))]
+                # A padded kernel reads rows beyond the rank, too, and each adapter has its own.
+                held = rows.numel() if padded else rank
+                first = pool.take(held, width)
+                rows[:held] = first + width * torch.arange(held, device=rows.device)
+    adapters = TritonLoRA(layout, tables, pool.numbers, segments_of(case), case.tokens, kind)
+    x, out = activations(case, width, pool)
+    return KernelCalls(
+        [partial(adapters.shrink, layer, _OUT_SITE, x) for layer in range(number)],
+        [partial(adapters.expand, layer, _OUT_SITE, out) for layer in range(number)],
+    )
 
 
 def _square_model(width: int, layers: int) -> ModelConfig:
@@ -532,7 +526,11 @@ def _square_model(width: int, layers: int) -> ModelConfig:
 
 
 MAKERS: Final[Mapping[str, MakeCalls]] = MappingProxyType(
-    {"padded": padded_calls, "grouped": grouped_calls, **{kind: TritonCalls(kind) for kind in CUDA_KERNELS}}
+    {
+        "padded": padded_calls,
+        "grouped": grouped_calls,
+        **{kind: partial(triton_calls, kind) for kind in CUDA_KERNELS},
+    }
 )
 
 

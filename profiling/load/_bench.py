@@ -20,7 +20,7 @@ import numpy as np
 from capplan.errors import InputError
 from capplan.processes import without_full_collections
 from capplan.profiling.load._client import CompletionClient, open_session
-from capplan.profiling.load._preflight import MetricsSampler, Preflight, beside_engine, bodies_for, preflight
+from capplan.profiling.load._preflight import Preflight, beside_engine, bodies_for, preflight, sample_metrics
 from capplan.profiling.load._record import (
     FINISHED,
     NOT_FAILURES,
@@ -284,8 +284,9 @@ class OpenLoop:
         self.origin = self.loop.time() + _LEAD_S
         async with open_session(self.target) as session:
             self.client = CompletionClient(session, self.target, self.settings.timeout_s, self._clock)
-            sampler = MetricsSampler(session, self.target, self.settings.metrics_interval_s, self._clock)
-            background = (self.loop_lag.watch(), self._report_progress(on_tick), sampler.run())
+            interval_s = self.settings.metrics_interval_s
+            sampling = sample_metrics(session, self.target, interval_s, self._clock, self.samples)
+            background = (self.loop_lag.watch(), self._report_progress(on_tick), sampling)
             helpers = [asyncio.create_task(each) for each in background]
             sender = asyncio.create_task(self._send_all())
             stopped = asyncio.create_task(stop.wait())
@@ -299,7 +300,6 @@ class OpenLoop:
                 await _cancel(list(self.tasks))
         if self.error is not None:
             raise self.error
-        self.samples = sampler.samples
         self.partial = ended_s < self.window.end_s
         if self.partial:  # if the window had not started, all of the time is the window
             start_s = self.window.start_s if ended_s > self.window.start_s else 0.0

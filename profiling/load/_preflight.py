@@ -183,25 +183,21 @@ async def _fetch_text(session: ConnectionPool, target: Target, path: str) -> str
     return text if status == _OK else None
 
 
-class MetricsSampler:
-    """Samples ``/metrics`` every `interval_s` seconds; never, if it is 0."""
-
-    def __init__(
-        self, session: ConnectionPool, target: Target, interval_s: float, clock: Callable[[], float]
-    ) -> None:
-        self.samples: list[ServerSample] = []
-        self._session, self._target = session, target
-        self._interval_s, self._clock = interval_s, clock
-
-    async def run(self) -> None:
-        """Sample until cancelled."""
-        while self._interval_s > 0.0:
-            time_s = self._clock()
-            text = await fetch_metrics(self._session, self._target)
-            if text is not None:
-                took_ms = 1e3 * (self._clock() - time_s)
-                self.samples.append(ServerSample(time_s=time_s, took_ms=took_ms, values=parse_metrics(text)))
-            await asyncio.sleep(self._interval_s)
+async def sample_metrics(
+    session: ConnectionPool,
+    target: Target,
+    interval_s: float,
+    clock: Callable[[], float],
+    samples: list[ServerSample],
+) -> None:
+    """Append samples of ``/metrics`` every `interval_s` seconds until cancelled; none, if it is 0."""
+    while interval_s > 0.0:
+        time_s = clock()
+        text = await fetch_metrics(session, target)
+        if text is not None:
+            took_ms = 1e3 * (clock() - time_s)
+            samples.append(ServerSample(time_s=time_s, took_ms=took_ms, values=parse_metrics(text)))
+        await asyncio.sleep(interval_s)
 
 
 Labels = frozenset[tuple[str, str]]
