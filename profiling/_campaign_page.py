@@ -281,7 +281,6 @@ def _section(title: str, text: str, head: Sequence[str], rows: Sequence[Sequence
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a Markdown table."""
     yield f"| {' | '.join(head)} |"
     yield f"|{'---|' * len(head)}"
     for row in rows:

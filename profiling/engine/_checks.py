@@ -187,20 +187,10 @@ def decode_rows(
     known: Collection[tuple[int, int]],
     budget_s: float,
 ) -> Iterator[dict[str, Any]]:
-    """Measure the points of a grid that are not known, within `budget_s` seconds.
+    """Measure the points of a grid within `budget_s` seconds, and yield their rows of the decode table.
 
-    Parameters
-    ----------
-    bytes_per_s
-        Bandwidth of a copy on the device: bytes read and written.
-    known
-        (adapters, batch) of points to leave out.
-
-    Yields
-    ------
-    dict
-        Row of the decode table. ``step_over_least`` is the median forward pass over the time in which a copy
-        moves `least_bytes`.
+    `bytes_per_s` is the bandwidth of a copy on the device: bytes read and written. `known` are points to be
+    left out. ``step_over_least`` is the median forward pass over the time of a copy of `least_bytes`.
     """
     config = model_config(model)
     for engine, adapters, batch in _points_left(model, device, grid, known, budget_s):
@@ -231,11 +221,8 @@ def prompt_rows(
 ) -> Iterator[dict[str, Any]]:
     """Measure steps with one prompt beside a batch of decodes; parameters are those of `decode_rows`.
 
-    Yields
-    ------
-    dict
-        Row of the table of prompts. The least time is that of a step's bytes, or of its products with the
-        model's matrices at the rate of a large one, whichever is longer.
+    The least time is that of a step's bytes, or of its products with the model's matrices at the rate of a
+    large one, whichever is longer.
     """
     config = model_config(model)
     rate = None

@@ -136,7 +136,6 @@ def _seen(point: EnginePoint, rows: list[dict[str, Any]]) -> tuple[EnginePoint, 
 
 
 def _problem(rows: list[dict[str, Any]]) -> LinearProblem:
-    """Return step times as a linear problem."""
     design = np.array([[1.0, *(float(row[name]) for name in _COLUMNS)] for row in rows])
     times = np.array([float(row["step_ms"]) for row in rows])
     return LinearProblem(("base", *_COLUMNS), design, times)
@@ -147,12 +146,10 @@ class IterationCase(Case):
 
     @property
     def configuration(self) -> str:
-        """Key that cross-validation keeps in one fold."""
         return self.mix
 
     @property
     def name(self) -> str:
-        """Unique name."""
         return f"{self.grid}-{self.mix}"
 
 

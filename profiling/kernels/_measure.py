@@ -79,12 +79,10 @@ class Case:
 
     @property
     def requests(self) -> int:
-        """Requests of the batch."""
         return len(self.ranks) * self.requests_each
 
     @property
     def tokens(self) -> int:
-        """Tokens of all requests."""
         return self.requests * self.tokens_each
 
     @property
@@ -94,7 +92,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Unique name."""
         return f"{self.configuration}/{self.seed}"
 
 
@@ -198,11 +195,9 @@ class KernelPoint:
 
     @property
     def passes(self) -> int:
-        """Passes so far."""
         return len(self.times_us[HALVES[0]])
 
     def add(self, *timings: KernelTiming) -> None:
-        """Add a pass: shrink, expand."""
         for half, timing in zip(HALVES, timings, strict=True):
             self.times_us[half].append(timing.median_us)
         self.disturbed += any(timing.disturbed for timing in timings)
@@ -382,7 +377,6 @@ class CudaClock:
         self._dirt = torch.empty(size, dtype=torch.int8, device=device)
 
     def __call__(self, calls: Sequence[Callable[[], object]]) -> KernelTiming:
-        """See `KernelClock`."""
         calls[0]()
         make_event: Any = partial(torch.cuda.Event, enable_timing=True)
         marks = []
@@ -422,7 +416,6 @@ class WeightPool:
         return at
 
     def matrix(self, rows: int, width: int) -> torch.Tensor:
-        """Return the next matrix."""
         at = self.take(rows, width)
         return self.numbers[at : at + rows * width].view(rows, width)
 

@@ -42,7 +42,6 @@ class ServerPoint:
 
     @property
     def name(self) -> str:
-        """Name in tables."""
         return f"b{self.streams}-a{self.adapters}-p{self.prompt_tokens}-o{self.output_tokens}"
 
     @property
@@ -137,7 +136,6 @@ class RequestSender:
         self._numbers = itertools.count()
 
     async def send(self, model: int, prompt_tokens: int, output_tokens: int) -> ClosedLoopRequest:
-        """Send one request and wait for its outcome."""
         number = next(self._numbers)
         body = self._bodies.body(number, model, prompt_tokens, output_tokens)
         outcome = await self._client.complete(number, body, output_tokens)

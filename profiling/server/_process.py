@@ -34,7 +34,6 @@ class ServerCommand:
     records: Path | None = None
 
     def words(self) -> list[str]:
-        """Return the command line."""
         modules = [f"{name}={source}" for name, source in self.adapters.items()]
         return [
             *(sys.executable, "-m", "capplan", "serve", "--model", self.model, "--port", "0", "--json"),

@@ -108,7 +108,6 @@ class ClosedLoop:
 
     @property
     def model(self) -> str:
-        """Model of the engine."""
         if self.setting.model != SMALL:
             return self.setting.model
         config = self.folder / SMALL / "config.json"

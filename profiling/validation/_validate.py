@@ -302,7 +302,6 @@ def _equal_versions(reported: str, expected: str) -> bool:
 
 
 def predicted_values(result: SimulationResult) -> dict[str, float]:
-    """Return predicted values."""
     return {name: float(getattr(result, name)) for name in NAMES}
 
 

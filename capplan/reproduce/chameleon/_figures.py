@@ -70,11 +70,9 @@ class Case:
     """Folder of the lengths."""
 
     def at(self, rps: float) -> Case:
-        """Return the case under another load."""
         return replace(self, rps=rps)
 
     def scenario(self) -> Scenario:
-        """Return the input of the simulation."""
         load = at_rate(workload(self.mix or setting().mix, self.traces), self.rps)
         chosen = system(self.system)
         served = profile(self.platform)

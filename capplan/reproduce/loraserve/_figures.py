@@ -47,11 +47,9 @@ class Scene:
 
     @property
     def horizon_s(self) -> float:
-        """Length of the trace."""
         return setting().mixes[self.mix].horizon_s
 
     def load(self, rps: float, seed: int) -> Workload:
-        """Return the requests at a rate."""
         return mixed(self.mix, self.arrivals, self.copies, rps, seed)
 
 
@@ -184,7 +182,6 @@ def p95_s(result: ClusterResult, horizon_s: float, of: NDArray[np.bool_] | None 
 
 
 def serve(run: Run) -> ClusterResult:
-    """Simulate a run."""
     scene, load = run.scene, run.scene.load(run.rps, run.seed)
     if run.system not in (LORASERVE, OWN_RANK):
         router = "plan-shares" if run.system in (CONTIGUOUS, RANDOM) else run.system
@@ -288,7 +285,6 @@ Table = Mapping[str, Sequence[float]]
 
 
 def points_of(lab: Lab, scene: Scene) -> tuple[tuple[int, float], ...]:
-    """Return the operating points of a scene."""
     ranks, steady = setting().ranks, replace(scene, arrivals="poisson")
     return tuple(zip(ranks, lab.each(operating_point, [Point(steady, rank) for rank in ranks]), strict=True))
 

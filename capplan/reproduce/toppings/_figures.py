@@ -133,7 +133,6 @@ class Served:
     found: Mapping[tuple[str, str], Sequence[Metrics | None]]
 
     def values(self, load: str, system: str, metric: str) -> list[float]:
-        """Return a metric per seed."""
         return [each[metric] for each in self.found[load, system] if each is not None]
 
     def ratios(self, load: str, system: str, other: str, metric: str) -> list[float]:
@@ -370,7 +369,6 @@ class RouterCase:
     seed: int
 
     def workload(self) -> Workload:
-        """Return the requests' distribution."""
         given = setting()
         if self.cluster_rps:
             return preset_workload(f"{PAPER}-cluster-{self.cluster_rps:g}", given.cluster_outputs)

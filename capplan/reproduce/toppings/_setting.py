@@ -69,7 +69,6 @@ class Server(SpecModel):
 
     @property
     def model(self) -> ModelArch:
-        """The model's architecture."""
         return model_arch(self.arch)
 
 
@@ -212,13 +211,11 @@ class System(SpecModel):
 
 @cached
 def setting() -> Setting:
-    """Return the setting."""
     return read_recipe(PAPER).typed(Setting)
 
 
 @cached
 def systems() -> Mapping[str, System]:
-    """Return the compared servers by name."""
     return {name: System.model_validate(given) for name, given in read_recipe(PAPER).systems.items()}
 
 

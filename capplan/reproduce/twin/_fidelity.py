@@ -73,7 +73,6 @@ class Fitted:
 
 
 def fitted(case: Fitted) -> str:
-    """Return the profile as JSON."""
     return published_profile(
         Path(case.folder), published_model(case.model), (setting().fitted_on,)
     ).model_dump_json()
@@ -330,7 +329,6 @@ def measured(runs: list[PublishedRun], profile: Profile) -> Measured:
 
 
 def engine_args(run: PublishedRun) -> EngineArgs:
-    """Return the engine settings of a measured run."""
     return EngineArgs(
         max_loras=run.a_max,
         max_lora_rank=run.s_max,

@@ -50,7 +50,6 @@ class Profiling:
 
 
 def profiled(case: Profiling) -> str:
-    """Return the profile as JSON."""
     given = setting().motivation
     return profiling_profile(Path(case.folder), given.model_len, given.batched_tokens).model_dump_json()
 
@@ -210,7 +209,6 @@ class Simulated:
 
     @property
     def adapters(self) -> list[int]:
-        """Adapters of each run."""
         return [point.case.adapters for point in self.points]
 
     def max_packs(self) -> list[int]:

@@ -106,12 +106,10 @@ class Setting(SpecModel):
 
 @cached
 def setting() -> Setting:
-    """Return the setting of the recipe."""
     return read_recipe("twin").typed(Setting)
 
 
 def system(name: str) -> Mapping[str, str]:
-    """Return solver and estimator of a system of the recipe."""
     found: Mapping[str, str] = read_recipe("twin").systems[name]
     return found
 
