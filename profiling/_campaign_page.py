@@ -36,14 +36,23 @@ _ACTIVATION_BYTES: Final = 4
 
 def write_page(folder: Path, record: Mapping[str, Any], command: str) -> None:
     """Write the page of a campaign's folder, from its record and the command that measures the tables."""
-    parts = (_correctness, _copies, _kernels, _decode, _prompts, _engine, _profile, _validations)
-    sections = [_machine(record), *(part(folder) for part in parts)]
+    parts = (
+        _correctness_section,
+        _copies_section,
+        _kernels_section,
+        _decode_section,
+        _prompts_section,
+        _engine_section,
+        _profile_section,
+        _validations_section,
+    )
+    sections = [_machine_section(record), *(part(folder) for part in parts)]
     size = ", a few small cases: the numbers have no meaning" if record["tiny"] else ""
     head = f"# Campaign on {record['chip']}{size}\n\nWritten by `{command}` from the tables in this folder."
     write_text_atomic(folder / PAGE, "\n\n".join([head, *filter(None, map("\n".join, sections))]) + "\n")
 
 
-def _machine(record: Mapping[str, Any]) -> Iterator[str]:
+def _machine_section(record: Mapping[str, Any]) -> Iterator[str]:
     runs = [(name, run) for name, each in record["slices"].items() for run in each["runs"]]
     if not runs:
         return
@@ -62,7 +71,7 @@ def _machine(record: Mapping[str, Any]) -> Iterator[str]:
     yield from _table(("slice", "date (UTC)", "s", "result"), rows)
 
 
-def _correctness(folder: Path) -> Iterator[str]:
+def _correctness_section(folder: Path) -> Iterator[str]:
     text = (
         "Logits against PyTorch's kernels in the same dtype: largest difference over the largest logit, "
         "over prefill and decode with adapters of several ranks."
@@ -83,7 +92,7 @@ def _correctness(folder: Path) -> Iterator[str]:
     return _section("Correctness", text, head, rows)
 
 
-def _copies(folder: Path) -> Iterator[str]:
+def _copies_section(folder: Path) -> Iterator[str]:
     text = "A copy on the device counts bytes read and written; one from pinned host memory counts its bytes."
     rows = [
         (each["source"], f"{each['bytes'] / _MIB:.0f}", f"{each['bytes_per_s'] / 1e9:.1f}")
@@ -111,7 +120,7 @@ def kernel_shares(table: pd.DataFrame, item_bytes: int, bytes_per_s: float) -> p
     return table.assign(share=moved / (table["median_us"] * 1e-6) / bytes_per_s)
 
 
-def _kernels(folder: Path) -> Iterator[str]:
+def _kernels_section(folder: Path) -> Iterator[str]:
     file, bandwidth = folder / _KERNELS, device_bytes_per_s(folder)
     if not file.exists() or bandwidth is None:
         return
@@ -165,7 +174,7 @@ def _share_table(table: pd.DataFrame, size: str) -> Iterator[str]:
     yield from _table(("width", "kernel", "half", "mix", *map(str, shares.columns)), rows)
 
 
-def _decode(folder: Path) -> Iterator[str]:
+def _decode_section(folder: Path) -> Iterator[str]:
     text = (
         "Least bytes of a rank (weights but the embedding, KV, rows of adapters) at the copy's bandwidth, "
         "and the median forward pass."
@@ -182,7 +191,7 @@ def _decode(folder: Path) -> Iterator[str]:
     return _section("Decode steps against their bytes", text, head, rows)
 
 
-def _prompts(folder: Path) -> Iterator[str]:
+def _prompts_section(folder: Path) -> Iterator[str]:
     text = (
         "Least bytes at the copy's bandwidth, products with the model's matrices at the rate of a large "
         "product, and the median forward pass over the longer of both."
@@ -209,7 +218,7 @@ def _prompts(folder: Path) -> Iterator[str]:
     return _section("A prompt beside decodes", text, head, rows)
 
 
-def _engine(folder: Path) -> Iterator[str]:
+def _engine_section(folder: Path) -> Iterator[str]:
     engine = folder / "engine"
     loads, memory = read_rows(engine / LOADING), read_rows(engine / MEMORY)
     if not loads and not memory:
@@ -241,7 +250,7 @@ def _engine(folder: Path) -> Iterator[str]:
         yield f"{'; '.join(counts)}."
 
 
-def _profile(folder: Path) -> Iterator[str]:
+def _profile_section(folder: Path) -> Iterator[str]:
     file = folder / "profile.json"
     if not file.exists():
         return
@@ -250,7 +259,7 @@ def _profile(folder: Path) -> Iterator[str]:
     yield "`profile.json`, calibrated on the tables of the engine; `profile.html` has its errors."
 
 
-def _validations(folder: Path) -> Iterator[str]:
+def _validations_section(folder: Path) -> Iterator[str]:
     rows = []
     for file in sorted(folder.glob("validation-*.json"), key=lambda each: int(each.stem.split("-")[1])):
         found = json.loads(read_text(file))
