@@ -9,7 +9,6 @@ import pytest
 
 from capplan import InputError
 from capplan.models import read_kernel_table
-from capplan.profiling._campaign_page import kernel_shares
 from capplan.profiling.campaign import (
     MOST_SLICE_S,
     PARTS,
@@ -18,6 +17,7 @@ from capplan.profiling.campaign import (
     Slice,
     SliceResult,
     SliceSettings,
+    kernel_shares,
     main,
     slices,
 )
