@@ -490,12 +490,8 @@ def fitted(lab: Lab, gpus: int) -> Effects:
     return Effects(known, chosen, Bench(lab, lab.seeds).log_ttft(gpus, size.load, systems))
 
 
-def effects(gpus: int) -> Experiment:
-    """Return the experiment of a number of GPUs."""
-    return partial(_effects, gpus)
-
-
-def _effects(gpus: int, lab: Lab) -> Findings:
+def effects(gpus: int, lab: Lab) -> Findings:
+    """Simulate the design on a number of GPUs."""
     found = fitted(lab, gpus)
     rows = lab.recipe.figure(f"effects-{gpus}").rows
     return Findings({row.id: _effect(found, row.id).tolist() for row in rows})
@@ -600,7 +596,7 @@ def _curves(bench: Bench, system: Levels) -> list[Curve]:
 
 EXPERIMENTS: Final[Mapping[str, Experiment]] = {
     "wholes": wholes,
-    "effects-4": effects(4),
-    "effects-16": effects(16),
+    "effects-4": partial(effects, 4),
+    "effects-16": partial(effects, 16),
     "joint": joint,
 }

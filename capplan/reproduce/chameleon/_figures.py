@@ -89,11 +89,6 @@ class Case:
         return slo_s(self.platform, mix, self.traces)
 
 
-def bound_s(case: Case) -> float:
-    """Return the SLO of a case, from its workload and platform alone."""
-    return case.slo_s()
-
-
 def knee_rps(case: Case) -> float:
     """Return the highest load within the SLO, from the rate of the case."""
     slo = case.slo_s()
@@ -231,10 +226,6 @@ def _by(size: int, values: Sequence[Any]) -> list[list[Any]]:
     return [list(values[at : at + size]) for at in range(0, len(values), size)]
 
 
-def _slora_knees(lab: Lab, platform: Platform = A40) -> list[float]:
-    return _knees(lab, [BASELINE], mix=platform.mix, platform=platform)[0]
-
-
 def _over_knee(load: str | float) -> float:
     """Return a load over S-LoRA's knee; a name stands for the paper's load."""
     return setting().loads_rps[load] / setting().slora_knee_rps if isinstance(load, str) else load
@@ -244,7 +235,7 @@ def _numbers(
     lab: Lab, points: Sequence[tuple[str, str | float, str]], platform: Platform
 ) -> list[list[Numbers]]:
     """Return the numbers per seed of each point, a system, a load and a workload."""
-    knees = _slora_knees(lab, platform)
+    (knees,) = _knees(lab, [BASELINE], mix=platform.mix, platform=platform)
     cases = [
         case
         for system, load, mix in points
@@ -545,7 +536,7 @@ def _static(lab: Lab) -> Findings:
 
 def _slo_s(lab: Lab, mix: str = "") -> float:
     """Return the SLO on the P99 of TTFT, which is the same for all seeds."""
-    (slo,) = lab.each(bound_s, [Case(BASELINE, lab.seeds[0], 1.0, mix, traces=_folder(lab))])
+    (slo,) = lab.each(Case.slo_s, [Case(BASELINE, lab.seeds[0], 1.0, mix, traces=_folder(lab))])
     return slo
 
 

@@ -336,8 +336,8 @@ def _first(table: Table) -> list[float]:
     return [float(own > max(others)) for own, *others in _by_seed(table)]
 
 
-def _by_seed(table: Table, systems: Sequence[str] = tuple(SHOWN)) -> list[tuple[float, ...]]:
-    return list(zip(*(table[system] for system in systems), strict=True))
+def _by_seed(table: Table) -> list[tuple[float, ...]]:
+    return list(zip(*(table[system] for system in SHOWN), strict=True))
 
 
 def _over(tables: Sequence[Table], *systems: str) -> list[float]:
@@ -381,22 +381,11 @@ def _p95_s(lab: Lab, cases: Sequence[Alone]) -> list[list[float]]:
     return [[each["p95_s"] for each in own] for own in lab.by_seed(alone, cases)]
 
 
-def _prefills(
-    lab: Lab, servers: Iterable[tuple[str, int]], tokens: int = LONG_TOKENS
-) -> list[dict[str, float]]:
+def _prefills(lab: Lab, servers: Iterable[tuple[str, int]]) -> list[dict[str, float]]:
     """Return TTFT and time between tokens at rank 128 over rank 8, one request at a time."""
+    lengths = LONG_TOKENS, setting().max_model_len - LONG_TOKENS
     cases = [
-        Alone(
-            (rank,),
-            IDLE_RPS,
-            0,
-            tokens,
-            setting().max_model_len - LONG_TOKENS,
-            model,
-            tp,
-            "sweeps",
-            "deterministic",
-        )
+        Alone((rank,), IDLE_RPS, 0, *lengths, model, tp, "sweeps", "deterministic")
         for model, tp in servers
         for rank in (LOW, HIGH)
     ]

@@ -25,7 +25,7 @@ from capplan.reproduce._results import Curve, Findings
 from capplan.reproduce.twin._fidelity import published_model
 from capplan.reproduce.twin._setting import bare_profile, memory_table, numbered, profiling_profile, setting
 from capplan.spec import STARVED_BELOW, BaseTraffic, Coefficient, EngineLimits, Lengths, Profile, Workload
-from capplan.twin import SimulationResult, simulate
+from capplan.twin import simulate
 
 PANELS: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "sizes": (("varying_adapter_size", "initial_point"), "s_max"),
@@ -486,11 +486,8 @@ def scheduling(case: Queued) -> float:
     )
     without_slot = 1.0 - min(1.0, case.slots / case.adapters)
     per_request_ms = profile.step_latency.value("ms_per_waiting_krequest") / 1e3
-    return 100.0 * per_request_ms * found.waiting_mean * without_slot / _step_ms(found)
-
-
-def _step_ms(found: SimulationResult) -> float:
-    return 1e3 * found.busy_fraction * found.duration_s / found.steps
+    step_ms = 1e3 * found.busy_fraction * found.duration_s / found.steps
+    return 100.0 * per_request_ms * found.waiting_mean * without_slot / step_ms
 
 
 def fig7(lab: Lab) -> Findings:
