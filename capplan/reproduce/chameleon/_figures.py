@@ -5,7 +5,7 @@ Loads are relative to S-LoRA's knee on the same seed, workload and platform.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean
@@ -219,11 +219,13 @@ def _knees(lab: Lab, systems: Sequence[str], **fields: Any) -> list[list[float]]
     """Return the highest load within the SLO per system and seed."""
     start = [setting().slora_knee_rps] * len(lab.seeds)
     cases = [case for system in systems for case in _cases(lab, system, start, **fields)]
-    return _by(len(lab.seeds), lab.each(knee_rps, cases))
+    return _by_seed(lab, knee_rps, cases)
 
 
-def _by(size: int, values: Sequence[Any]) -> list[list[Any]]:
-    return [list(values[at : at + size]) for at in range(0, len(values), size)]
+def _by_seed(lab: Lab, simulate: Callable[[Case], Any], cases: Sequence[Case]) -> list[list[Any]]:
+    """Return the results of cases, a list for each run of them with all seeds."""
+    size, found = len(lab.seeds), lab.each(simulate, cases)
+    return [found[at : at + size] for at in range(0, len(found), size)]
 
 
 def _over_knee(load: str | float) -> float:
@@ -243,7 +245,7 @@ def _numbers(
             lab, system, [_over_knee(load) * knee for knee in knees], mix=mix, platform=platform
         )
     ]
-    return _by(len(lab.seeds), lab.each(measures, cases))
+    return _by_seed(lab, measures, cases)
 
 
 def _at(
@@ -330,7 +332,7 @@ def _link(lab: Lab) -> Findings:
     rates = [setting().loads_rps["medium"]] * len(lab.seeds)
     counts = (1, 50, 500)
     cases = [case for count in counts for case in _cases(lab, BASELINE, rates, mix=f"pcie-{count}")]
-    one, some, many = _by(len(lab.seeds), lab.each(measures, cases))
+    one, some, many = _by_seed(lab, measures, cases)
     p99 = [_all_of(found, "ttft_p99_s") for found in (one, some, many)]
     return Findings(
         {
@@ -357,7 +359,7 @@ def _one_by_one(lab: Lab) -> Findings:
     cases = [
         case for mix in ("up", "base") for case in _cases(lab, BASELINE, rates, mix=mix, horizon_s=50_000.0)
     ]
-    lora, base = _by(len(lab.seeds), lab.each(alone, cases))
+    lora, base = _by_seed(lab, alone, cases)
     added = [{key: ours[key] - plain[key] for key in ours} for ours, plain in zip(lora, base, strict=True)]
     return Findings(
         {
@@ -591,14 +593,12 @@ def _why(lab: Lab) -> Findings:
     blocking, fifo_blocking, ten, slora_ten = _knees(
         lab, ["blocking", "no-sched-blocking", "ten-steps", "slora-ten-steps"]
     )
-    at_knee, with_mean = _by(
-        len(lab.seeds),
-        lab.each(measures, [case for name in (CHAMELEON, "mean-size") for case in _cases(lab, name, ours)]),
-    )
+    cases = [case for name in (CHAMELEON, "mean-size") for case in _cases(lab, name, ours)]
+    at_knee, with_mean = _by_seed(lab, measures, cases)
     rates = [_over_knee("medium") * knee for knee in slora_ten]
     systems = ("slora-ten-steps", "ten-steps")
     cases = [case for name in systems for case in _cases(lab, name, rates)]
-    slora_after, ours_after = _by(len(lab.seeds), lab.each(measures, cases))
+    slora_after, ours_after = _by_seed(lab, measures, cases)
     waits = (_all_of(found, "load_wait_ms_p99") for found in (slora_after, ours_after))
     by_model: dict[str, Values] = {}
     for size, names_of in (("30b", ("no-sched", "one-queue")), ("13b", ("no-sched",))):
