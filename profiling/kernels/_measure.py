@@ -281,7 +281,7 @@ _COPIES: Final = 21
 _BYTES: Final = {"cuda": 2**30, "cpu": 2**26}
 
 
-def copy_rows(device: str, copies: int = _COPIES) -> list[dict[str, Any]]:
+def copy_rows(device: str) -> list[dict[str, Any]]:
     """Measure copies; return the rows of the copy table.
 
     A copy on the device counts twice its bytes, which are read and written. On a CPU the host's memory is
@@ -296,17 +296,17 @@ def copy_rows(device: str, copies: int = _COPIES) -> list[dict[str, Any]]:
         {
             "source": name,
             "bytes": size_bytes,
-            "bytes_per_s": moved / _median_s(place, partial(target.copy_, source, non_blocking=True), copies),
+            "bytes_per_s": moved / _median_s(place, partial(target.copy_, source, non_blocking=True)),
         }
         for name, source, moved in sources
     ]
 
 
-def _median_s(device: torch.device, run: Callable[[], object], copies: int) -> float:
+def _median_s(device: torch.device, run: Callable[[], object]) -> float:
     """Return the median time of a copy after a first one."""
     times_s: list[float] = []
     new_event: Any = partial(torch.cuda.Event, enable_timing=True)
-    for _ in range(copies + 1):
+    for _ in range(_COPIES + 1):
         if device.type == "cuda":
             begin, end = new_event(), new_event()
             begin.record()
