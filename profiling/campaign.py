@@ -437,7 +437,10 @@ class Campaign:
 
 
 def write_page(folder: Path, record: Mapping[str, Any], command: str) -> None:
-    """Write the page of a campaign's folder, from its record and the command that measures the tables."""
+    """Write the page of a campaign's folder, from its record and the command that measures the tables.
+
+    Sections yield their paragraphs.
+    """
     parts = (
         _correctness_section,
         _copies_section,
@@ -448,10 +451,10 @@ def write_page(folder: Path, record: Mapping[str, Any], command: str) -> None:
         _profile_section,
         _validations_section,
     )
-    sections = [_machine_section(record), *(part(folder) for part in parts)]
+    paragraphs = [*_machine_section(record), *(each for part in parts for each in part(folder))]
     size = ", a few small cases: the numbers have no meaning" if record["tiny"] else ""
     head = f"# Campaign on {record['chip']}{size}\n\nWritten by `{command}` from the tables in this folder."
-    write_text_atomic(folder / PAGE, "\n\n".join([head, *filter(None, map("\n".join, sections))]) + "\n")
+    write_text_atomic(folder / PAGE, "\n\n".join([head, *paragraphs]) + "\n")
 
 
 def _machine_section(record: Mapping[str, Any]) -> Iterator[str]:
@@ -461,16 +464,15 @@ def _machine_section(record: Mapping[str, Any]) -> Iterator[str]:
     machine = runs[-1][1]["machine"]
     gpu = machine.get("gpu", {})
     versions = ", ".join(f"{name} {value}" for name, value in machine["versions"].items() if value)
-    yield f"{machine['cpu']['model']}, {machine['cpu']['cores']} cores; {versions}."
+    facts = f"{machine['cpu']['model']}, {machine['cpu']['cores']} cores; {versions}."
     if gpu:
-        facts = ", ".join(f"{name} {value}" for name, value in gpu.items())
-        yield f"GPU: {facts}."
-    yield ""
+        facts += f"\nGPU: {', '.join(f'{name} {value}' for name, value in gpu.items())}."
+    yield facts
     rows = [
         (name, run["machine"]["date"], f"{run['seconds']:.0f}", run["note"].replace("|", "/"))
         for name, run in runs
     ]
-    yield from _table(("slice", "date (UTC)", "s", "result"), rows)
+    yield _table(("slice", "date (UTC)", "s", "result"), rows)
 
 
 def _correctness_section(folder: Path) -> Iterator[str]:
@@ -530,26 +532,20 @@ def _kernels_section(folder: Path) -> Iterator[str]:
     whole = read_kernel_table(file)
     table = kernel_shares(whole, _ITEM_BYTES[settings["dtype"]], bandwidth)
     yield "## Shrink and expand"
-    yield ""
     yield (
         f"Share of the copy's bandwidth, {settings['dtype']}: least bytes (rows of A or B of each adapter "
         "once, at its rank; activations) over the median time. Mixes: adapters of one rank, half of the "
         "largest and half of the smallest, one large among small ones, drawn ranks, and adapters of one rank "
         "that four requests share."
     )
-    yield ""
     table = table.assign(mix=table["configuration"].str.rpartition("/")[2])
     for phase, size in (("decode", "requests"), ("prefill", "tokens")):
         if (chosen := table[table["phase"] == phase]).size:
             yield f"In {phase}, by {size}:"
-            yield ""
-            yield from _share_table(chosen, size)
-            yield ""
+            yield _share_table(chosen, size)
     if (threshold := crossover(whole)) is not None:
         yield f"Crossover of token-wise and tiled kernels: {threshold.summary()}."
-        yield ""
     yield "Toppings' linear models on left-out configurations, and errors (SMAPE) of the additive form:"
-    yield ""
     fits = [
         (
             str(report.width),
@@ -563,17 +559,17 @@ def _kernels_section(folder: Path) -> Iterator[str]:
         for report in explain_kernels(whole)
     ]
     head = ("width", "phase", "grid", "kernel", "half", "R² BGMV form", "R² MBGMV form", "additive, %")
-    yield from _table(head, fits)
+    yield _table(head, fits)
 
 
-def _share_table(table: pd.DataFrame, size: str) -> Iterator[str]:
-    """Yield a table of shares, one row per kernel, half and mix; medians of draws and of equal sizes."""
+def _share_table(table: pd.DataFrame, size: str) -> str:
+    """Return a table of shares, one row per kernel, half and mix; medians of draws and of equal sizes."""
     shares = table.pivot_table("share", ["width", "kernel", "half", "mix"], size, aggfunc="median")
     rows = [
         (*map(str, key), *("" if math.isnan(value) else f"{value:.2f}" for value in row))
         for key, row in zip(shares.index, shares.to_numpy(), strict=True)
     ]
-    yield from _table(("width", "kernel", "half", "mix", *map(str, shares.columns)), rows)
+    return _table(("width", "kernel", "half", "mix", *map(str, shares.columns)), rows)
 
 
 def _decode_section(folder: Path) -> Iterator[str]:
@@ -631,9 +627,7 @@ def _engine_section(folder: Path) -> Iterator[str]:
         ("KV memory", memory, ("a_max", "s_max", "kv_tokens", "max_num_seqs", "max_num_batched_tokens")),
     ):
         if table:
-            yield ""
             yield f"{title}:"
-            yield ""
             rows = [
                 tuple(
                     f"{each[name]:.4g}" if isinstance(each[name], float) else str(each[name])
@@ -641,24 +635,20 @@ def _engine_section(folder: Path) -> Iterator[str]:
                 )
                 for each in table
             ]
-            yield from _table(columns, rows)
+            yield _table(columns, rows)
     counts = [
         f"`engine/{name}` has {len(steps)} rows"
         for name in (STEPS, SERVED)
         if (steps := MeasurementFolder(engine).table(name)) is not None
     ]
     if counts:
-        yield ""
         yield f"{'; '.join(counts)}."
 
 
 def _profile_section(folder: Path) -> Iterator[str]:
-    file = folder / "profile.json"
-    if not file.exists():
-        return
-    yield "## Profile"
-    yield ""
-    yield "`profile.json`, calibrated on the tables of the engine; `profile.html` has its errors."
+    if (folder / "profile.json").exists():
+        yield "## Profile"
+        yield "`profile.json`, calibrated on the tables of the engine; `profile.html` has its errors."
 
 
 def _validations_section(folder: Path) -> Iterator[str]:
@@ -682,20 +672,16 @@ def _validations_section(folder: Path) -> Iterator[str]:
 
 
 def _section(title: str, text: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a section with one table; none without rows."""
+    """Yield the paragraphs of a section with one table; none without rows."""
     if rows:
         yield f"## {title}"
-        yield ""
         yield text
-        yield ""
-        yield from _table(head, rows)
+        yield _table(head, rows)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield f"| {' | '.join(head)} |"
-    yield f"|{'---|' * len(head)}"
-    for row in rows:
-        yield f"| {' | '.join(row)} |"
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    first = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    return "\n".join([*first, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
