@@ -228,6 +228,12 @@ def _by_seed(lab: Lab, simulate: Callable[[Case], Any], cases: Sequence[Case]) -
     return [found[at : at + size] for at in range(0, len(found), size)]
 
 
+def _slo_s(lab: Lab, mix: str = "") -> float:
+    """Return the SLO on the P99 of TTFT, which is the same for all seeds."""
+    (slo,) = lab.each(Case.slo_s, [Case(BASELINE, lab.seeds[0], 1.0, mix, traces=_folder(lab))])
+    return slo
+
+
 def _over_knee(load: str | float) -> float:
     """Return a load over S-LoRA's knee; a name stands for the paper's load."""
     return setting().loads_rps[load] / setting().slora_knee_rps if isinstance(load, str) else load
@@ -534,12 +540,6 @@ def _static(lab: Lab) -> Findings:
     loads = ("medium", "high")
     found = _at(lab, ["static", CHAMELEON], loads)
     return Findings({load: _cuts(found[CHAMELEON, load], found["static", load]) for load in loads})
-
-
-def _slo_s(lab: Lab, mix: str = "") -> float:
-    """Return the SLO on the P99 of TTFT, which is the same for all seeds."""
-    (slo,) = lab.each(Case.slo_s, [Case(BASELINE, lab.seeds[0], 1.0, mix, traces=_folder(lab))])
-    return slo
 
 
 def _knee_ratio(lab: Lab, platform: Platform) -> list[float]:
