@@ -62,10 +62,9 @@ class Lab:
                 write_text_atomic(paths[number], json.dumps({"case": repr(cases[number]), "result": result}))
         return [json.loads(path.read_text(encoding="utf-8"))["result"] for path in paths]
 
-    def by_seed(self, simulate: Callable[[Item], Answer], cases: Sequence[Item]) -> list[list[Answer]]:
+    def by_seed(self, simulate: Callable[[Any], Answer], cases: Sequence[Any]) -> list[list[Answer]]:
         """Return ``simulate(case)`` of every case with each seed: by case, in the order of the seeds."""
-        seeded: list[Any] = [replace(case, seed=seed) for case in cases for seed in self.seeds]
-        found = iter(self.each(simulate, seeded))
+        found = iter(self.each(simulate, [replace(case, seed=seed) for case in cases for seed in self.seeds]))
         return [[next(found) for _ in self.seeds] for _ in cases]
 
     def trace(self, name: str) -> str:
