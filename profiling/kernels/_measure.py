@@ -198,6 +198,7 @@ class KernelPoint:
         return len(self.times_us[HALVES[0]])
 
     def add(self, *timings: KernelTiming) -> None:
+        """Add a pass: shrink, expand."""
         for half, timing in zip(HALVES, timings, strict=True):
             self.times_us[half].append(timing.median_us)
         self.disturbed += any(timing.disturbed for timing in timings)

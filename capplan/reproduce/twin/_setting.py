@@ -110,6 +110,7 @@ def setting() -> Setting:
 
 
 def system(name: str) -> Mapping[str, str]:
+    """Return solver and estimator of a system of the recipe."""
     found: Mapping[str, str] = read_recipe("twin").systems[name]
     return found
 
