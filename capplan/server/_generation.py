@@ -27,8 +27,8 @@ from starlette.types import Receive, Scope, Send
 
 from capplan.engine import SamplingParams, Tokenizer
 from capplan.errors import InputError
+from capplan.server._async_engine import ClientGoneError, OutputStream, RequestOutput, RequestState
 from capplan.server._http_protocol import CLIENT
-from capplan.server._output_stream import ClientGoneError, OutputStream, RequestOutput, RequestState
 from capplan.server._protocol import (
     ApiError,
     ChatRequest,

@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from capplan.engine import CoreReady, Ended, Gauges, PoolGauges, StepRecord
-from capplan.server._output_stream import RequestState
+from capplan.server._async_engine import RequestState
 from capplan.version import installed_version
 
 _TTFT_S: Final = (

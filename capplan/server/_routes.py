@@ -13,9 +13,9 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import Receive, Scope, Send
 
+from capplan.server._async_engine import EngineDeadError
 from capplan.server._generation import Generation
 from capplan.server._limiter import RequestLimiter, generates
-from capplan.server._output_stream import EngineDeadError
 from capplan.server._protocol import (
     AdapterSharesRequest,
     ApiError,

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 from capplan.engine import CoreReady, Gauges, StateReport, is_stopped, load_tokenizer
 from capplan.errors import InputError
 from capplan.server._adapters import ServedAdapters
-from capplan.server._async_engine import AsyncEngine, StepObserver
+from capplan.server._async_engine import AsyncEngine, EngineDeadError, StepObserver
 from capplan.server._chat_template import chat_template
 from capplan.server._metrics import Metrics
-from capplan.server._output_stream import EngineDeadError
 from capplan.server._protocol import RETRY, ApiError, ChatMessage, engine_failed, shutting_down
 from capplan.server._settings import ServerSettings
 from capplan.server._state import ServerState
