@@ -15,7 +15,6 @@ from starlette.types import Receive, Scope, Send
 
 from capplan.server._async_engine import EngineDeadError
 from capplan.server._generation import Generation
-from capplan.server._limiter import RequestLimiter, generates
 from capplan.server._protocol import (
     AdapterSharesRequest,
     ApiError,
@@ -29,6 +28,7 @@ from capplan.server._protocol import (
     unknown_model,
 )
 from capplan.server._service import Service
+from capplan.server._state import RequestLimiter, generates
 
 if TYPE_CHECKING:
     from capplan.server._adapter_pool import AdapterPool

@@ -20,7 +20,7 @@ from capplan.engine.lora import IncomingAdapter
 from capplan.errors import InputError, printable
 from capplan.registry import ADAPTER_FILES
 from capplan.server._adapters import ReaderThreads
-from capplan.server._limiter import PEER_PATH, transfer_key
+from capplan.server._state import PEER_PATH, transfer_key
 from capplan.spec import error_reason, open_regular, parse_json
 
 _PART_BYTES: Final = 2**20
