@@ -16,9 +16,8 @@ from capplan.engine import CoreReady
 from capplan.engine.lora import AdapterLayout, PeftFolder
 from capplan.errors import InputError
 from capplan.server._async_engine import AsyncEngine, EngineDeadError
-from capplan.server._limits import NAME_RULE, is_name
 from capplan.server._protocol import RETRY, ApiError, engine_failed, overloaded
-from capplan.server._settings import ServerSettings
+from capplan.server._settings import NAME_RULE, ServerSettings, is_name
 from capplan.spec import ADAPTER_CONFIG, NOT_PRINTABLE, WEIGHTS_FILE, is_printable
 
 T = TypeVar("T")

@@ -17,8 +17,8 @@ from typing import Any, Final
 from capplan.engine import Tokenizer
 from capplan.errors import InputError
 from capplan.server import _template_worker as template_worker
-from capplan.server._limits import ServerLimits
 from capplan.server._protocol import ChatMessage
+from capplan.server._settings import ServerLimits
 from capplan.server._template_worker import LENGTH_BYTES, framed
 from capplan.spec import read_json_object, read_text
 

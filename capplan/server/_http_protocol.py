@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable
 
-    from capplan.server._limits import ServerLimits
+    from capplan.server._settings import ServerLimits
     from capplan.server._state import ByteBudget
 
 CLIENT: Final = "capplan.client"

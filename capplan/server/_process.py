@@ -38,10 +38,9 @@ from capplan.errors import InputError
 from capplan.processes import collect_rarely, raise_file_limit, without_full_collections
 from capplan.server._async_engine import RequestState
 from capplan.server._http_protocol import ConnectionCap, LimitedProtocol
-from capplan.server._limits import NAME_RULE, is_name
 from capplan.server._routes import ServerApp
 from capplan.server._service import Service
-from capplan.server._settings import ServerSettings
+from capplan.server._settings import NAME_RULE, ServerSettings, is_name
 from capplan.server._state import ServerState
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
