@@ -79,13 +79,13 @@ class ServerLimits:
     lora_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name.endswith("_s"):
+        for limit in fields(self):
+            value = getattr(self, limit.name)
+            if limit.name.endswith("_s"):
                 if not 0 < value < math.inf:
-                    raise InputError("must be a finite number > 0", value, field.name)
+                    raise InputError("must be a finite number > 0", value, limit.name)
             elif value is not None and value < 1:
-                raise InputError("must be >= 1", value, field.name)
+                raise InputError("must be >= 1", value, limit.name)
         if (self.max_buffered_bytes or math.inf) < (self.max_body_bytes or _MIB):
             rule = f"must be at least max_body_bytes, {self.max_body_bytes or _MIB}"
             raise InputError(rule, self.max_buffered_bytes, "max_buffered_bytes")
