@@ -25,11 +25,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from capplan.fleet._fleet import InstanceFleet, RouterConfig
+from capplan.fleet._fleet import InstanceFleet, InstanceSupervisor, RouterConfig
 from capplan.fleet._instance_client import FileLimitError
 from capplan.fleet._proxy import Proxy, RouterState
 from capplan.fleet._rebalancing import RebalanceLoop
-from capplan.fleet._supervisor import InstanceSupervisor
 from capplan.processes import without_full_collections
 from capplan.server import (
     GENERATION_PATHS,

@@ -15,10 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
 from capplan.errors import InputError
-from capplan.fleet._fleet import InstanceFleet
+from capplan.fleet._fleet import InstanceFleet, InstanceSupervisor
 from capplan.fleet._instance_client import FileLimitError, InstanceClient, InstanceGoneError
 from capplan.fleet._rebalancing import CountedRequest
-from capplan.fleet._supervisor import InstanceSupervisor
 from capplan.http_connection import ConnectionLostError, HttpConnection
 from capplan.server import (
     CLIENT,

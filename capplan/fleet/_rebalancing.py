@@ -34,8 +34,8 @@ from capplan.fleet._routing import RoutingTable
 from capplan.serving.rebalancing import AdapterDemand, Rebalanced, Rebalancer
 
 if TYPE_CHECKING:
+    from capplan.fleet._fleet import InstanceSupervisor
     from capplan.fleet._routing import InstanceRouter
-    from capplan.fleet._supervisor import InstanceSupervisor
 
 
 _USAGE: Final = re.compile(

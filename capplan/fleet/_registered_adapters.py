@@ -21,8 +21,8 @@ from capplan.errors import InputError
 from capplan.registry import AdapterRegistry, RegisteredAdapter
 
 if TYPE_CHECKING:
+    from capplan.fleet._fleet import InstanceSupervisor
     from capplan.fleet._routing import InstanceRouter, RoutingTable
-    from capplan.fleet._supervisor import InstanceSupervisor
 
 _MAX_NAME: Final = 256
 _MAX_FINDING: Final = 32
