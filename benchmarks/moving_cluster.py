@@ -38,9 +38,8 @@ from capplan.fleet import (
     ServingOptions,
     instances_of,
 )
-from capplan.fleet._app import RouterServer
+from capplan.fleet._app import RouterServer, RouterState
 from capplan.fleet._fleet import InstanceFleet, RestartPolicy
-from capplan.fleet._proxy import RouterState
 from capplan.fleet._rebalancing import PostParams, RebalanceLoop
 from capplan.registry import ADAPTER_FILES, AdapterRegistry, digest_of, read_adapter
 from capplan.server import PoolSettings, ServerSettings, bind, url_of

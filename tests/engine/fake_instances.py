@@ -21,10 +21,9 @@ from capplan.fleet import (
     ServingOptions,
     instances_of,
 )
-from capplan.fleet._app import RouterServer
+from capplan.fleet._app import RouterServer, RouterState
 from capplan.fleet._fleet import InstanceFleet, RestartPolicy
 from capplan.fleet._launcher import LaunchError
-from capplan.fleet._proxy import RouterState
 from capplan.server import PoolSettings, ServerSettings, bind, url_of
 from capplan.spec import Totals, Verification
 from tests.cli.examples import group, small_plan
