@@ -17,8 +17,7 @@ import aiohttp
 
 from capplan.errors import InputError
 from capplan.fleet._instance_client import FileLimitError, InstanceClient
-from capplan.fleet._instances import InstanceSpec
-from capplan.fleet._launcher import InstanceHandle, Launcher, LaunchError
+from capplan.fleet._launcher import InstanceHandle, InstanceSpec, Launcher, LaunchError
 from capplan.fleet._rebalancing import RebalanceLoop, RebalancingConfig
 from capplan.fleet._registered_adapters import RegisteredAdapters, RegistrySettings
 from capplan.fleet._routing import InstanceRouter, RoutingSettings

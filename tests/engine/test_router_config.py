@@ -22,7 +22,7 @@ from capplan.datasets import load_profile
 from capplan.engine import EngineOptions
 from capplan.fleet import RouterConfig, ServingOptions, instances_of, spread_over_gpus
 from capplan.fleet._app import merged
-from capplan.fleet._instances import gpus_of
+from capplan.fleet._launcher import gpus_of
 from capplan.fleet._routing import InstanceRouter
 from capplan.models import gpu_load_ms
 from capplan.spec import Cache, PlanBase, Profile, QueueClass, Queues, Wrs
