@@ -7,11 +7,11 @@ which the proxy chooses, and their responses come back through it.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import logging
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from types import MappingProxyType
@@ -108,7 +108,7 @@ class RouterState(ServerState):
         super().__init__(settings, fleet, max(lengths))
         self.fleet = fleet
         self._in_flight = 0
-        self.by_instance: Counter[str] = Counter()
+        self.by_instance: collections.Counter[str] = collections.Counter()
         self.retries = self.refused_by_holders = 0
         self.demand = None if fleet.rebalancing is None else fleet.rebalancing.demand
         self._idle = asyncio.Event()

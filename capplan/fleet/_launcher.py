@@ -19,7 +19,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -30,10 +30,6 @@ from capplan.engine.models import model_config, require_shardable
 from capplan.errors import NO_VALUE, CapplanError, InputError, NoValue
 from capplan.server import OPEN_ADAPTERS, InstanceConfig, PoolSettings, ServerLimits, ServerSettings
 from capplan.spec import Group, Plan, PlanAdapter, Profile, local_folder, require_adapter
-
-if TYPE_CHECKING:
-    from capplan.server import ServerSettings
-
 
 _DRAIN_TIMEOUT_S: Final = 1.0
 """For requests of an instance when the router, which drains first, stops it."""
@@ -526,7 +522,7 @@ def main() -> int:
         return 1
     fields = json.loads(line)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    from capplan.server import InstanceConfig, run_instance
+    from capplan.server import run_instance
 
     try:
         adapters = {name: Path(at) if isinstance(at, str) else at for name, at in fields["adapters"].items()}
@@ -541,8 +537,6 @@ def main() -> int:
 
 def server_settings(fields: dict[str, Any]) -> ServerSettings:
     """Return the settings of a server from a message; the folder of its adapters is made."""
-    from capplan.server import PoolSettings, ServerLimits, ServerSettings
-
     limits, root, pool = (fields.pop(name) for name in ("limits", "lora_root", "pool"))
     if pool is not None:
         pool["allow_location"] = tuple(pool["allow_location"])
