@@ -33,15 +33,6 @@ from ._files import (
     yaml_text,
 )
 from ._lengths import LengthPairs, Lengths
-from ._limits import (
-    MAX_SIMULATED_S,
-    InputLimits,
-    beyond,
-    input_limits,
-    limited,
-    require_duration,
-    require_seed_count,
-)
 from ._lora_modules import (
     ADAPTER_CONFIG,
     ALL_LINEAR,
@@ -172,9 +163,11 @@ from ._traffic import (
 )
 from ._validation import (
     LORA_RANKS,
+    MAX_SIMULATED_S,
     MAX_TOKENS,
     NOT_PRINTABLE,
     Count,
+    InputLimits,
     Key,
     Line,
     Many,
@@ -190,9 +183,14 @@ from ._validation import (
     SpecModel,
     Text,
     allowed_lora_rank,
+    beyond,
     format_key,
     input_error,
+    input_limits,
     is_printable,
+    limited,
+    require_duration,
+    require_seed_count,
     rule_error,
     unknown_key,
     validate_document,

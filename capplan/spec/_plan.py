@@ -19,7 +19,6 @@ from capplan.errors import InputError
 from capplan.spec._display import Plotted
 from capplan.spec._engine_args import EngineArgs
 from capplan.spec._files import parse_json, parse_yaml, read_text, write_text_atomic
-from capplan.spec._limits import beyond, input_limits
 from capplan.spec._lora_modules import TargetModules
 from capplan.spec._predicted import Predicted
 from capplan.spec._queues import Queues
@@ -55,8 +54,10 @@ from capplan.spec._validation import (
     SparseModel,
     SpecModel,
     Text,
+    beyond,
     check_unique,
     format_key,
+    input_limits,
     rule_error,
     validate_document,
 )

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from pydantic_core import CoreSchema, core_schema
 
 from capplan.errors import InputError
-from capplan.spec._limits import LEAST_S, MAX_SIMULATED_S
-from capplan.spec._validation import MAX_TOKENS
+from capplan.spec._validation import LEAST_S, MAX_SIMULATED_S, MAX_TOKENS
 
 if TYPE_CHECKING:
     import numpy as np
