@@ -103,20 +103,6 @@ from ._profile import (
     StepTable,
     Uncertainty,
 )
-from ._queues import (
-    MOST_QUEUES,
-    PROMPT_WEIGHT,
-    AdapterCharge,
-    ClusterRule,
-    QueueClass,
-    QueueConfig,
-    Queues,
-    QuotaSize,
-    RestWeights,
-    SizeForm,
-    Wrs,
-    require_room,
-)
 from ._routing import (
     BY_SHARES,
     BYTES_PER_TOKEN,
@@ -134,15 +120,27 @@ from ._routing import (
 )
 from ._scheduling import (
     CHAMELEON_WEIGHTS,
+    MOST_QUEUES,
+    PROMPT_WEIGHT,
     SLORA_CADENCE,
+    AdapterCharge,
     Cache,
     CacheSource,
+    ClusterRule,
     Merging,
     Predictor,
+    QueueClass,
+    QueueConfig,
+    Queues,
+    QuotaSize,
+    RestWeights,
     Scheduler,
     SchedulerSource,
+    SizeForm,
+    Wrs,
     cache_of,
     completed,
+    require_room,
     scheduler_of,
 )
 from ._slo import STABLE_TTFT_P99_S, STARVED_BELOW, Gpus, Objective, Pool, Slo, describe_latency

@@ -21,7 +21,6 @@ from capplan.spec._engine_args import EngineArgs
 from capplan.spec._files import parse_json, parse_yaml, read_text, write_text_atomic
 from capplan.spec._lora_modules import TargetModules
 from capplan.spec._predicted import Predicted
-from capplan.spec._queues import Queues
 from capplan.spec._routing import (
     MEAN_LENGTHS,
     REBALANCE,
@@ -33,7 +32,15 @@ from capplan.spec._routing import (
     check_router_options,
     stores_everywhere,
 )
-from capplan.spec._scheduling import Cache, CacheSource, Scheduler, SchedulerSource, check_pair, completed
+from capplan.spec._scheduling import (
+    Cache,
+    CacheSource,
+    Queues,
+    Scheduler,
+    SchedulerSource,
+    check_pair,
+    completed,
+)
 from capplan.spec._slo import Objective, Slo
 from capplan.spec._validation import (
     LORA_RANKS,

@@ -17,7 +17,6 @@ from capplan.errors import InputError
 from capplan.spec._engine_args import EngineConfig
 from capplan.spec._lengths import LengthPairs, Lengths
 from capplan.spec._lora_modules import TargetModules
-from capplan.spec._queues import PROMPT_WEIGHT, QueueConfig
 from capplan.spec._routing import (
     REBALANCE,
     ROUTER,
@@ -30,9 +29,11 @@ from capplan.spec._routing import (
 )
 from capplan.spec._scheduling import (
     CACHE,
+    PROMPT_WEIGHT,
     SCHEDULER,
     Cache,
     CacheSource,
+    QueueConfig,
     Scheduler,
     SchedulerSource,
     check_pair,
