@@ -32,7 +32,6 @@ from ._files import (
     write_text_atomic,
     yaml_text,
 )
-from ._lengths import LengthPairs, Lengths
 from ._lora_modules import (
     ADAPTER_CONFIG,
     ALL_LINEAR,
@@ -103,6 +102,17 @@ from ._profile import (
     StepTable,
     Uncertainty,
 )
+from ._requests import (
+    NS_PER_S,
+    LengthPairs,
+    Lengths,
+    NamedRows,
+    TimeUnit,
+    Trace,
+    TraceFormat,
+    lengths_column,
+    require_each,
+)
 from ._routing import (
     BY_SHARES,
     BYTES_PER_TOKEN,
@@ -145,7 +155,6 @@ from ._scheduling import (
 )
 from ._slo import STABLE_TTFT_P99_S, STARVED_BELOW, Gpus, Objective, Pool, Slo, describe_latency
 from ._table_files import MAX_COLUMNS, Header, open_unpacked, read_columns, table_parts, with_decimal_points
-from ._trace import NS_PER_S, NamedRows, TimeUnit, Trace, TraceFormat, lengths_column, require_each
 from ._traffic import (
     ArrivalProcess,
     Arrivals,

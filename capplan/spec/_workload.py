@@ -15,8 +15,8 @@ from pydantic.json_schema import SkipJsonSchema
 
 from capplan.errors import InputError
 from capplan.spec._engine_args import EngineConfig
-from capplan.spec._lengths import LengthPairs, Lengths
 from capplan.spec._lora_modules import TargetModules
+from capplan.spec._requests import LengthPairs, Lengths, Trace
 from capplan.spec._routing import (
     REBALANCE,
     ROUTER,
@@ -40,7 +40,6 @@ from capplan.spec._scheduling import (
     completed,
 )
 from capplan.spec._slo import Gpus, Objective, Pool, Slo
-from capplan.spec._trace import Trace
 from capplan.spec._traffic import ArrivalProcess, Arrivals, Stickiness
 from capplan.spec._validation import (
     Count,

@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, Field, Strict, Tag, model_validator
 
-from capplan.spec._lengths import Lengths
 from capplan.spec._lora_modules import TargetModulesSource
-from capplan.spec._trace import TimeUnit, TraceFormat
+from capplan.spec._requests import Lengths, TimeUnit, TraceFormat
 from capplan.spec._traffic import ArrivalProcess, Arrivals, Popularity, Stickiness
 from capplan.spec._validation import (
     Many,
