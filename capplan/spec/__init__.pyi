@@ -200,15 +200,20 @@ from ._validation import (
     unknown_key,
     validate_document,
 )
-from ._workload import Adapter, AdapterFields, BaseTraffic, PlanningRequirements, Workload, is_profile_path
-from ._workload_file import (
+from ._workload import (
+    Adapter,
     AdapterEntry,
+    AdapterFields,
     BaseEntry,
+    BaseTraffic,
     LengthsFile,
+    PlanningRequirements,
     RegistryEntry,
     RequestsEntry,
     TraceEntry,
+    Workload,
     WorkloadFile,
+    is_profile_path,
 )
 
 __all__ = [
