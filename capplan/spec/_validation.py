@@ -1,4 +1,4 @@
-"""Validation shared by all documents: the frozen base model, field types, limits, and one-line input errors."""
+"""Validation shared by all documents: the frozen base model, field types, limits, one-line input errors."""
 
 from __future__ import annotations
 
