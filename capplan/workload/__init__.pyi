@@ -15,8 +15,18 @@ from ._predictors import (
 from ._presets import Preset, preset, presets
 from ._requests import Requests, draw_requests
 from ._sampling import uniform
-from ._time_units import EPOCH_S, PER_S, UNIT_WORDS, WHOLE, TimeColumn, time_unit_of
-from ._trace_files import defined_unit, read_length_pairs, read_trace, read_vllm_result
+from ._trace_files import (
+    EPOCH_S,
+    PER_S,
+    UNIT_WORDS,
+    WHOLE,
+    TimeColumn,
+    defined_unit,
+    read_length_pairs,
+    read_trace,
+    read_vllm_result,
+    time_unit_of,
+)
 
 __all__ = [
     "ADAPTERS",
