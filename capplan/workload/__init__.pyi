@@ -1,4 +1,3 @@
-from ._lengths import LengthTable, length_table
 from ._load import load_workload
 from ._peak import DecidingTime, TraceWindow, busiest_window, deciding_time, is_modulated, trace_windows
 from ._predictors import (
@@ -13,7 +12,7 @@ from ._predictors import (
     read_predictor,
 )
 from ._presets import Preset, preset, presets
-from ._requests import Requests, draw_requests
+from ._requests import LengthTable, Requests, draw_requests, length_table
 from ._sampling import uniform
 from ._trace_files import (
     EPOCH_S,
