@@ -64,19 +64,7 @@ from capplan.server._transfer import Fetcher, Source, TransferError, TransferPar
 
 
 class PoolCounters:
-    """Counts of transfers, checks and removals.
-
-    Attributes
-    ----------
-    transfers
-        By kind of source and outcome.
-    moved_bytes, moved_s
-        By kind of source.
-    checks
-        Reads of own copies by outcome.
-    removed
-        Copies that other servers keep, or that the registry does not know any more.
-    """
+    """Counts of transfers by kind of source and outcome, of checks of own copies, and of removed copies."""
 
     def __init__(self) -> None:
         self.transfers: Counter[tuple[str, str]] = Counter()
@@ -92,13 +80,7 @@ class PoolCounters:
         self.moved_s[kind] = self.moved_s.get(kind, 0.0) + took_s
 
     def collect(self, copies: int, stored_bytes: int, max_bytes: int) -> Iterator[Metric]:
-        """Yield the metrics.
-
-        Parameters
-        ----------
-        copies, stored_bytes, max_bytes
-            Adapters that the server stores, their bytes, and the limit of these.
-        """
+        """Yield the metrics; of the adapters that the server stores: number, bytes, and limit of these."""
         yield _family(Gauge, "adapters_stored", "Adapters stored by this server", copies)
         yield _family(Gauge, "adapters_stored_bytes", "Bytes of these adapters", stored_bytes)
         yield _family(Gauge, "adapters_stored_bytes_limit", "Limit of these bytes", max_bytes)
@@ -140,19 +122,9 @@ _WITHOUT_LOCKS: Final = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)  # some netw
 
 
 class OwnedFolder:
-    """Folder of adapters of one running server, which has it until `close`.
+    """Folder of adapters of one running server, which has it until `close`; another one gets an `InputError`.
 
-    Attributes
-    ----------
-    owner
-        Identity of the server: host, and a number that is kept in the folder.
-
-    Raises
-    ------
-    InputError
-        If another running server has the folder.
-    OSError
-        If its file cannot be written.
+    The owner is the identity of the server: its host, and a number that is kept in the folder.
     """
 
     def __init__(self, root: Path) -> None:
@@ -193,13 +165,7 @@ class OwnedFolder:
 
 
 class ServerClaim:
-    """Claim of a server to its name in the registry.
-
-    Parameters
-    ----------
-    renew_s
-        Time between renewals, the same for all servers.
-    """
+    """Claim of a server to its name in the registry; all servers renew theirs every `renew_s`."""
 
     def __init__(
         self, registry: AdapterRegistry, server: RegisteredServer, folder: OwnedFolder, renew_s: float
@@ -213,12 +179,7 @@ class ServerClaim:
     def take(self) -> None:
         """Register the server; blocks for some renewals if another one that may be gone has the name.
 
-        Raises
-        ------
-        InputError
-            If another running server has the name.
-        RegistryUnavailableError
-            If the registry cannot be used.
+        If another running server has it, raise `InputError`.
         """
         name, url, owner = self._server.name, self._server.url, self._folder.owner
         other = self._registry.announce(name, url, owner)
@@ -238,12 +199,7 @@ class ServerClaim:
     def keep(self) -> None:
         """Renew the claim if that is due, between the parts of work that takes long.
 
-        Raises
-        ------
-        InputError
-            If another server has the name now.
-        RegistryUnavailableError
-            If the registry cannot be used.
+        If another server has the name now, raise `InputError`.
         """
         if time.monotonic() - self._renewed_s < self._renew_s:
             return
@@ -259,13 +215,7 @@ class ServerClaim:
         return InputError(rule, self._server.name, "server_name")
 
     def renew(self) -> bool:
-        """Renew the claim; return False if another server has the name now.
-
-        Raises
-        ------
-        RegistryUnavailableError
-            If the registry cannot be used.
-        """
+        """Renew the claim; return False if another server has the name now."""
         return self._registry.renew(self._server.name, self._server.url, self._folder.owner)
 
     def leave(self) -> None:
@@ -313,19 +263,7 @@ class PoolParams:
 
 @dataclass(frozen=True)
 class PoolServer:
-    """One server of a pool.
-
-    Attributes
-    ----------
-    name
-        In the registry.
-    url
-        Where other servers reach it.
-    key
-        Admin key of all servers.
-    max_bytes
-        Limit of the bytes of its copies.
-    """
+    """One server of a pool: name in the registry, URL for others, admin key of all, limit of its copies."""
 
     name: str
     url: str
@@ -336,12 +274,8 @@ class PoolServer:
 class AdapterCopies:
     """Copies of a server; it belongs to the event loop.
 
-    Attributes
-    ----------
-    stored
-        Digest of each adapter that the server stores, by name.
-    missing
-        Adapters whose broken copy was removed, and that have not been stored again.
+    `stored` has the digest of each adapter that the server stores, by name. `missing` are adapters whose
+    broken copy was removed, and that have not been stored again.
     """
 
     def __init__(
@@ -375,10 +309,7 @@ class AdapterCopies:
     def reconcile(self, keep_name: Callable[[], None]) -> None:
         """Let registry and files agree: either may be ahead after a crash.
 
-        Parameters
-        ----------
-        keep_name
-            Called between adapters, whose number is not bounded, to renew the claim to the name.
+        `keep_name` renews the claim to the name between adapters, whose number is not bounded.
         """
         own = self._own
         digests = self._store.digests()
@@ -439,11 +370,6 @@ class AdapterCopies:
         """Return whether an intact copy is stored, by reading it; a broken one is discarded.
 
         Its lock must be held.
-
-        Raises
-        ------
-        RegistryUnavailableError, OSError
-            If a broken copy cannot be discarded, or a copy cannot be read.
         """
         if not await self.in_thread(self._store.__contains__, digest):
             return False
@@ -455,13 +381,7 @@ class AdapterCopies:
         return False
 
     async def check(self, digest: str) -> bool:
-        """Return whether an intact copy is stored, by reading it.
-
-        Raises
-        ------
-        OSError
-            If it cannot be read.
-        """
+        """Return whether an intact copy is stored, by reading it."""
         async with self._checks:
             return await self._is_intact(digest)
 
@@ -475,13 +395,7 @@ class AdapterCopies:
         self._sizes[digest] = size_bytes
 
     async def hold(self, name: str, digest: str) -> None:
-        """Record a copy that is stored and intact.
-
-        Raises
-        ------
-        InputError
-            If the registry has changed or cannot be used.
-        """
+        """Record a copy that is stored and intact; raise `InputError` if the registry has changed."""
         if digest not in self._sizes:
             self._sizes[digest] = await self.in_thread(self._store.size_bytes, digest)
         try:
@@ -498,10 +412,7 @@ class AdapterCopies:
     async def discard(self, digest: str) -> None:
         """Remove a broken copy; the adapters that it was for are missing then. Its lock must be held.
 
-        Raises
-        ------
-        RegistryUnavailableError
-            If the registry cannot be used; the copy is still there then.
+        If the registry cannot be used, the copy stays.
         """
 
         def lose() -> set[str]:
@@ -526,13 +437,7 @@ class AdapterCopies:
         await self.in_thread(self._store.delete, digest)
 
     async def record_again(self) -> None:
-        """Record the copies of which the registry has no record any more.
-
-        Raises
-        ------
-        InputError
-            If the registry has changed or cannot be used.
-        """
+        """Record the copies of which the registry has no record any more."""
         stored = dict(self.stored)
 
         def unrecorded() -> list[str]:
@@ -554,11 +459,8 @@ class AdapterCopies:
     async def remove_unwanted(self, idle_s: float) -> None:
         """Remove copies whose share is zero, or whose bytes the registry does not know any more.
 
-        Parameters
-        ----------
-        idle_s
-            Time without a request after which a copy whose share is zero may be removed. Bytes that the
-            registry does not know are served to no further requests, however recent the last one is.
+        The former stay for `idle_s` after the last request. The latter are served to no further requests,
+        however recent the last one is.
         """
         stored, unresponsive = dict(self.stored), set[str]()
 
@@ -593,11 +495,8 @@ class AdapterCopies:
     async def room(self, size_bytes: int) -> AsyncIterator[None]:
         """Reserve room for a copy, until it is stored; remove other ones if there is not enough.
 
-        Raises
-        ------
-        ApiError
-            503 if too few copies can be removed: an adapter that has a share here, is in use, or is not
-            confirmed by another server, stays.
+        An adapter that has a share here, is in use, or is not confirmed by another server, stays. If too few
+        can be removed, raise 503.
         """
         if size_bytes > self._free_bytes:
             async with self._making_room:
@@ -632,10 +531,7 @@ class AdapterCopies:
     async def _release(self, name: str, digest: str, unresponsive: set[str]) -> Kept | None:
         """Remove a copy if another server confirms its own; return why not, or None.
 
-        Parameters
-        ----------
-        unresponsive
-            Servers that have not responded lately and are not asked; others are added.
+        Servers among `unresponsive` have not responded lately and are not asked; others are added.
         """
         if self._has_share(name):
             return "with a share here"
@@ -667,10 +563,7 @@ class AdapterCopies:
     async def _remove(self, name: str, digest: str, keeper: str | None) -> Kept | None:
         """Remove a copy if no request uses it and `keeper` still holds one; return why not, or None.
 
-        Parameters
-        ----------
-        keeper
-            None: the registry does not know the copy any more.
+        Without a keeper the registry does not know the copy any more.
         """
         lock = self.lock_of(digest)
         if lock.locked():  # a load that makes room holds another one
@@ -707,29 +600,9 @@ _log = logging.getLogger(__name__)
 
 
 class AdapterPool:
-    """Adapters of a registry at one server; it belongs to the event loop.
+    """Adapters of a registry at one server, which listens at a URL; it belongs to the event loop.
 
-    Parameters
-    ----------
-    registry
-        Shared by all servers; closed by `close`.
-    store
-        Files of this server.
-    served
-        Adapters that the engine has.
-    settings
-        Settings of the server, with its name in the registry.
-    url
-        Where the server listens.
-    folder
-        Folder of the store, closed by `close`.
-
-    Raises
-    ------
-    InputError
-        If another running server has the name.
-    RegistryUnavailableError
-        If the registry cannot be used.
+    It closes registry and folder at its end.
     """
 
     def __init__(
@@ -792,13 +665,8 @@ class AdapterPool:
     async def require(self, name: str) -> None:
         """Serve an adapter, which is fetched if this server does not store it.
 
-        Requests of the same adapter share one transfer, which goes on if they are cancelled.
-
-        Raises
-        ------
-        ApiError
-            404 if the registry does not hold the adapter, 400 if it does not fit the server, 503 if it cannot
-            be fetched or the registry cannot be used.
+        Requests of the same adapter share one transfer, which goes on if they are cancelled. Raise 404 if the
+        registry does not hold the adapter, 400 if it does not fit the server, 503 if it cannot be fetched.
         """
         if name in self._served:
             self._copies.touch(name)
@@ -923,10 +791,7 @@ class AdapterPool:
     ) -> int | str:
         """Store an adapter from a source; return its bytes, or why the source has not delivered it.
 
-        Raises
-        ------
-        ApiError
-            If the bytes are those that the registry knows, and cannot be served or stored.
+        If the bytes are those that the registry knows, and cannot be served or stored, raise `ApiError`.
         """
         begin_s = time.monotonic()
         async with self._receiving(digest, adapter.size_bytes) as incoming:
@@ -968,13 +833,7 @@ class AdapterPool:
         ]
 
     async def open_file(self, digest: str, name: str) -> BinaryIO:
-        """Open a file of a stored adapter for another server.
-
-        Raises
-        ------
-        ApiError
-            404 if the registry does not know the digest, or this server does not store it.
-        """
+        """Open a file of a stored adapter for another server; 404 if registry or server do not have it."""
         missing = ApiError(404, "This server stores no such file", code="not_found")
         if name not in ADAPTER_FILES:
             raise missing
@@ -991,12 +850,8 @@ class AdapterPool:
     async def check(self, digest: str) -> dict[str, object]:
         """Return whether the copy of an adapter is intact, by reading it, and the name of this server.
 
-        A broken copy is removed, and fetched again unless the share of its adapter is zero.
-
-        Raises
-        ------
-        ApiError
-            503 if the copy cannot be read, or the registry cannot be used.
+        A broken copy is removed, and fetched again unless the share of its adapter is zero. If the copy
+        cannot be read, raise 503.
         """
         try:
             known = await self._copies.in_thread(self._registry.with_digest, digest)
@@ -1094,10 +949,8 @@ def open_pool(
 ) -> AdapterPool:
     """Return the pool of a server that listens at a URL.
 
-    Raises
-    ------
-    InputError
-        If the registry or `lora_root` cannot be used, or another running server has the folder or the name.
+    If registry or `lora_root` cannot be used, or another server has the folder or the name, raise
+    `InputError`.
     """
     pool, root = settings.pool, settings.lora_root
     if pool is None or root is None:

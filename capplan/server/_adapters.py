@@ -37,19 +37,9 @@ class AdapterInfo:
 
 
 class ServedAdapters:
-    """Adapters of a server by name.
+    """Adapters of a server by name; `initial`: folder or rank of those that the engine started with.
 
-    Parameters
-    ----------
-    ready
-        Facts of the engine.
-    initial
-        Name to folder or rank of the adapters that the engine started with.
-
-    Attributes
-    ----------
-    readers
-        Threads that read adapters.
+    Those that change adapters raise `ApiError` if the engine has failed or the time limit has passed.
     """
 
     def __init__(
@@ -84,16 +74,9 @@ class ServedAdapters:
     async def load(self, name: str, path: str, *, in_place: bool = False) -> None:
         """Load an adapter from a folder below the root.
 
-        Parameters
-        ----------
-        in_place
-            Replace the adapter of this name, if one was loaded and no request uses it.
-
-        Raises
-        ------
-        ApiError
-            If the name is invalid, taken or in use, the folder is outside the root, the adapter is broken or
-            does not fit the model, or the time limit has passed.
+        `in_place`: replace the adapter of this name, if one was loaded and no request uses it. An adapter
+        that is broken or does not fit the model, a folder outside the root, and a name that is invalid, taken
+        or in use are errors.
         """
         if not is_name(name):
             raise ApiError(400, f"lora_name {NAME_RULE}", "lora_name")
@@ -116,13 +99,7 @@ class ServedAdapters:
             self._adapters[name] = AdapterInfo(name)
 
     async def unload(self, name: str) -> None:
-        """Remove an adapter.
-
-        Raises
-        ------
-        ApiError
-            If it does not exist, requests use it, or the time limit has passed.
-        """
+        """Remove an adapter that exists and that no request uses."""
         async with self._changing():
             info = self._adapters.pop(name, None)  # new requests get 404 from here on
             if info is None:
@@ -135,27 +112,13 @@ class ServedAdapters:
             self._folders.pop(name, None)
 
     def check(self, folder: PeftFolder) -> None:
-        """Read an adapter as the engine core will, in a thread of the caller.
-
-        Raises
-        ------
-        InputError
-            If it is broken or does not fit the model.
-        """
+        """Read an adapter as the engine core will, with its errors, in a thread of the caller."""
         folder.read(self._layout, self._dtype, pin=False, max_rank=self._max_rank)
 
     async def serve(self, name: str, folder: PeftFolder, removable: Iterable[str]) -> bool:
         """Serve an adapter that has been checked; return False while requests use another one of its name.
 
-        Parameters
-        ----------
-        removable
-            Adapters that may be removed for it if there is no room, the first ones first.
-
-        Raises
-        ------
-        ApiError
-            If the adapter is broken, there is no room, or the time limit has passed.
+        If there is no room, the first of `removable` that no request uses are removed for it.
         """
         async with self._changing():
             former = self._folders.get(name)
@@ -202,13 +165,7 @@ class ServedAdapters:
             await self._removed(candidates.pop(0))
 
     async def expire(self, name: str, folder: str) -> None:
-        """Serve an adapter to no further requests if it is the one of a folder; those that run go on.
-
-        Raises
-        ------
-        ApiError
-            If the engine has failed or the time limit has passed.
-        """
+        """Serve an adapter to no further requests if it is the one of a folder; those that run go on."""
         async with self._changing():
             if name in self._adapters and self._folders.get(name) == folder:
                 self._expire(name)
@@ -225,13 +182,7 @@ class ServedAdapters:
         return set(self._folders.values())
 
     async def withdraw(self, name: str) -> bool:
-        """Stop to serve an adapter unless requests use it; return whether it is not served any more.
-
-        Raises
-        ------
-        ApiError
-            If the engine has failed or the time limit has passed.
-        """
+        """Stop to serve an adapter unless requests use it; return whether it is not served any more."""
         async with self._changing():
             return await self._removed(name)
 
@@ -315,13 +266,7 @@ class ReaderThreads:
         self._running = 0
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Return what a function returns.
-
-        Raises
-        ------
-        ApiError
-            503 if all threads hang.
-        """
+        """Return what a function returns; raise 503 if all threads hang."""
         if self._running >= _MAX_READERS:
             raise overloaded("The file system of adapters does not respond")
         self._running += 1
@@ -334,10 +279,7 @@ class ReaderThreads:
 async def _in_daemon_thread(function: Callable[[], T], on_end: Callable[[], None]) -> T:
     """Return what a function returns; a thread that hangs does not keep the process from ending.
 
-    Parameters
-    ----------
-    on_end
-        Called on the event loop when the function ends, also after this call was cancelled.
+    `on_end` is called on the event loop when the function ends, also after this call was cancelled.
     """
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()

@@ -160,24 +160,11 @@ class RequestOutput(NamedTuple):
 
 
 class RequestState:
-    """State of one prompt of an HTTP request.
+    """State of one prompt of an HTTP request, which has a choice for each of the request's `n`.
 
-    Attributes
-    ----------
-    index
-        Of the choice in its HTTP request: every prompt has as many as the request's `n`.
-    params
-        Sampling parameters of the choice.
-    tag
-        Number of the prompt at the server.
-    first_token_ns, last_token_ns
-        On the engine's clock; None before the first token.
-    token_count
-        Tokens of the engine so far.
-    prompt_logprobs
-        Of the prompt's tokens after the first one, if the request wants them.
-    tokens, logprobs, finish_reason, stop_reason
-        Output so far, up to a stop string.
+    Its times are on the engine's clock. `token_count` are the tokens of the engine so far, `tokens`,
+    `logprobs` and `text` the output so far, up to a stop string. `prompt_logprobs` are of the tokens after
+    the first one.
     """
 
     def __init__(
@@ -294,16 +281,9 @@ class PromptQueue(Protocol):
 
 
 class OutputStream:
-    """Outputs of all prompts of one HTTP request.
+    """Outputs of all prompts of one HTTP request: each token of a `stream`, otherwise one output per prompt.
 
-    Parameters
-    ----------
-    stops
-        Stop strings.
-    stream
-        Return outputs token by token; otherwise one per prompt.
-    choices
-        Outputs of every prompt; with a seed, the second one has the next one, and so on.
+    Every prompt has `choices`; with a seed, the second one has the next seed, and so on.
     """
 
     def __init__(
@@ -358,12 +338,8 @@ class OutputStream:
     async def next_outputs(self) -> list[RequestOutput]:
         """Wait for outputs and return them with their text.
 
-        Raises
-        ------
-        ApiError
-            If a prompt is refused, or its request fails.
-        ClientGoneError
-            If the client has disconnected.
+        If a prompt is refused, or its request fails, raise `ApiError`, and if the client has gone
+        `ClientGoneError`.
         """
         while True:
             if not self._outputs and not self._disconnected:
@@ -422,19 +398,10 @@ class StepObserver(Protocol):
 
 
 class AsyncEngine:
-    """Client of an engine core; it belongs to the event loop.
+    """Client of an engine core, at the other end of a pair of sockets; it belongs to the event loop.
 
-    Parameters
-    ----------
-    connection
-        The server's end of a pair of connected sockets.
-    clock_start_ns
-        Start of the engine's clock on the monotonic clock.
-
-    Attributes
-    ----------
-    failure
-        Why the core has ended; `failed` is set then.
+    The engine's clock starts at `clock_start_ns` of the monotonic clock. `failure` says why the core has
+    ended; `failed` is set then.
     """
 
     def __init__(
@@ -504,10 +471,7 @@ class AsyncEngine:
     async def call(self, method: str, *arguments: object) -> Any:
         """Call a method of the core between two steps and return its result.
 
-        Raises
-        ------
-        EngineDeadError
-            If the core ends, or has ended, before the call.
+        If the core ends, or has ended, before the call, raise `EngineDeadError`.
         """
         if self.failure is not None or self._stopped:
             raise EngineDeadError

@@ -50,24 +50,8 @@ _BY_MARKER: Final = (("<|im_start|>", _CHATML), ("<|start_header_id|>", _LLAMA3)
 class ChatTemplate:
     """Jinja template, rendered in processes of its own with a time limit: the model's folder is not trusted.
 
-    Parameters
-    ----------
-    special_tokens
-        Special tokens by their names in templates; None: the tokenizer adds them.
-    location
-        Origin of the template, for messages. If it is given, the template is checked.
-    limits
-        Limits of the server.
-
-    Attributes
-    ----------
-    adds_special
-        Whether the tokenizer adds the beginning-of-text token.
-
-    Raises
-    ------
-    InputError
-        If the source is not a template.
+    `special_tokens` are by their names in templates; without them the tokenizer adds its own. A template with
+    a `location`, for messages, is checked: if it is none, raise `InputError`.
     """
 
     def __init__(
@@ -89,17 +73,10 @@ class ChatTemplate:
                 raise InputError(f"chat template: {error}", location=location) from None
 
     def render(self, messages: Sequence[ChatMessage], variables: Mapping[str, Any] | None = None) -> str:
-        """Return the prompt of a conversation. Threads may call it side by side.
+        """Return the prompt of a conversation; `variables` are further ones of the template.
 
-        Parameters
-        ----------
-        variables
-            Further variables of the template.
-
-        Raises
-        ------
-        InputError
-            If the template refuses the conversation, or takes too long.
+        Threads may call it side by side. If the template refuses the conversation, or takes too long, raise
+        `InputError`.
         """
         turns = [{**message.model_dump(exclude_none=True), "content": message.text()} for message in messages]
         context = {
@@ -153,13 +130,7 @@ class _TemplateProcess:
             raise
 
     def exchange(self, message: Mapping[str, Any]) -> dict[str, str]:
-        """Return the reply to a message.
-
-        Raises
-        ------
-        _RenderError
-            If there is none in time; the process has ended then.
-        """
+        """Return the reply to a message; without one in time, end the process and raise `_RenderError`."""
         try:
             self._socket.sendall(framed(message))
             length = int.from_bytes(self._received(LENGTH_BYTES), "big")
@@ -194,13 +165,7 @@ def _text_of(reply: Mapping[str, str]) -> str:
 def chat_template(
     tokenizer: Tokenizer, folder: Path | None = None, limits: ServerLimits | None = None
 ) -> ChatTemplate:
-    """Return the template in a model's folder, or one chosen by the special tokens of the model.
-
-    Raises
-    ------
-    InputError
-        If the template in the folder cannot be read.
-    """
+    """Return the template in a model's folder, or one chosen by the special tokens of the model."""
     template = None if folder is None else _folder_template(folder, limits)
     if template is not None:
         return template

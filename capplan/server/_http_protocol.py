@@ -32,23 +32,9 @@ _MAX_PARTS: Final = 16_384
 class ConnectionCap:
     """Maximum number of connections of a server.
 
-    Parameters
-    ----------
-    limits
-        Limits of headers and times.
-    max_connections
-        Beyond it, the connection is closed that has waited longest for a request or the rest of one.
-    budget
-        Bytes of incomplete requests.
-    refusals
-        Number of refused requests by status; those with 408, 413, 431 and 503 are counted here.
-
-    Attributes
-    ----------
-    draining
-        Whether connections are closed after their next response.
-    on_new
-        Called for every new connection.
+    Beyond it, the connection is closed that has waited longest for a request or the rest of one. Refusals are
+    counted by status. If the server is `draining`, connections are closed after their next response. `on_new`
+    is called for every new connection.
     """
 
     def __init__(
@@ -173,13 +159,7 @@ class _UnframedSend:
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """HTTP connection with limits on its headers, and on the time in which a client sends and reads.
-
-    Parameters
-    ----------
-    cap
-        Connections of the server.
-    """
+    """HTTP connection with limits on its headers, and on the time in which a client sends and reads."""
 
     def __init__(self, cap: ConnectionCap, **arguments: Any) -> None:
         super().__init__(**arguments)

@@ -76,18 +76,7 @@ class Histogram:
 
 
 class Metrics:
-    """Prometheus collector of an engine.
-
-    Parameters
-    ----------
-    ready
-        Facts of the engine.
-
-    Attributes
-    ----------
-    answers, answer_tokens
-        Finished requests, and their output tokens.
-    """
+    """Prometheus collector of an engine; `answers` are finished requests, with `answer_tokens` in sum."""
 
     def __init__(self, model_name: str, ready: CoreReady) -> None:
         self._labels = (model_name, "0")
@@ -145,12 +134,7 @@ class Metrics:
     def text(self, gauges: Gauges | None, refused: Mapping[int, int]) -> bytes:
         """Return all metrics in Prometheus' text format.
 
-        Parameters
-        ----------
-        gauges
-            None: as last known.
-        refused
-            Refused requests by status.
+        Without gauges they are as last known. Refused requests are by status.
         """
         self._gauges = gauges or self._gauges
         self._refused = refused

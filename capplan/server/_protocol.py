@@ -125,13 +125,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 async def json_body(request: Request) -> bytes:
-    """Return the bytes of a body that is to be JSON, which the request does not keep.
-
-    Raises
-    ------
-    ApiError
-        400 if it is empty or of another type; 408, 413 and 503 of the limits.
-    """
+    """Return the bytes of a body that is to be JSON, which the request does not keep."""
     body = await whole_body(request)
     if not body or not _is_json(request.headers.get("content-type", "")):
         raise _not_an_object()
@@ -156,13 +150,7 @@ def parsed(body: bytes, model: type[Model]) -> Model:
 
 
 async def whole_body(request: Request) -> bytes:
-    """Return the bytes of a body, which the request does not keep.
-
-    Raises
-    ------
-    ApiError
-        If the client disconnects.
-    """
+    """Return the bytes of a body, which the request does not keep; 400 if the client disconnects."""
     try:
         return b"".join([part async for part in request.stream()])
     except ClientDisconnect:

@@ -67,20 +67,10 @@ _quoted: Final = json.encoder.encode_basestring_ascii
 
 
 class ResponseFormat(ABC):
-    """Format of a response.
+    """Format of a response to a request for `model`.
 
-    Parameters
-    ----------
-    model
-        Model name of the request.
-    with_usage
-        Whether a stream ends with token counts.
-    continuous_usage
-        Whether every event has the token counts so far (vLLM's `continuous_usage_stats`).
-    with_tokens
-        Whether to include token ids (vLLM's `return_token_ids`).
-    echo
-        Texts of the prompts, which precede the output; none: they are not returned.
+    `continuous_usage` and `with_tokens` are vLLM's `continuous_usage_stats` and `return_token_ids`. `echo`
+    has the texts of the prompts, which precede the output; without them they are not returned.
     """
 
     kind: str
@@ -287,11 +277,7 @@ class FullResponse(Response):
     """Runs the prompts of a stream and sends one document.
 
     A request that fails before its first token ends with the status of the error, also if it is streamed.
-
-    Attributes
-    ----------
-    has_begun
-        Whether the status has been sent.
+    `has_begun`: the status has been sent.
     """
 
     def __init__(self, stream: OutputStream, form: ResponseFormat) -> None:
@@ -346,13 +332,7 @@ Endpoint: TypeAlias = Callable[[Request], Awaitable[FullResponse]]
 
 
 class Generation:
-    """ASGI application that completes prompts and conversations.
-
-    Attributes
-    ----------
-    endpoints
-        Endpoint and request body of each path.
-    """
+    """ASGI application that completes prompts and conversations."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

@@ -36,19 +36,8 @@ class ConcurrencyLimit:
 
     A process beyond its capacity runs ever more behind, and with it health probes, streams and new
     connections. Additive increase and multiplicative decrease (Chiu and Jain, 1989) find the number of
-    requests that it handles with a lag of about a second.
-
-    Parameters
-    ----------
-    max_requests
-        Maximum number of requests in flight while the event loop is in time.
-    in_flight
-        Returns the number of requests in flight.
-
-    Attributes
-    ----------
-    value
-        Maximum number of requests in flight; infinite unless the event loop has been late.
+    requests that it handles with a lag of about a second. The limit is infinite, `max_requests` being checked
+    elsewhere, unless the event loop has been late.
     """
 
     def __init__(self, max_requests: int, in_flight: Callable[[], int]) -> None:
@@ -189,16 +178,6 @@ class ByteBudget:
 
     A request that arrives slowly holds its bytes for long. When the budget is exhausted, the requests that
     have been arriving for the longest time are refused, so that slow clients cannot lock others out.
-
-    Parameters
-    ----------
-    max_bytes
-        Size of the budget.
-
-    Attributes
-    ----------
-    used_bytes
-        Bytes held and reserved.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -29,13 +29,7 @@ _NICENESS: Final = 5  # an endless template takes a quarter of a busy core, not 
 
 
 def compiled(source: str) -> Template:
-    """Return a template, with the functions that `transformers` provides.
-
-    Raises
-    ------
-    TemplateError
-        If the source is not a template.
-    """
+    """Return a template, with the functions that `transformers` provides."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -45,13 +39,7 @@ def compiled(source: str) -> Template:
 
 
 def rendered(template: Template, context: dict[str, Any], max_characters: int) -> str:
-    """Return the text of a template.
-
-    Raises
-    ------
-    TemplateError
-        If the text is too long.
-    """
+    """Return the text of a template; if it is too long, raise `TemplateError`."""
     parts, characters = [], 0
     for part in template.generate(context):
         parts.append(part)
