@@ -89,18 +89,10 @@ _CANNOT_STORE: Final = ("server_name_taken", "storage")
 class RouterState(ServerState):
     """State of a router: its instances, and counts of its requests.
 
-    Attributes
-    ----------
-    settings
-        `max_requests` counts requests with any number of prompts.
-    by_instance
-        Requests sent to each instance.
-    retries
-        Times that a request went on to another instance, which was up.
-    refused_by_holders
-        Requests sent to an instance that does not hold their adapter, because its holders cannot get it.
-    demand
-        Counts the tokens of requests by adapter; None if the cluster is not re-balanced.
+    `max_requests` of its settings counts requests with any number of prompts. `by_instance` has the requests
+    sent to each instance, `retries` those that went on to another one, `refused_by_holders` those sent to an
+    instance that does not hold their adapter, because its holders cannot get it. `demand` counts tokens by
+    adapter if the cluster is re-balanced.
     """
 
     def __init__(self, settings: ServerSettings, fleet: InstanceFleet) -> None:
@@ -127,10 +119,7 @@ class RouterState(ServerState):
     async def look_up(self, model: str) -> None:
         """Serve the model from now on if it is an adapter that is new in the registry.
 
-        Raises
-        ------
-        ApiError
-            503 if it is unknown and the registry cannot be used.
+        If it is unknown and the registry cannot be used, raise 503.
         """
         registered = self.fleet.registered
         if registered is None or model == self.settings.model_name:
@@ -162,13 +151,7 @@ class RouterState(ServerState):
             await self.fleet.stop(at_once=False)
 
     def refuse_if_full(self) -> None:
-        """Check that a request can be accepted.
-
-        Raises
-        ------
-        ApiError
-            503 if the router drains, 429 if too many requests are in flight.
-        """
+        """Raise 503 if the router drains, 429 if too many requests are in flight."""
         if self.draining:
             raise self.refusal(503, "The server shuts down", "shutting_down", 1)
         if self.in_flight >= self.settings.max_requests:
@@ -307,12 +290,8 @@ class _Exchange:
     async def _forward_to(self, instance: InstanceSupervisor) -> None:
         """Forward the request to an instance and its response to the client.
 
-        Raises
-        ------
-        InstanceGoneError
-            If the instance has not received the request.
-        ApiError
-            If it does not respond, and nothing has been sent to the client.
+        If the instance has not received the request, raise `InstanceGoneError`; if it does not respond, and
+        nothing has been sent to the client, `ApiError`.
         """
         client = instance.client
         if client is None:
@@ -707,13 +686,7 @@ async def _metrics_of(instance: InstanceSupervisor) -> str:
 
 
 def merged(pages: Mapping[str, str]) -> list[Metric]:
-    """Merge pages of Prometheus metrics by family; every sample gets the label ``instance``.
-
-    Parameters
-    ----------
-    pages
-        Prometheus text of each instance, by name.
-    """
+    """Merge the pages of Prometheus metrics of instances by family; samples get the instance as a label."""
     families: dict[str, Metric] = {}
     for instance, page in pages.items():
         for found in text_string_to_metric_families(page):

@@ -72,25 +72,10 @@ class RestartPolicy:
 
 
 class InstanceSupervisor:
-    """Starts, probes and restarts one instance.
+    """Starts, probes and restarts one instance, which has an API key of its own.
 
-    Parameters
-    ----------
-    spec, launcher, policy
-        The instance, what starts it, and when it is probed and started again.
-    key
-        API key of the instance.
-    log
-        Takes lines for the operator.
-    on_available
-        Called with whether the instance accepts requests, at each change of its state.
-
-    Attributes
-    ----------
-    client
-        Client of the running process; None if the instance is not up.
-    restarts
-        Number of restarts.
+    `on_available` is called with whether the instance accepts requests, at each change of its state. `client`
+    is None if the instance is not up.
     """
 
     def __init__(
@@ -139,13 +124,7 @@ class InstanceSupervisor:
         return max(1, min(60, math.ceil(self._back_at_s - time.monotonic())))
 
     async def start(self) -> None:
-        """Start the instance.
-
-        Raises
-        ------
-        InputError, LaunchError
-            If it does not start.
-        """
+        """Start the instance; raise `InputError` or `LaunchError` if it does not start."""
         started_s = time.monotonic()
         self._back_at_s = started_s + self._start_duration_s
         try:
@@ -323,20 +302,10 @@ class RouterConfig:
 
 
 class InstanceFleet:
-    """All instances of a plan.
+    """All instances of a plan, in its order, and the router among them.
 
-    Attributes
-    ----------
-    instances
-        In the order of the plan.
-    failed
-        Set when all instances have failed for good, or a task of the fleet has a defect.
-    router
-        Chooses the instances of requests.
-    registered
-        Adapters of the registry that are served; None: those of the plan are.
-    rebalancing
-        Re-balances the instances; None if they keep the plan's shares.
+    `failed` is set when all instances have failed for good, or a task of the fleet has a defect. `registered`
+    are the adapters of a registry, if those are served, and not the plan's.
     """
 
     def __init__(self, config: RouterConfig) -> None:
@@ -409,10 +378,7 @@ class InstanceFleet:
     async def start(self) -> None:
         """Start all instances and supervise them from then on.
 
-        Raises
-        ------
-        InputError, LaunchError
-            If one of them does not start; all are stopped then.
+        If one of them does not start, stop all and raise its `InputError` or `LaunchError`.
         """
         starts = [asyncio.ensure_future(instance.start()) for instance in self.instances]
         try:

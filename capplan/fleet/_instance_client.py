@@ -26,10 +26,7 @@ _FILE_LIMITS: Final = (errno.EMFILE, errno.ENFILE)
 class InstanceGoneError(Exception):
     """The instance cannot be reached, or accepts no request; the request has not been started.
 
-    Parameters
-    ----------
-    refusal
-        Code of the instance's error, if it has refused the request.
+    `refusal` is the code of its error, if it has refused the request.
     """
 
     def __init__(self, refusal: str | None = None) -> None:
@@ -55,14 +52,9 @@ def _file_limit() -> Iterator[None]:
 class ForwardedResponse:
     """A request that is sent to an instance, and its response; a context manager.
 
-    Raises
-    ------
-    InstanceGoneError
-        On entry, if the process cannot be reached. The request has not been sent.
-    FileLimitError
-        On entry, if the router has too many open files.
-    ConnectionLostError
-        If the connection fails after that.
+    On entry, raise `InstanceGoneError` if the process cannot be reached, and `FileLimitError` if the router
+    has too many open files; the request has not been sent then. If the connection fails after that, raise
+    `ConnectionLostError`.
     """
 
     def __init__(self, client: InstanceClient, path: str, body: bytes, content_type: bytes) -> None:
@@ -98,14 +90,9 @@ class ForwardedResponse:
 class InstanceClient:
     """Connections to an engine process; closing it fails all its requests.
 
-    Attributes
-    ----------
-    pool
-        Connections for forwarded requests, states and pings.
-    running
-        Number of requests sent and not answered as a whole.
-    progress_s
-        Time of the last part of a response to one of them, on the monotonic clock.
+    `pool` is for forwarded requests, states and pings. `running` requests are not answered as a whole.
+    `progress_s` is the time of the last part of a response to one of them, on the monotonic clock. Its
+    methods raise `FileLimitError` if the router has too many open files.
     """
 
     def __init__(self, url: str, key: str) -> None:
@@ -132,14 +119,9 @@ class InstanceClient:
         self.progress_s = time.monotonic()
 
     async def get(self, path: str, timeout_s: float) -> bytes:
-        """Return the body of a response.
+        """Return the body of a response that is no error.
 
-        Raises
-        ------
-        aiohttp.ClientError, TimeoutError
-            If there is none, or its status is an error.
-        FileLimitError
-            If the router has too many open files.
+        Without one, raise `aiohttp.ClientError` or `TimeoutError`.
         """
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         with _file_limit():
@@ -149,15 +131,7 @@ class InstanceClient:
             return await response.read()
 
     async def post_as(self, key: str, path: str, body: bytes, timeout_s: float) -> None:
-        """Post a JSON document with another key than the client's.
-
-        Raises
-        ------
-        aiohttp.ClientError, TimeoutError
-            If there is no response, or its status is an error.
-        FileLimitError
-            If the router has too many open files.
-        """
+        """Post a JSON document with another key than the client's; raise as `get`."""
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         if self._session.closed:
@@ -170,10 +144,7 @@ class InstanceClient:
     async def state(self, timeout_s: float) -> bytes:
         """Return the state that the instance reports.
 
-        Raises
-        ------
-        ConnectionLostError, OSError, TimeoutError
-            If there is none, or its status is an error.
+        Without one, raise `ConnectionLostError`, `OSError` or `TimeoutError`.
         """
         async with asyncio.timeout(timeout_s):
             status, body = await self._fetch("/state")
@@ -192,15 +163,7 @@ class InstanceClient:
             self.pool.release(connection)
 
     async def ping(self, timeout_s: float) -> str | None:
-        """Return why the instance accepts no requests; None: it does.
-
-        Raises
-        ------
-        TimeoutError
-            If it does not respond.
-        FileLimitError
-            If the router has too many open files.
-        """
+        """Return why the instance accepts no requests, or None; raise `TimeoutError` without a response."""
         try:
             status, body = await _within(timeout_s, self._fetch("/ping"))
         except TimeoutError:
@@ -225,15 +188,10 @@ class InstanceClient:
 
 
 async def _within(timeout_s: float, work: Coroutine[None, None, T]) -> T:
-    """Return the result of work.
+    """Return the result of work, or raise `TimeoutError`.
 
     Of the time in which this event loop is late, only a part counts: its timers run before it reads what has
     arrived meanwhile.
-
-    Raises
-    ------
-    TimeoutError
-        If it has none within a time.
     """
     task = asyncio.ensure_future(work)
     try:

@@ -313,13 +313,7 @@ class Launcher(Protocol):
 
 
 class EngineProcess:
-    """An engine process on this machine.
-
-    Attributes
-    ----------
-    url
-        Set by `start`.
-    """
+    """An engine process on this machine; `start` sets its URL."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -328,15 +322,8 @@ class EngineProcess:
     async def start(self, spec: InstanceSpec, key: str, host: str, environment: Mapping[str, str]) -> None:
         """Start the process and return once it accepts requests.
 
-        Parameters
-        ----------
-        environment
-            Variables in addition to those of this process.
-
-        Raises
-        ------
-        InputError, LaunchError
-            If it ends before.
+        `environment` has variables in addition to those of this process. If it ends before, raise
+        `InputError` or `LaunchError`.
         """
         self._process = await asyncio.create_subprocess_exec(
             *_COMMAND,

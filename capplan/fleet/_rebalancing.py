@@ -50,18 +50,9 @@ _MEMORY: Final = 0.5
 
 
 class DemandWindow(NamedTuple):
-    """Demand of a window.
+    """Demand of a window: tokens per second and number of the requests that arrived in it, by adapter.
 
-    Attributes
-    ----------
-    tok_s
-        Prompt and output tokens per second of the requests that arrived, by adapter; None is the base model.
-    duration_s
-        Length of the window.
-    requests
-        Number of these requests, by adapter.
-    unfinished
-        Those that had no complete answer at its end.
+    None is the base model. `unfinished` requests had no complete answer at the end.
     """
 
     tok_s: dict[str | None, float]
@@ -106,21 +97,11 @@ class CountedRequest:
 class DemandMeter:
     """Tokens of the requests that arrive, by adapter and window.
 
-    Tokens of requests that are refused, or fail, count as well: served tokens would hide an overload.
-    A request without a complete answer at the end of its window counts with the mean output, or with the
-    tokens that it has, if there are more.
-
-    Parameters
-    ----------
-    adapters
-        All that are served; None is the base model.
-    prior_output_tokens
-        Mean output tokens assumed before any answer; it counts as one answer of each window.
-
-    Attributes
-    ----------
-    adapters
-        Those of the next window that is closed; requests of others are not in it.
+    Tokens of requests that are refused, or fail, count as well: served tokens would hide an overload. A
+    request without a complete answer at the end of its window counts with the mean output, or with the tokens
+    that it has, if there are more. `prior_output_tokens` is the mean assumed before any answer; it counts as
+    one answer of each window. `adapters`, of which None is the base model, are those of the next window that
+    is closed; requests of others are not in it.
     """
 
     def __init__(self, adapters: Iterable[str | None], prior_output_tokens: float) -> None:
@@ -138,13 +119,7 @@ class DemandMeter:
         return (self._prior_output_tokens + self._answer_tokens) / (1.0 + self._answers)
 
     def arrive(self, adapter: str | None, prompt_tokens: int) -> CountedRequest:
-        """Count a request of the current window.
-
-        Parameters
-        ----------
-        prompt_tokens
-            Estimate, until the response has the number.
-        """
+        """Count a request of the current window; its prompt is an estimate until the response counts it."""
         request = CountedRequest(self, adapter, prompt_tokens)
         self._open[request] = None
         self._requests[adapter] += 1
@@ -214,10 +189,7 @@ class PostParams:
 class _Told:
     """Shares that a process has acknowledged; those that are not listed are 0, or not known to it yet.
 
-    Attributes
-    ----------
-    unknown
-        Adapters that it has been told nothing of; None: all.
+    `unknown` are the adapters that it has been told nothing of; None: all.
     """
 
     def __init__(self, client: InstanceClient | None) -> None:
@@ -229,19 +201,8 @@ class _Told:
 class ShareUpdates:
     """Posts shares to instances and repeats what fails; an instance that has restarted gets all again.
 
-    Parameters
-    ----------
-    adapters
-        All that have shares; `set_adapters` changes them.
-    admin_key
-        Admin key of the instances.
-
-    Attributes
-    ----------
-    in_force
-        Shares of every instance in the placement in force; those of other adapters are 0.
-    failures
-        Number of posts that failed.
+    `in_force` has the shares of every instance in the placement in force; those of other adapters are 0.
+    `failures` is the number of posts that failed.
     """
 
     def __init__(
@@ -439,13 +400,6 @@ class RefusedAdapters:
     The router sends a request that an instance refuses to another one, and would do so for each further one
     as long as the instance has a share of the adapter. Without a share no request tells whether the reason
     still stands, so that refusals are forgotten after a time.
-
-    Parameters
-    ----------
-    instances
-        Number of instances.
-    forget_s
-        Time after its last refusal for which a pair is kept.
     """
 
     def __init__(self, instances: int, forget_s: float) -> None:
@@ -476,27 +430,9 @@ class RefusedAdapters:
 class RebalanceLoop:
     """Re-balances a cluster every `every_s` of its settings; it belongs to the event loop.
 
-    Parameters
-    ----------
-    registered
-        Adapters of the registry that the instances share.
-
-    Attributes
-    ----------
-    demand
-        Tokens of requests by adapter; the proxy counts them.
-    updates
-        Shares at the instances.
-    refused
-        Adapters that instances could not store; the proxy notes them, and rounds place them elsewhere.
-    last
-        Last round; None before the first one.
-    done, failed
-        Number of rounds.
-    moved_bytes, unpermuted_bytes
-        Sums over the rounds.
-    target
-        Of the last round that has one.
+    The proxy counts the tokens of requests in `demand`, and notes in `refused` what instances could not
+    store. `done` and `failed` are numbers of rounds, `moved_bytes` and `unpermuted_bytes` sums over them;
+    `target` is of the last round that has one.
     """
 
     def __init__(
@@ -600,10 +536,7 @@ class RebalanceLoop:
     async def _place(self, facts: dict[str, Any]) -> None:
         """Put a new placement in force, and add the facts of the round.
 
-        Raises
-        ------
-        RoundFailedError, InputError
-            If there is none; the placement in force stays.
+        If there is none, raise `RoundFailedError` or `InputError`; the placement in force stays.
         """
         up = self._instances_up()
         if not up:
