@@ -23,15 +23,7 @@ _BATCH: Final = 500
 
 
 class ServerOwner(NamedTuple):
-    """Running server that has a name.
-
-    Attributes
-    ----------
-    owner
-        Its identity.
-    renewals
-        Number that grows while it runs.
-    """
+    """Running server that has a name: its identity, URL, and a number that grows while it runs."""
 
     owner: str
     url: str

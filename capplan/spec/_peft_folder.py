@@ -43,13 +43,7 @@ _TYPE_BYTES: Final = MappingProxyType({"F64": 8, "F32": 4, "F16": 2, "BF16": 2, 
 
 
 def read_whole(file: BinaryIO, size_bytes: int, location: str) -> bytearray:
-    """Return the next bytes of a file.
-
-    Raises
-    ------
-    InputError
-        If it has fewer, or cannot be read.
-    """
+    """Return the next bytes of a file; if it has fewer, or cannot be read, raise an input error."""
     data = bytearray(size_bytes)
     view, at = memoryview(data), 0
     while at < size_bytes:

@@ -228,13 +228,7 @@ def _parquet(
 
 
 def _column_type(field: pa.Field, location: str, is_text: bool) -> pa.DataType:
-    """Return the type in which a column of a Parquet file is read.
-
-    Raises
-    ------
-    InputError
-        For a column that holds neither numbers nor text nor times, or no text where text is required.
-    """
+    """Return the type in which a column of a Parquet file is read: numbers, text or times, or only text."""
     import pyarrow.types as kinds
     from pyarrow import float64, string
 

@@ -93,18 +93,8 @@ def links_members(links: NDArray[np.int64]) -> list[int]:
 def check_pool_state(state: State, limits: Limits, running: list[int], waiting: list[int]) -> None:
     """Assert that the state of one pool follows from its rows, and that no limit is exceeded.
 
-    Parameters
-    ----------
-    state, limits
-        As of `capplan.testing.check_integrity`.
-    running, waiting
-        Its rows.
-
-    Raises
-    ------
-    AssertionError
-        When a queue, a book, a reservation, a reference count or a counter is wrong, a row holds more than
-        it reserved, or more tokens are outstanding than the queues have.
+    Queues, books, reservations, reference counts and counters are checked; no row holds more than it
+    reserved, and no more tokens are outstanding than the queues have.
     """
     _check_pool_queues(state, limits, waiting)
     _check_quotas(state, limits, running)

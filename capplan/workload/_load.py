@@ -350,16 +350,8 @@ def read_adapters(
 ) -> list[AdapterFields]:
     """Read a CSV file of adapters, one per line; a rate that is not among ``columns`` is 0.
 
-    Parameters
-    ----------
-    complete
-        Returns the fields of an adapter as its folder completes them, which may give the rank. Its second
-        argument returns the location of a key.
-
-    Raises
-    ------
-    InputError
-        For a missing or unknown column, or the first value that breaks a rule, with file and line.
+    `complete` returns the fields of an adapter as its folder completes them, which may give the rank. Its
+    second argument returns the location of a key.
     """
     adapters: dict[str, AdapterFields] = {}
     for part in _adapter_cells(path, columns, optional):
@@ -432,13 +424,7 @@ def _adapter_of(cells: Mapping[str, str | None], path: Path, line: int, complete
 
 
 def read_lengths(path: Path, column: str) -> Lengths:
-    """Read one column of lengths as a histogram of exact values.
-
-    Raises
-    ------
-    InputError
-        For an unreadable file, a missing column, or a value that is not a length.
-    """
+    """Read one column of lengths as a histogram of exact values."""
     tokens = read_columns(path, (column,))[column].to_numpy()
     try:
         return Lengths.of(tokens)

@@ -234,10 +234,7 @@ def preset(name: str) -> Preset:
 def read_presets(text: str, name: str) -> tuple[int, list[Preset]]:
     """Return the position of a file among all, and its presets with families expanded.
 
-    Raises
-    ------
-    InputError
-        For the first broken rule, located in the file ``name``.
+    Errors are located in the file ``name``.
     """
     source = parse_yaml(text, name)
     document = validate_document(_PresetFile, source.data, source.locate)

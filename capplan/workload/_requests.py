@@ -60,24 +60,10 @@ _MAX_SCALE: Final = 1e140
 
 
 def gamma_probabilities(mean: float, std: float, limit: int) -> NDArray[np.float64]:
-    """Return the probabilities of 1, 2, ... ``limit`` tokens.
+    """Return the probabilities of 1, 2, ... ``limit`` tokens; for 1 < mean < limit and std >= 0.5 tokens.
 
-    Parameters
-    ----------
-    mean, std : float
-        Wanted moments in tokens; 1 < mean < limit and std >= 0.5.
-    limit : int
-        Largest length in tokens.
-
-    Returns
-    -------
-    ndarray of float64, shape (limit,)
-        Their mean is ``mean``; their standard deviation is ``std`` where the clip allows it.
-
-    Raises
-    ------
-    InputError
-        When no gamma has this mean after the clip.
+    Their mean is ``mean``; their standard deviation is ``std`` where the clip allows it. If no gamma has this
+    mean after the clip, raise an input error.
     """
     shape = _solve_shape(mean, std, limit)
     upper = np.arange(1, limit) + 0.5
@@ -383,10 +369,7 @@ def operational_time(
 ) -> OperationalTime:
     """Return the clock of a modulation.
 
-    Raises
-    ------
-    InputError
-        When steps without a period have no positive factor in the first ``duration_s`` seconds.
+    Steps without a period must have a positive factor in the first ``duration_s`` seconds.
     """
     adapters = len(workload.adapters)
     match modulation:
@@ -442,12 +425,7 @@ _LARGEST_EXPONENT: Final = 700.0  # e to it is still a floating-point number
 def draw_arrivals(rng: np.random.Generator, workload: Workload, duration_s: float) -> tuple[Owners, Floats]:
     """Return position of the adapter, and time in seconds, of each request in [0, ``duration_s``), sorted.
 
-    Adapters are independent of each other.
-
-    Raises
-    ------
-    InputError
-        When over 1e8 requests are to be expected.
+    Adapters are independent of each other. Over 1e8 expected requests are an error.
     """
     rates_rps = np.array([adapter.rate_rps for adapter in workload.adapters])
     match workload.arrivals:
@@ -560,16 +538,8 @@ def repeat_recent(
 ) -> None:
     """Let requests repeat one of the adapters asked for last, each of them equally likely.
 
-    Parameters
-    ----------
-    adapter : ndarray of int32, shape (n,)
-        Adapter of each request that does not repeat; changed in place.
-    recent : ndarray of int32, shape (last,)
-        Room for the adapters asked for last.
-    probability : float
-        Of a repetition.
-    repetitions, repeated : uint64
-        Streams that say which requests repeat, and which adapter.
+    `adapter` is changed in place, shape (n,). `recent` is room for the adapters asked for last. The two
+    streams say which requests repeat, and which adapter.
     """
     known = 0
     for i in range(adapter.size):

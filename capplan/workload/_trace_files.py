@@ -462,10 +462,7 @@ def _plain(value: Any) -> object:
 def _times(column: pd.Series, last: NDArray[Any] | None) -> NDArray[Any]:
     """Return times as numbers, or dates as datetime64[ns] of UTC, in order from `last` on.
 
-    Raises
-    ------
-    InputError
-        For a cell that is neither, or a time that is negative, not finite, or before the previous one.
+    Cells that are neither, and times that are negative, not finite, or before the previous one, are errors.
     """
     import numpy as np
     import pandas as pd
