@@ -488,10 +488,10 @@ def rebalancing_metrics(loop: RebalanceLoop) -> Iterator[Metric]:
         (Counter, "rebalance_failed_posts", "Posts of shares that failed", loop.updates.failures),
         (Gauge, "rebalance_seconds", "Time of the last round", 0.0 if last is None else last.duration_s),
     ):
-        yield metric_family(kind, f"capplan:{name}", help_text, (), [((), float(value))])
+        yield kind(f"capplan:{name}", help_text, value)
     if loop.target is not None:
         help_text = "Expected demand relative to what the instances sustain; above 1: overload"
-        yield metric_family(Gauge, "capplan:rebalance_target", help_text, (), [((), loop.target)])
+        yield Gauge("capplan:rebalance_target", help_text, loop.target)
 
 
 _METRICS_TIMEOUT_S: Final = 5.0
@@ -658,7 +658,7 @@ class RouterMetrics:
                 state.refused_by_holders,
             ),
         ):
-            yield metric_family(kind, f"capplan:{name}", help_text, (), [((), count)])
+            yield kind(f"capplan:{name}", help_text, count)
         refusals = [((str(status),), count) for status, count in sorted(state.refusals.items())]
         help_text = "Requests that the router refused"
         yield metric_family(Counter, "capplan:router_requests_refused", help_text, ("status",), refusals)

@@ -57,7 +57,7 @@ from capplan.registry import (
     RegistryUnavailableError,
 )
 from capplan.server._adapters import ServedAdapters
-from capplan.server._metrics import MetricKind, metric_family
+from capplan.server._metrics import metric_family
 from capplan.server._protocol import RETRY, ApiError, overloaded, unknown_model
 from capplan.server._settings import PoolSettings, ServerSettings
 from capplan.server._transfer import Fetcher, Source, TransferError, TransferParams, location, peer
@@ -81,9 +81,9 @@ class PoolCounters:
 
     def collect(self, copies: int, stored_bytes: int, max_bytes: int) -> Iterator[Metric]:
         """Yield the metrics; of the adapters that the server stores: number, bytes, and limit of these."""
-        yield _family(Gauge, "adapters_stored", "Adapters stored by this server", copies)
-        yield _family(Gauge, "adapters_stored_bytes", "Bytes of these adapters", stored_bytes)
-        yield _family(Gauge, "adapters_stored_bytes_limit", "Limit of these bytes", max_bytes)
+        yield Gauge("capplan:adapters_stored", "Adapters stored by this server", copies)
+        yield Gauge("capplan:adapters_stored_bytes", "Bytes of these adapters", stored_bytes)
+        yield Gauge("capplan:adapters_stored_bytes_limit", "Limit of these bytes", max_bytes)
         outcomes = [(labels, float(count)) for labels, count in sorted(self.transfers.items())]
         help_text = "Transfers of adapters to this server"
         labels = ("source", "outcome")
@@ -100,11 +100,7 @@ class PoolCounters:
         name = "capplan:adapter_copy_checks"
         yield metric_family(CounterMetricFamily, name, help_text, ("outcome",), checks)
         help_text = "Copies of adapters removed from this server"
-        yield _family(CounterMetricFamily, "adapter_copies_removed", help_text, self.removed)
-
-
-def _family(kind: MetricKind, name: str, help_text: str, value: float) -> Metric:
-    return metric_family(kind, f"capplan:{name}", help_text, (), [((), float(value))])
+        yield CounterMetricFamily("capplan:adapter_copies_removed", help_text, self.removed)
 
 
 try:
@@ -642,7 +638,7 @@ class AdapterPool:
         self._broken: set[str] = set()
         self._causes: dict[str, str] = {}
         self._loads: dict[str, asyncio.Task[None]] = {}
-        self._background: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[object]] = set()
         self._claim.take()
         self._copies.reconcile(self._claim.keep)
 
@@ -688,7 +684,7 @@ class AdapterPool:
             task.add_done_callback(lambda done: self._on_loaded(name, done))
         return self._loads[name]
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
         """Run work until it ends, or the pool is closed."""
         task = asyncio.ensure_future(work)
         self._background.add(task)
@@ -770,13 +766,10 @@ class AdapterPool:
                 return found
             causes.setdefault(found, []).append(str(source))
             if source.kind == "server":  # its copy may be broken
-                self._spawn(self._ask_to_check(source, adapter.size_bytes or 0))
+                self._spawn(self._fetcher.confirms(source, adapter.size_bytes or 0))
         self._log_causes(adapter.name, causes)
         message = f"None of {len(sources)} sources delivers the adapter {adapter.name!r}"
         raise ApiError(503, message, "model", "adapter_unavailable", RETRY)
-
-    async def _ask_to_check(self, source: Source, size_bytes: int) -> None:
-        await self._fetcher.confirms(source, size_bytes)
 
     def _log_causes(self, name: str, causes: Mapping[str, Sequence[str]]) -> None:
         """Log which sources do not deliver an adapter, unless the last line was the same."""

@@ -236,7 +236,7 @@ def _pool_metrics(pool: PoolGauges) -> Iterator[Metric]:
         (Gauge, "adapters_cached", "Idle adapters in memory", pool.cached_adapters),
         *((Counter, name, text, pool.counts[field]) for name, text, field in _POOL_COUNTERS),
     ):
-        yield metric_family(kind, f"capplan:{name}", help_text, (), [((), float(value))])
+        yield kind(f"capplan:{name}", help_text, value)
     outcomes = [((each,), float(pool.counts[f"{each}_prefetches"])) for each in _PREFETCHES]
     help_text = "Prefetched adapters by outcome"
     yield metric_family(Counter, "capplan:adapter_prefetches", help_text, ("outcome",), outcomes)
