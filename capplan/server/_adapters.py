@@ -8,7 +8,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -26,14 +25,6 @@ _MAX_CANDIDATES: Final = 8
 """Adapters tried for removal when there is no room for another one."""
 _MAX_READERS: Final = 12
 """Threads that read adapters. Users bound their reads below it; it is reached if a file system hangs."""
-
-
-@dataclass(frozen=True)
-class AdapterInfo:
-    """Entry of an adapter in `/v1/models`."""
-
-    name: str
-    created: int = field(default_factory=lambda: int(time.time()))
 
 
 class ServedAdapters:
@@ -56,8 +47,8 @@ class ServedAdapters:
         self._layout = AdapterLayout(ready.config)
         self._dtype = ready.dtype
         self._max_rank = ready.args.max_lora_rank
-        self._adapters = {name: AdapterInfo(name) for name in initial}
-        self._outdated: dict[str, AdapterInfo] = {}
+        self._adapters = {name: int(time.time()) for name in initial}
+        self._outdated: dict[str, int] = {}
         self._folders: dict[str, str] = {}
         self._lock = asyncio.Lock()
         self._capacity = ready.max_adapters
@@ -67,9 +58,9 @@ class ServedAdapters:
     def __contains__(self, name: object) -> bool:
         return name in self._adapters
 
-    def all(self) -> list[AdapterInfo]:
-        """Return all adapters, oldest first."""
-        return list(self._adapters.values())
+    def created(self) -> Mapping[str, int]:
+        """Return the times at which adapters were created, oldest first, in seconds since 1970."""
+        return self._adapters
 
     async def load(self, name: str, path: str, *, in_place: bool = False) -> None:
         """Load an adapter from a folder below the root.
@@ -96,18 +87,18 @@ class ServedAdapters:
                     raise ApiError(409, message, "lora_name", "adapter_in_use")
             except InputError as error:
                 raise ApiError(400, str(error), "lora_path") from None
-            self._adapters[name] = AdapterInfo(name)
+            self._adapters[name] = int(time.time())
 
     async def unload(self, name: str) -> None:
         """Remove an adapter that exists and that no request uses."""
         async with self._changing():
-            info = self._adapters.pop(name, None)  # new requests get 404 from here on
-            if info is None:
+            created = self._adapters.pop(name, None)  # new requests get 404 from here on
+            if created is None:
                 raise ApiError(404, f"There is no adapter {name!r}", "lora_name", "adapter_not_found")
             try:
                 await self._engine.call("remove_adapter", name)
             except InputError as error:
-                self._adapters[name] = info
+                self._adapters[name] = created
                 raise ApiError(409, str(error), "lora_name", "adapter_in_use") from None
             self._folders.pop(name, None)
 
@@ -133,7 +124,7 @@ class ServedAdapters:
                     return False
             except InputError as error:
                 raise ApiError(400, str(error).replace(folder.name, name), "model") from None
-            self._adapters[name] = AdapterInfo(name)
+            self._adapters[name] = int(time.time())
             self._folders[name] = folder.name
             return True
 
@@ -203,11 +194,11 @@ class ServedAdapters:
             return True
         if self._pins[name]:
             return False
-        info = adapters.pop(name)
+        created = adapters.pop(name)
         try:
             await self._engine.call("remove_adapter", name)
         except InputError:  # requests use it
-            adapters[name] = info
+            adapters[name] = created
             return False
         self._folders.pop(name, None)
         return True
@@ -270,37 +261,26 @@ class ReaderThreads:
         if self._running >= _MAX_READERS:
             raise overloaded("The file system of adapters does not respond")
         self._running += 1
-        return await _in_daemon_thread(function, self._ended)
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[T] = loop.create_future()
 
-    def _ended(self) -> None:
-        self._running -= 1
+        def settle(value: Any, error: BaseException | None) -> None:  # also after this call was cancelled
+            self._running -= 1
+            if result.done():
+                return
+            if error is None:
+                result.set_result(value)
+            else:
+                result.set_exception(error)
 
+        def run() -> None:
+            value, error = None, None
+            try:
+                value = function()
+            except BaseException as raised:  # noqa: BLE001 - raised in the caller
+                error = raised
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(settle, value, error)
 
-async def _in_daemon_thread(function: Callable[[], T], on_end: Callable[[], None]) -> T:
-    """Return what a function returns; a thread that hangs does not keep the process from ending.
-
-    `on_end` is called on the event loop when the function ends, also after this call was cancelled.
-    """
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[T] = loop.create_future()
-
-    def settle(value: Any, error: BaseException | None) -> None:
-        on_end()
-        if result.done():
-            return
-        if error is None:
-            result.set_result(value)
-        else:
-            result.set_exception(error)
-
-    def run() -> None:
-        value, error = None, None
-        try:
-            value = function()
-        except BaseException as raised:  # noqa: BLE001 - raised in the caller
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop has been closed
-            loop.call_soon_threadsafe(settle, value, error)
-
-    threading.Thread(target=run, daemon=True, name="adapter-reader").start()
-    return await result
+        threading.Thread(target=run, daemon=True, name="adapter-reader").start()
+        return await result

@@ -487,7 +487,9 @@ async def models(request: Request) -> dict[str, Any]:
     """List the base model and its adapters."""
     service = _service(request)
     base, longest = service.settings.model_name, service.max_model_len
-    adapters = [model_card(info.name, info.created, base, longest) for info in service.adapters.all()]
+    adapters = [
+        model_card(adapter, created, base, longest) for adapter, created in service.adapters.created().items()
+    ]
     return {"object": "list", "data": [model_card(base, service.created, None, longest), *adapters]}
 
 
