@@ -266,20 +266,6 @@ class RequestState:
         )
 
 
-class PromptQueue(Protocol):
-    """What takes the prompts of a stream: an `AsyncEngine`."""
-
-    def submit(self, states: Iterable[RequestState]) -> None:
-        """Queue prompts; their streams receive outputs until each has finished."""
-
-    def cancel(self, states: Iterable[RequestState], reason: FinishReason = "abort") -> None:
-        """Cancel the unfinished ones of some prompts."""
-
-    def now_ns(self) -> int:
-        """Return the time of the engine's clock."""
-        ...
-
-
 class OutputStream:
     """Outputs of all prompts of one HTTP request: each token of a `stream`, otherwise one output per prompt.
 
@@ -288,7 +274,7 @@ class OutputStream:
 
     def __init__(
         self,
-        engine: PromptQueue,
+        engine: AsyncEngine,
         tokenizer: Tokenizer,
         prompts: Sequence[Sequence[int]],
         adapter: str | None,
