@@ -113,6 +113,7 @@ class _TemplateProcess:
         self._timeout_s = timeout_s
         self._socket, inherited = socket.socketpair()
         self._socket.settimeout(timeout_s + _START_TIMEOUT_S)
+        self._replies = self._socket.makefile("rb")
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         with inherited:
             self._process = subprocess.Popen(  # noqa: S603 - ourselves
@@ -133,24 +134,16 @@ class _TemplateProcess:
         """Return the reply to a message; without one in time, end the process and raise `_RenderError`."""
         try:
             self._socket.sendall(framed(message))
-            length = int.from_bytes(self._received(LENGTH_BYTES), "big")
-            reply: dict[str, str] = json.loads(self._received(length))
-        except (OSError, EOFError):
+            length = int.from_bytes(self._replies.read(LENGTH_BYTES), "big")
+            reply: dict[str, str] = json.loads(self._replies.read(length))
+        except (OSError, ValueError):  # ValueError: of a part of a reply
             self.close()
             raise _RenderError(f"it takes longer than {self._timeout_s:g} s") from None
         return reply
 
-    def _received(self, size: int) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            part = self._socket.recv(size - len(data))
-            if not part:
-                raise EOFError
-            data += part
-        return bytes(data)
-
     def close(self) -> None:
         """End the process."""
+        self._replies.close()
         self._socket.close()
         self._process.kill()
         self._process.wait()
