@@ -8,7 +8,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, Literal
@@ -421,14 +421,10 @@ class InstanceFleet:
             next_s += period_s * max(1, math.ceil((now_s() - next_s) / period_s))
 
     async def _wait_for_failure(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        try:
-            await asyncio.gather(*tasks)
-        except Exception:
-            self.failed.set()
-            raise
+        await self._until_failure(asyncio.gather(*tasks))
         self.failed.set()
 
-    async def _until_failure(self, work: Coroutine[None, None, None]) -> None:
+    async def _until_failure(self, work: Awaitable[object]) -> None:
         """Do work; a defect of it ends the router."""
         try:
             await work
