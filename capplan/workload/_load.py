@@ -133,7 +133,9 @@ class _Reader:
         """Return the adapters of the list, of the CSV file, or of the registry."""
         if isinstance(source, RegistryEntry):
             return self.registered(source)
-        return self.table(source) if isinstance(source, str) else self.listed(source or ())
+        if isinstance(source, str):
+            return self._rows(source, ("name", "rank", "rate_rps"), ("adapters",))
+        return self.listed(source or ())
 
     def registered(self, entry: RegistryEntry) -> list[_AdapterRecord]:
         """Return the adapters of a base model in a registry, with the rates of the entry."""
@@ -164,10 +166,12 @@ class _Reader:
 
     def listed(self, entries: Sequence[AdapterEntry]) -> list[_AdapterRecord]:
         """Return the adapters that the entries of the list stand for."""
-        adapters = 0
+        adapters, most = 0, input_limits().max_adapters
         for index, entry in enumerate(entries):
             adapters += entry.count or 1
-            _require_few(adapters, partial(self.locate, ("adapters", index)))
+            if adapters > most:
+                rule = beyond(most, "adapters", "--max-adapters")
+                raise InputError(rule, adapters, self.locate(("adapters", index)))
         placed = []
         for index, entry in enumerate(entries):
             key = ("adapters", index)
@@ -175,12 +179,9 @@ class _Reader:
             fields |= {name: self.lengths(getattr(entry, name)) for name in _LENGTHS}
             for i, rate_rps in enumerate(entry.rates_rps()):
                 numbered = fields if entry.count is None else _numbered(fields, i)
-                described = self.described_fields(numbered, self._keys_at(key))
+                described = self.described_fields(numbered, lambda name, at=key: self.locate((*at, name)))
                 placed.append(_AdapterRecord(described | {"rate_rps": rate_rps}, key))
         return placed
-
-    def _keys_at(self, at: Key) -> Callable[[str], str]:
-        return lambda name: self.locate((*at, name))
 
     def described_fields(self, fields: dict[str, Any], locate: Callable[[str], str]) -> dict[str, Any]:
         """Return the fields of an adapter, checked and completed by its folder if that is on this machine."""
@@ -204,11 +205,8 @@ class _Reader:
         require_described(found, rank or found.rank, stated, self.base_model, locate)
         return fields | {"path": path, "rank": found.rank, "target_modules": found.target_modules}
 
-    def table(self, name: str) -> list[_AdapterRecord]:
-        """Return the adapters of a CSV file."""
-        return self._rows(name, ("name", "rank", "rate_rps"), ("adapters",))
-
     def _rows(self, name: str, columns: Sequence[str], key: Key) -> list[_AdapterRecord]:
+        """Return the adapters of a CSV file."""
         if "://" in name:
             rule = "must be a CSV file; a registry is {registry: URL}"
             raise InputError(rule, location=self.locate(key))
@@ -386,12 +384,6 @@ def _adapter_cells(path: Path, columns: Sequence[str], optional: Sequence[str]) 
                 part[name] = with_decimal_points(part[name], found[0], name)
             part.index += found[0].line + 1  # lines of the file
             yield part
-
-
-def _require_few(adapters: int, location: Callable[[], str]) -> None:
-    most = input_limits().max_adapters
-    if adapters > most:
-        raise InputError(beyond(most, "adapters", "--max-adapters"), adapters, location())
 
 
 def _adapter_of(cells: Mapping[str, str | None], path: Path, line: int, complete: _Complete) -> AdapterFields:

@@ -394,7 +394,8 @@ def _read(
 
 def _parts(requests: _Requests, names: Sequence[str]) -> Iterator[pd.DataFrame]:
     """Yield the columns of the file in parts; the index is the row in the file."""
-    path, limit = requests.path, _row_limit()
+    path, most = requests.path, input_limits().max_trace_rows
+    limit = most, beyond(most, "requests", "--max-trace-rows")
     known = [label for layout in _LAYOUTS.values() for label in layout.labels().values()]
 
     def choose(header: Header) -> dict[str, int]:
@@ -417,11 +418,6 @@ def _parts(requests: _Requests, names: Sequence[str]) -> Iterator[pd.DataFrame]:
                 yield from _record_parts(requests, first, records, choose, limit)
     if is_result:
         yield _vllm_part(requests, names)
-
-
-def _row_limit() -> tuple[int, str]:
-    most = input_limits().max_trace_rows
-    return most, beyond(most, "requests", "--max-trace-rows")
 
 
 def _positions(column: pd.Series, known: dict[Any, int]) -> NDArray[np.int32]:
