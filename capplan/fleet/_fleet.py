@@ -32,42 +32,29 @@ InstanceState = Literal["starting", "up", "stalled", "down", "failed"]
 class RestartPolicy:
     """Probes and restarts of instances.
 
-    Attributes
-    ----------
-    initial_delay_s, max_delay_s
-        Delay before a restart; it doubles with every restart in a row.
-    max_restarts
-        Restarts in a row after which an instance has failed for good.
-    reset_after_s
-        Uptime after which the count of restarts in a row is reset.
-    ping_every_s, ping_timeout_s
-        Interval of pings of the server, and the time for their response. An instance that does not respond,
-        and makes no progress with its requests meanwhile, is stalled: it gets no new requests until it
-        responds again. The same holds for one that refuses requests.
-    probe_every_s, probe_timeout_s
-        Interval of health probes, which an engine answers between two steps, and the time for their response.
-        An instance that does not respond, or is stalled for this time, is restarted.
-    abandon_after_s
-        Time without progress after which the requests of a stalled instance are ended with an error.
-    max_refused_probes
-        Refused probes in a row after which an instance is restarted.
-    start_timeout_s
-        Time until an instance accepts requests.
-    stop_grace_s
-        Time for an instance to stop.
+    The server answers pings, and its engine health probes, between two steps. An instance that does not
+    respond to pings, and makes no progress with its requests meanwhile, or that refuses requests, is stalled:
+    it gets no new requests until it responds again. One that does not respond to a probe, or is stalled for
+    the time of a probe, is restarted.
     """
 
     initial_delay_s: float = 0.5
+    """Delay before a restart; it doubles with every restart in a row, up to `max_delay_s`."""
     max_delay_s: float = 30.0
     max_restarts: int = 5
+    """Restarts in a row after which an instance has failed for good."""
     reset_after_s: float = 60.0
+    """Uptime after which the count of restarts in a row is reset."""
     ping_every_s: float = 1.0
     ping_timeout_s: float = 3.0
     probe_every_s: float = 5.0
     probe_timeout_s: float = 60.0
     abandon_after_s: float = 10.0
+    """Time without progress after which the requests of a stalled instance are ended with an error."""
     max_refused_probes: int = 12
+    """Refused probes in a row after which an instance is restarted."""
     start_timeout_s: float = 1800.0
+    """Time until an instance accepts requests."""
     stop_grace_s: float = 15.0
 
 

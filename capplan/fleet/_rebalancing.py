@@ -164,21 +164,14 @@ _BATCH: Final = 2000
 
 @dataclass(frozen=True)
 class PostParams:
-    """Posts of shares.
-
-    Attributes
-    ----------
-    timeout_s
-        Time for the acknowledgement of a post.
-    attempts
-        Posts of new shares to an instance after which a re-balancing is given up.
-    retry_s
-        Time between attempts.
-    """
+    """Posts of shares."""
 
     timeout_s: float = 5.0
+    """Time for the acknowledgement of a post."""
     attempts: int = 3
+    """Posts of new shares to an instance after which a re-balancing is given up."""
     retry_s: float = 1.0
+    """Time between attempts."""
 
     def __post_init__(self) -> None:
         for name in ("timeout_s", "attempts", "retry_s"):
@@ -345,48 +338,34 @@ class RebalancingConfig:
 
 @dataclass(frozen=True)
 class Round:
-    """Outcome of a round.
-
-    Attributes
-    ----------
-    number
-        From 1.
-    trigger
-        ``period``; or ``instances``: some are down or back; or ``retry``: the last round has failed. Only the
-        first closes a window, the others use the forecast in force.
-    at_s
-        Time of its end, in seconds since 1970.
-    reason
-        Why it failed; None: its placement is in force.
-    window_s, requests, arrived_tok_s
-        Length of the window of demand, and the requests and tokens per second that arrived in it; 0 if the
-        window goes on.
-    target
-        Mean utilization of the instances that are up if the forecast demand were spread evenly; above 1 they
-        are overloaded.
-    moved_bytes, unpermuted_bytes
-        Bytes of adapters that instances do not store yet, and the same if servers had not been permuted.
-    gained, lost
-        Pairs of adapter and instance that are new in the placement, and that are no longer in it.
-    unavailable
-        Instances that were not up.
-    duration_s
-        Time of the round.
-    """
+    """Outcome of a round."""
 
     number: int
+    """From 1."""
     trigger: Trigger
+    """``period``, ``instances`` (some are down or back), or ``retry`` (the last round has failed).
+
+    Only the first closes a window, the others use the forecast in force.
+    """
     at_s: float
+    """Time of its end, in seconds since 1970."""
     reason: str | None = None
+    """Why it failed; None: its placement is in force."""
     window_s: float = 0.0
+    """Length of the window of demand, in which `requests` and `arrived_tok_s` arrived; 0 if it goes on."""
     requests: int = 0
     arrived_tok_s: float = 0.0
     target: float | None = None
+    """Mean utilization of the instances that are up if the forecast demand were spread evenly."""
     moved_bytes: int = 0
+    """Bytes of adapters that instances do not store yet."""
     unpermuted_bytes: int = 0
+    """The same if servers had not been permuted."""
     gained: int = 0
+    """Pairs of adapter and instance that are new in the placement; `lost` are no longer in it."""
     lost: int = 0
     unavailable: tuple[str, ...] = ()
+    """Instances that were not up."""
     duration_s: float = 0.0
 
 

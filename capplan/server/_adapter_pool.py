@@ -234,27 +234,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PoolParams:
-    """Times of a pool.
-
-    Attributes
-    ----------
-    round_s
-        Interval of rounds, which remove copies.
-    idle_s
-        Time without a request after which an adapter whose share is zero may be removed.
-    registry_timeout_s
-        Time to wait for a lock of the registry.
-    transfers
-        Times of transfers.
-    renew_s
-        Interval at which a server renews the claim to its name.
-    """
+    """Times of a pool."""
 
     round_s: float = 5.0
+    """Interval of rounds, which remove copies."""
     idle_s: float = 5.0
+    """Time without a request after which an adapter whose share is zero may be removed."""
     registry_timeout_s: float = 5.0
+    """Time to wait for a lock of the registry."""
     transfers: TransferParams = field(default_factory=TransferParams)
     renew_s: float = 5.0
+    """Interval at which a server renews the claim to its name."""
 
 
 @dataclass(frozen=True)

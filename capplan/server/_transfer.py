@@ -40,24 +40,15 @@ class _WriteError(Exception):
 
 @dataclass(frozen=True)
 class TransferParams:
-    """Times of transfers.
-
-    Attributes
-    ----------
-    connect_timeout_s
-        Time to connect to a source.
-    stall_timeout_s
-        Time without any bytes after which a source is given up.
-    max_transfers
-        Transfers to a server at a time; further ones wait.
-    check_bytes_per_s
-        Rate at which a server reads a copy to check it, at least; slower ones do not confirm their copies.
-    """
+    """Times of transfers."""
 
     connect_timeout_s: float = 3.0
     stall_timeout_s: float = 5.0
+    """Time without any bytes after which a source is given up."""
     max_transfers: int = 4
+    """Transfers to a server at a time; further ones wait."""
     check_bytes_per_s: float = 5e7
+    """Rate at which a server reads a copy to check it, at least; slower ones do not confirm their copies."""
 
     def __post_init__(self) -> None:
         for name in ("connect_timeout_s", "stall_timeout_s", "max_transfers", "check_bytes_per_s"):
