@@ -350,7 +350,9 @@ class InstanceRouter:
 
     def holders(self, adapter: str | None) -> list[int]:
         """Return the instances with an adapter; None is the base model."""
-        return [int(each) for each in self._placement.instance[slice(*self._range(adapter))]]
+        number = self._number[adapter]
+        first, last = self._placement.start[number : number + 2].tolist()
+        return [int(each) for each in self._placement.instance[first:last]]
 
     def set_available(self, instance: int, is_available: bool) -> None:
         """Set whether an instance takes requests; at first all do."""
@@ -542,7 +544,3 @@ class InstanceRouter:
         chosen, at_ns = route(own, seen, among.placement, request._replace(adapter=0))
         fleet.standing[places], self._credit[places] = seen.standing, own.credit
         return int(places[chosen]), at_ns
-
-    def _range(self, adapter: str | None) -> tuple[int, int]:
-        number = self._number[adapter]
-        return int(self._placement.start[number]), int(self._placement.start[number + 1])

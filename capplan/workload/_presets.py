@@ -37,8 +37,6 @@ from capplan.spec import (
     validate_document,
 )
 
-__all__ = ["Preset", "preset", "presets"]
-
 _PROFILE: Final = "profile: ./profile.json  # yours, or a shipped name: see `capplan profiles`"
 _Entry: TypeAlias = dict[str, Any]
 
