@@ -133,7 +133,6 @@ class RouterState(ServerState):
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Count a request in flight."""
         self._in_flight += 1
         self._idle.clear()
         try:
@@ -473,7 +472,6 @@ def _rebalancing(loop: RebalanceLoop) -> dict[str, Any]:
 
 
 def rebalancing_metrics(loop: RebalanceLoop) -> Iterator[Metric]:
-    """Yield the metrics of re-balancing."""
     outcomes = [(("done",), float(loop.done)), (("failed",), float(loop.failed))]
     yield metric_family(Counter, "capplan:rebalances", "Rounds of re-balancing", ("outcome",), outcomes)
     last = loop.last
@@ -512,7 +510,6 @@ class RouterApp:
         self._other = _other_routes(state, proxy)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Respond to a request."""
         app = self._proxy if scope["type"] == "http" and generates(scope) else self._other
         await app(scope, receive, send)
 

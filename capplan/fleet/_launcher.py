@@ -350,12 +350,10 @@ class EngineProcess:
         self.url = reply["url"]
 
     async def ended(self) -> str:
-        """Wait for the end of the process and return a description."""
         status = 0 if self._process is None else await self._process.wait()
         return f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
 
     def is_stopped(self) -> bool:
-        """Return whether the process is stopped by a signal."""
         return self._process is not None and is_stopped(self._process.pid)
 
     async def stop(self, grace_s: float) -> None:
@@ -488,7 +486,6 @@ class RayHandle:
         return False
 
     async def stop(self, grace_s: float) -> None:
-        """Stop the process within a time; 0: kill it."""
         from ray.exceptions import RayError
 
         with contextlib.suppress(RayError):

@@ -448,7 +448,6 @@ class RebalanceLoop:
 
     @property
     def every_s(self) -> float:
-        """Time between two rounds."""
         return self._config.rebalancer.settings.every_s
 
     async def run(self) -> None:

@@ -142,13 +142,11 @@ class _Budget:
         self.spent = ""
 
     def start(self) -> None:
-        """Begin a transaction."""
         self._until_s = time.monotonic() + _READ_S
         self._max_received_bytes += _READ_BYTES
         self._taken_bytes = 0
 
     def stop(self) -> None:
-        """End a transaction."""
         self._until_s = math.inf
 
     def take(self, row: sa.Row[Any]) -> None:
@@ -351,7 +349,6 @@ class Database:
         return connection
 
     def _prepare(self, connection: Any, _record: Any) -> None:
-        """Set up a new connection."""
         if self._is_sqlite:
             connection.isolation_level = None  # transactions begin where `_begin` says
             connection.execute("PRAGMA foreign_keys = ON")
@@ -596,7 +593,6 @@ class Database:
         return RegistryUnavailableError(f"cannot be used: {reason}", location=f"{self.location}{where}")
 
     def close(self) -> None:
-        """Close all connections."""
         self._budget.closed.set()
         self._close_counter()
         self._engine.dispose()

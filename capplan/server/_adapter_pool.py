@@ -317,7 +317,6 @@ class AdapterCopies:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all copies."""
         return sum(self._sizes.values())
 
     def touch(self, name: str) -> None:
@@ -915,7 +914,6 @@ class AdapterPool:
         self._fetch_missing()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of the pool."""
         copies = self._copies
         return self._counters.collect(len(copies.stored), copies.stored_bytes, self._own.max_bytes)
 

@@ -72,7 +72,6 @@ class ByteDetokenizer:
         return self._decoder.decode(bytes([token for token in tokens if token < 256]))
 
     def finish(self) -> str:
-        """Return the rest of the text."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -105,7 +104,6 @@ class WindowDetokenizer:
         return new
 
     def finish(self) -> str:
-        """Return the rest of the text."""
         return self._tokenizer.decode(self._window)[len(self._known_text) :]
 
 
@@ -139,7 +137,6 @@ class StopChecker:
         return text, None
 
     def finish(self) -> str:
-        """Return the text held back."""
         held, self._held = self._held, ""
         return held
 
@@ -301,7 +298,6 @@ class OutputStream:
 
     @property
     def finished(self) -> bool:
-        """Whether all prompts have finished."""
         return self._unfinished == 0
 
     def on_output(self, output: RequestOutput) -> None:
@@ -451,7 +447,6 @@ class AsyncEngine:
             self._send(AbortRequests(tags, reason))
 
     def cancel_all(self) -> None:
-        """Cancel all prompts."""
         self.cancel(list(self._states.values()))
 
     async def call(self, method: str, *arguments: object) -> Any:
@@ -488,7 +483,6 @@ class AsyncEngine:
         return time.monotonic_ns() - self._clock_start_ns
 
     async def wait_idle(self) -> None:
-        """Wait until no prompt is in flight."""
         await self._idle.wait()
 
     def _send(self, message: Any) -> None:

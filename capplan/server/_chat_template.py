@@ -94,7 +94,6 @@ class ChatTemplate:
             raise InputError(f"the model's chat template refuses the conversation: {error}") from None
 
     def close(self) -> None:
-        """End the processes."""
         while self._idle:
             self._idle.pop().close()
 
@@ -142,7 +141,6 @@ class _TemplateProcess:
         return reply
 
     def close(self) -> None:
-        """End the process."""
         self._replies.close()
         self._socket.close()
         self._process.kill()

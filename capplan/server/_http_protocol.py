@@ -50,7 +50,6 @@ class ConnectionCap:
         self._waiting: dict[LimitedProtocol, None] = {}  # in the order in which they began to wait
 
     def new_protocol(self, **arguments: Any) -> LimitedProtocol:
-        """Return the protocol of a connection."""
         self.on_new()
         return LimitedProtocol(self, **arguments)
 
@@ -73,7 +72,6 @@ class ConnectionCap:
         self._waiting.pop(connection, None)
 
     def remove(self, connection: LimitedProtocol) -> None:
-        """Forget a closed connection."""
         self._open -= 1
         self._waiting.pop(connection, None)
 
@@ -207,7 +205,6 @@ class LimitedProtocol(HttpToolsProtocol):
             self._start_timer()
 
     def on_message_begin(self) -> None:
-        """Begin a request."""
         super().on_message_begin()
         self._receives_body = False
 
@@ -234,7 +231,6 @@ class LimitedProtocol(HttpToolsProtocol):
             self._running = self.cycle
 
     def on_body(self, body: bytes) -> None:
-        """Pass a part of a body on."""
         self._parts += 1
         if self._parts > _MAX_PARTS:
             message = f"The body must not come in more than {_MAX_PARTS} parts"
@@ -244,7 +240,6 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """End a request."""
         self._parsed()
         self._receives_body = False
         if self._running is None:  # the rest of a refused body
@@ -275,7 +270,6 @@ class LimitedProtocol(HttpToolsProtocol):
             self._send_timer = self.loop.call_later(self._limits.send_timeout_s, self._abort)
 
     def resume_writing(self) -> None:
-        """Write again."""
         if self._send_timer is not None:
             self._send_timer.cancel()
             self._send_timer = None

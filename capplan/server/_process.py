@@ -235,7 +235,6 @@ class DrainingServer(uvicorn.Server):
             await asyncio.sleep(_TICK_S)
 
     def _cut_off(self) -> None:
-        """End all requests."""
         for connection in self._connections:
             connection.cut_off()
 

@@ -110,7 +110,6 @@ class ResponseFormat(ABC):
         """Return the events before the first token."""
 
     def event(self, output: RequestOutput) -> bytes:
-        """Return the event of an output."""
         shown = self._with_prompt(output)
         return self._event(shown, self.text_field % _quoted(shown.text), output.tokens)
 
@@ -122,7 +121,6 @@ class ResponseFormat(ABC):
         return f"data: {_dumps(document)}\n\n".encode() + _DONE
 
     def document(self, states: Sequence[RequestState]) -> bytes:
-        """Return the whole response."""
         choices = []
         for state in states:
             shown = self._with_prompt(RequestOutput(state, state.tokens, state.logprobs, text=state.text))

@@ -363,7 +363,6 @@ class _BodyReader:
                 self._timeout.reschedule(0.0)
 
     def close(self) -> None:
-        """End the body."""
         self._is_open = False
         self._budget.release(self)
 

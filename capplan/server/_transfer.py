@@ -106,7 +106,6 @@ class _Resolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        """Return the addresses of a name."""
         may_be_loopback = self._kind == "server" or host == "localhost"
         found = [
             each
@@ -118,7 +117,6 @@ class _Resolver(AbstractResolver):
         return found
 
     async def close(self) -> None:
-        """Close the resolver."""
         await self._resolver.close()
 
 
@@ -225,7 +223,6 @@ class Fetcher:
         return self._sessions[kind]
 
     async def close(self) -> None:
-        """Close the connections."""
         for session in self._sessions.values():
             await session.close()
 

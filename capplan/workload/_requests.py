@@ -308,11 +308,9 @@ class ConstantRate(NamedTuple):
     adapters: int
 
     def passed(self, until_s: float) -> Floats:
-        """Return our time."""
         return np.full(self.adapters, until_s)
 
     def seconds(self, passed: Floats, adapter: Owners) -> Floats:
-        """Return the time as it is."""
         return passed
 
 
