@@ -29,7 +29,6 @@ from capplan.spec import (
     Renewal,
     ShiftingSkew,
     Steps,
-    Stickiness,
     Trace,
     Unpredictable,
     Workload,
@@ -632,8 +631,10 @@ def _draw(
     """Draw the requests of the adapters from a branch of the seed."""
     keys = streams(seed, branch)
     arrival_ns, adapter = _arrivals(workload, duration_s, (seed, branch), keys)
-    if workload.stickiness is not None:
-        _repeat(adapter, workload.stickiness, keys)
+    sticky = workload.stickiness
+    if sticky is not None:
+        recent = np.zeros(sticky.last, np.int32)
+        repeat_recent(adapter, recent, sticky.probability, keys.repetitions, keys.repeated)
     prompt_tokens, output_tokens = _lengths(workload, adapter, keys, max_model_len, longest_prompt)
     return Requests(arrival_ns, adapter, prompt_tokens, output_tokens)
 
@@ -688,11 +689,6 @@ def _arrivals(
 @lru_cache(maxsize=64)
 def _chooser(rates_rps: tuple[float, ...]) -> DiscreteTable:
     return discrete_table([(np.arange(1, len(rates_rps) + 1, dtype=np.int32), np.array(rates_rps))])
-
-
-def _repeat(adapter: Column, stickiness: Stickiness, keys: Streams) -> None:
-    recent = np.zeros(stickiness.last, np.int32)
-    repeat_recent(adapter, recent, stickiness.probability, keys.repetitions, keys.repeated)
 
 
 def _lengths(
