@@ -177,9 +177,13 @@ class _Reader:
             key = ("adapters", index)
             fields = _fields(entry, AdapterFields)
             fields |= {name: self.lengths(getattr(entry, name)) for name in _LENGTHS}
+
+            def locate(name: str, at: Key = key) -> str:
+                return self.locate((*at, name))
+
             for i, rate_rps in enumerate(entry.rates_rps()):
                 numbered = fields if entry.count is None else _numbered(fields, i)
-                described = self.described_fields(numbered, lambda name, at=key: self.locate((*at, name)))
+                described = self.described_fields(numbered, locate)
                 placed.append(_AdapterRecord(described | {"rate_rps": rate_rps}, key))
         return placed
 
