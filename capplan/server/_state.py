@@ -36,8 +36,8 @@ class ConcurrencyLimit:
 
     A process beyond its capacity runs ever more behind, and with it health probes, streams and new
     connections. Additive increase and multiplicative decrease (Chiu and Jain, 1989) find the number of
-    requests that it handles with a lag of about a second. The limit is infinite, `max_requests` being checked
-    elsewhere, unless the event loop has been late.
+    requests that it handles with a lag of about a second. The limit, `value`, is infinite unless the event
+    loop has been late; `max_requests` is the maximum while it is in time.
     """
 
     def __init__(self, max_requests: int, in_flight: Callable[[], int]) -> None:
