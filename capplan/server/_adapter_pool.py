@@ -26,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import logging
 import math
 import os
@@ -103,11 +104,6 @@ class PoolCounters:
         yield CounterMetricFamily("capplan:adapter_copies_removed", help_text, self.removed)
 
 
-try:
-    import fcntl
-except ImportError:  # not POSIX
-    fcntl = None  # type: ignore[assignment]
-
 OWNER_FILE: Final = ".capplan-server"
 """File of a folder of adapters with the identity of its server, locked while that runs."""
 _MISSED: Final = 3
@@ -134,8 +130,6 @@ class OwnedFolder:
             raise
 
     def _lock(self, root: Path) -> None:
-        if fcntl is None:
-            return
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
