@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from capplan.server._adapter_pool import AdapterPool
 
 
-_FILE: Final = "chat_template.jinja"
+_TEMPLATE_FILE: Final = "chat_template.jinja"
 _CONFIG_FILE: Final = "tokenizer_config.json"
 _SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
 _COMMAND: Final = (sys.executable, "-P", str(Path(template_worker.__file__).resolve()))
@@ -181,8 +181,8 @@ def chat_template(
 def _folder_template(folder: Path, limits: ServerLimits | None) -> ChatTemplate | None:
     config = read_json_object(folder / _CONFIG_FILE) if (folder / _CONFIG_FILE).is_file() else {}
     tokens = {name: _token_text(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
-    if (folder / _FILE).is_file():
-        return ChatTemplate(read_text(folder / _FILE), tokens, str(folder / _FILE), limits)
+    if (folder / _TEMPLATE_FILE).is_file():
+        return ChatTemplate(read_text(folder / _TEMPLATE_FILE), tokens, str(folder / _TEMPLATE_FILE), limits)
     source = config.get("chat_template")
     if isinstance(source, list):
         named = [each for each in source if isinstance(each, dict)]
