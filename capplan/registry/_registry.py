@@ -379,7 +379,7 @@ def with_locations(plan: Plan, registry: AdapterRegistry) -> Plan:
         If an adapter has another base model or rank in the registry: the plan is for another one.
     """
     paths: dict[str, str] = {}
-    for adapter in {each.name: each for group in plan.groups for each in group.adapters}.values():
+    for adapter in plan.adapters.values():
         known = registry.find(adapter.name)
         if known is None:
             continue
