@@ -5,20 +5,14 @@ of an adapter at a server fetches it from a server that stores it, or else from 
 its copy when its share of the adapter's requests is zero, they have ended, and another server has confirmed
 that its own copy is intact.
 
-Copies of adapters that one server of a pool stores: checks of their bytes, removal, and room for new ones.
+A record in the registry is no proof of another copy: files may be broken, or their machine gone. The other
+server therefore reads its copy and compares the digest, on demand. Then the registry removes this server from
+the holders, in a transaction that finds the other one among them.
 
-A copy is removed only if another server keeps one. A record in the registry is no proof of that: files may be
-broken, or their machine gone. The other server therefore reads its copy and compares the digest, on demand.
-Then the registry removes this server from the holders, in a transaction that finds the other one among them.
-
-Claim of a server to its name in the registry, and to its folder of adapters: one running server has both.
-
-Two servers of one name would take each other's copies for their own. A running server renews its claim in the
-registry. Another one that comes up under the same name watches the claim for some renewals, and is refused if
-it is renewed. No clock of another machine is read. A server that restarts on its folder is the same owner,
-and comes up at once.
-
-Prometheus metrics of a server's part of the distributed adapter pool.
+Two servers of one name would take each other's copies for their own, so that one running server has the name,
+and its folder of adapters. It renews its claim in the registry. Another one that comes up under the same name
+watches the claim for some renewals, and is refused if it is renewed. No clock of another machine is read. A
+server that restarts on its folder is the same owner, and comes up at once.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""`check_integrity`: recompute every counter of a scheduler state and compare.
-
-Integrity of the state under the rules for one pool: queues, quotas, reservations, the adapter cache.
-
-Assertions on the structures of a state: lists of rows, heaps, links.
-"""
+"""`check_integrity`: recompute every counter of a scheduler state, and check its lists, heaps and links."""
 
 from __future__ import annotations
 
