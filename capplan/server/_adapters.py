@@ -30,7 +30,7 @@ _MAX_READERS: Final = 12
 class ServedAdapters:
     """Adapters of a server by name; `initial`: folder or rank of those that the engine started with.
 
-    Those that change adapters raise `ApiError` if the engine has failed or the time limit has passed.
+    Methods that change adapters raise `ApiError` if the engine has failed or the time limit has passed.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ServedAdapters:
         return name in self._adapters
 
     def created(self) -> Mapping[str, int]:
-        """Return the times at which adapters were created, oldest first, in seconds since 1970."""
+        """Return the time at which each adapter was created, oldest first, in seconds since 1970."""
         return self._adapters
 
     async def load(self, name: str, path: str, *, in_place: bool = False) -> None:
