@@ -39,7 +39,8 @@ from capplan.fleet import (
     instances_of,
 )
 from capplan.fleet._app import RouterServer, RouterState
-from capplan.fleet._fleet import InstanceFleet, RestartPolicy
+from capplan.fleet._fleet import InstanceFleet
+from capplan.fleet._instance import RestartPolicy
 from capplan.fleet._rebalancing import PostParams, RebalanceLoop
 from capplan.registry import ADAPTER_FILES, AdapterRegistry, digest_of, read_adapter
 from capplan.server import PoolSettings, ServerSettings, bind, url_of

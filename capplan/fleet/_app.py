@@ -30,8 +30,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from capplan.errors import InputError
-from capplan.fleet._fleet import InstanceFleet, InstanceSupervisor, RouterConfig
-from capplan.fleet._instance_client import FileLimitError, InstanceClient, InstanceGoneError
+from capplan.fleet._fleet import InstanceFleet, RouterConfig
+from capplan.fleet._instance import FileLimitError, InstanceClient, InstanceGoneError, InstanceSupervisor
 from capplan.fleet._rebalancing import CountedRequest, RebalanceLoop
 from capplan.http_connection import ConnectionLostError, HttpConnection
 from capplan.processes import without_full_collections

@@ -28,13 +28,13 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 import aiohttp
 
 from capplan.errors import InputError
-from capplan.fleet._instance_client import FileLimitError, InstanceClient
+from capplan.fleet._instance import FileLimitError, InstanceClient
 from capplan.fleet._registered_adapters import RegisteredAdapters, RegistrySnapshot
 from capplan.fleet._routing import RoutingTable
 from capplan.serving.rebalancing import AdapterDemand, Rebalanced, Rebalancer
 
 if TYPE_CHECKING:
-    from capplan.fleet._fleet import InstanceSupervisor
+    from capplan.fleet._instance import InstanceSupervisor
     from capplan.fleet._routing import InstanceRouter
 
 

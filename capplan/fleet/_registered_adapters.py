@@ -21,7 +21,7 @@ from capplan.errors import InputError
 from capplan.registry import AdapterRegistry, RegisteredAdapter
 
 if TYPE_CHECKING:
-    from capplan.fleet._fleet import InstanceSupervisor
+    from capplan.fleet._instance import InstanceSupervisor
     from capplan.fleet._routing import InstanceRouter, RoutingTable
 
 _MAX_NAME: Final = 256

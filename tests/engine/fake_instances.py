@@ -22,7 +22,8 @@ from capplan.fleet import (
     instances_of,
 )
 from capplan.fleet._app import RouterServer, RouterState
-from capplan.fleet._fleet import InstanceFleet, RestartPolicy
+from capplan.fleet._fleet import InstanceFleet
+from capplan.fleet._instance import RestartPolicy
 from capplan.fleet._launcher import LaunchError
 from capplan.server import PoolSettings, ServerSettings, bind, url_of
 from capplan.spec import Totals, Verification

@@ -13,7 +13,7 @@ pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)
 
 import aiohttp
 
-from capplan.fleet._instance_client import InstanceClient
+from capplan.fleet._instance import InstanceClient
 from tests.engine.fake_instances import QUICK, Routed, events, routed
 
 pytestmark = pytest.mark.process
