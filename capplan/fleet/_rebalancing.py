@@ -23,20 +23,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import aiohttp
 
 from capplan.errors import InputError
-from capplan.fleet._instance import FileLimitError, InstanceClient
+from capplan.fleet._instance import FileLimitError, InstanceClient, InstanceSupervisor
 from capplan.fleet._registered_adapters import RegisteredAdapters, RegistrySnapshot
-from capplan.fleet._routing import RoutingTable
+from capplan.fleet._routing import InstanceRouter, RoutingTable
 from capplan.serving.rebalancing import AdapterDemand, Rebalanced, Rebalancer
-
-if TYPE_CHECKING:
-    from capplan.fleet._instance import InstanceSupervisor
-    from capplan.fleet._routing import InstanceRouter
-
 
 _USAGE: Final = re.compile(
     rb'"usage":\s*\{[^{}]*?"prompt_tokens":\s*(\d{1,9})\b[^{}]*?"completion_tokens":\s*(\d{1,9})\b'
