@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING, Any, Final
 from capplan.reports._console import Table, counted, number
 from capplan.reports.pages import _page as page
 from capplan.reports.pages._figures import Axis, Chart, Curve, bar_rows, bounds_of, line_chart
-from capplan.reports.tables._load import adapter_table, facts_table, latency_table, warnings
-from capplan.reports.tables._validation import group_table, group_verdict, heading, speed_note
+from capplan.reports.tables._measurement import (
+    adapter_table,
+    facts_table,
+    group_table,
+    group_verdict,
+    heading,
+    latency_table,
+    speed_note,
+    warnings,
+)
 
 if TYPE_CHECKING:
     import numpy as np

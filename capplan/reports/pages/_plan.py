@@ -7,28 +7,27 @@ from typing import TYPE_CHECKING, Final
 from capplan.reports._console import DASH, Cell, Table, counted, number, percent
 from capplan.reports.pages import _page as page
 from capplan.reports.pages._figures import Axis, Chart, Curve, bar_rows, is_wide, line_chart, plan_charts
-from capplan.reports.tables._explanation import (
+from capplan.reports.tables._plan import (
     MORE,
+    binding,
     curve_load,
     curve_table,
+    extrapolation_lines,
     gains_table,
     gpus_reason,
-    loading_table,
-    provenance,
-    room_table,
-    times,
-    verified,
-    what_if_table,
-)
-from capplan.reports.tables._notes import extrapolation_lines, plan_notes
-from capplan.reports.tables._plan import (
-    binding,
     group_rate_rps,
     latency_cells,
     latency_heads,
+    loading_table,
+    plan_notes,
+    provenance,
+    room_table,
     shown_latencies,
     throughput,
+    times,
     verdict,
+    verified,
+    what_if_table,
     worst_latency,
 )
 from capplan.reports.tables._scheduling import queues_table, scheduling_words, sizes_table
