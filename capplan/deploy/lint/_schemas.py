@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from capplan.deploy.lint._objects import documents
 from capplan.deploy.lint._parts import Document, mapping, mappings
+from capplan.deploy.lint._servers import documents
 from capplan.errors import InputError
 from capplan.spec import parse_json, read_text
 
