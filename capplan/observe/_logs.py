@@ -12,11 +12,16 @@ from numpy.typing import NDArray
 
 from capplan.errors import InputError
 from capplan.observe._adapters import adapters_of, many
-from capplan.observe._columns import choose_columns
-from capplan.observe._lengths import ValueCounts, own_histogram, prefix_of_share, quantiles_of
+from capplan.observe._distributions import (
+    ValueCounts,
+    dispersion,
+    own_histogram,
+    prefix_of_share,
+    quantiles_of,
+    rate_steps,
+)
 from capplan.observe._observation import Observation, ObservedAdapter, ObserveOptions, Tokens
-from capplan.observe._rates import dispersion, rate_steps
-from capplan.observe._requests import US_PER_S, Log, described, may_be_times, read_requests
+from capplan.observe._requests import US_PER_S, Log, choose_columns, described, may_be_times, read_requests
 from capplan.observe._source import open_source, quoted
 from capplan.spec import Adapter
 

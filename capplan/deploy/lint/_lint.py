@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 from urllib.parse import quote
 
-from capplan.deploy._running import served_by
+from capplan.deploy._deployed import served_by
 from capplan.deploy.lint._parts import (
     AdapterFolder,
     BrokenFile,

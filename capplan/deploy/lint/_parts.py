@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from capplan.deploy._running import Served
+from capplan.deploy._deployed import Served
 from capplan.errors import InputError
 from capplan.spec import FolderAdapter, Key, Plan, Workload, parse_json
 
