@@ -80,12 +80,12 @@ def bench_page(
         page.section("By adapter", _adapters(result)),
         page.section("Settings", page.settings_table(settings)),
         subtitle=f"{result.base_model} at {result.url}, {result.started_at}",
-        cards=_cards(result, bounds),
+        cards=_bench_cards(result, bounds),
         terms=_BENCH_TERMS,
     )
 
 
-def _cards(result: BenchResult, bounds: Mapping[str, float]) -> list[page.Card]:
+def _bench_cards(result: BenchResult, bounds: Mapping[str, float]) -> list[page.Card]:
     overall = result.overall
     ttft_s, tpot_ms = overall.ttft_s.p99, overall.tpot_ms.p99
     faults = warnings(result)

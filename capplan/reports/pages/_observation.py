@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _GOOD: Final = 0.05
 """Difference up to which a row is marked as good."""
 
-_TERMS: Final = {
+_OBSERVATION_TERMS: Final = {
     "observed": "requests of the log that were used",
     "simulated": "requests drawn from the workload file, on one seed",
     "difference": "simulated over observed, less one; of shares, simulated less observed",
@@ -41,12 +41,12 @@ def observation_page(observation: Observation, report: FitReport) -> str:
         _table_section("Most popular adapters", report.shares, "Requests per million."),
         _reading(observation),
         subtitle=f"{observation.requests:,} requests in {observation.duration_s / 3600:,.4g} h",
-        cards=_cards(observation, report),
-        terms=_TERMS,
+        cards=_observation_cards(observation, report),
+        terms=_OBSERVATION_TERMS,
     )
 
 
-def _cards(observation: Observation, report: FitReport) -> list[page.Card]:
+def _observation_cards(observation: Observation, report: FitReport) -> list[page.Card]:
     lost = observation.rows - observation.requests
     return [
         page.Card("Requests per second", number(observation.rate_rps, 3), f"scale {observation.scale:g}"),
