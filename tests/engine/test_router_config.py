@@ -16,7 +16,7 @@ pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)
 
 import capplan.fleet
 from capplan import InputError
-from capplan.cli.serve_plan import PlanProfiles
+from capplan.cli.serve import PlanProfiles
 from capplan.datasets import _profile_files as profile_files
 from capplan.datasets import load_profile
 from capplan.engine import EngineOptions

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("aiohttp", reason="the router needs aiohttp (extra `engine`)")
 
 from capplan import Plan
-from capplan.cli.serve_plan import unverified_overrides
+from capplan.cli.serve import unverified_overrides
 from capplan.datasets import load_profile
 from capplan.fleet import RouterConfig
 from capplan.spec import PLAN_ROUTER, RebalanceSettings, Scheduler
