@@ -1,4 +1,4 @@
-"""`capplan simulate`: one GPU under a workload, for several numbers of adapter slots, or a plan's instances."""
+"""`capplan simulate`: one GPU under a workload, for numbers of adapter slots, or the instances of a plan."""
 
 from __future__ import annotations
 
