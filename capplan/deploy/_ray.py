@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import yaml
 
-from capplan.deploy._kubernetes import header_of, routing_losses, top_comment, yaml_documents
+from capplan.deploy import _kubernetes as k8s
 from capplan.deploy._servers import Flag, engine_flags, require_servable, unused_name
 from capplan.deploy._target import PLAN, Loss, Setting
 from capplan.errors import InputError
@@ -90,12 +90,12 @@ def ray_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
         ]
     }
     comment = [
-        *top_comment(plan, ray_losses(plan)),
+        *k8s.top_comment(plan, ray_losses(plan)),
         f"Plan: sha256 {digest}. Start: serve deploy {CONFIG}",
-        *(line for group in plan.groups for line in header_of(plan, group)),
+        *(line for group in plan.groups for line in k8s.header_of(plan, group)),
     ]
     return {
-        CONFIG: yaml_documents([(comment, config)]),
+        CONFIG: k8s.yaml_documents([(comment, config)]),
         ROUTING: _routing(plan, models, digest),
         PLAN: text,
     }
@@ -106,7 +106,7 @@ def ray_losses(plan: Plan) -> tuple[Loss, ...]:
     names = Loss("requests name an adapter as model GROUP:ADAPTER, by routing.json, not ADAPTER")
     loading = Loss("a server loads an adapter from the cloud storage at its first request, not at its start")
     always = (names, loading) if plan.adapters else ()
-    return (*always, *routing_losses(plan, between=_BETWEEN, within=_WITHIN))
+    return (*always, *k8s.routing_losses(plan, between=_BETWEEN, within=_WITHIN))
 
 
 def ray_notes(plan: Plan) -> tuple[str, ...]:
