@@ -11,18 +11,8 @@ from typing import Any, Final
 
 from capplan.deploy import _kubernetes as k8s
 from capplan.deploy._servers import require_servable, source_kind, unused_name
-from capplan.deploy._target import PLAN, Loss
+from capplan.deploy._target import PLAN, Exporter, Loss
 from capplan.spec import Group, Plan, PlanAdapter
-
-AIBRIX_SETTINGS: Final = (
-    k8s.NAMESPACE,
-    k8s.IMAGE,
-    k8s.GPU_LABEL,
-    k8s.CLAIM,
-    k8s.MODEL_CLAIM,
-    k8s.FETCH_IMAGE,
-)
-AIBRIX_NAMES: Final = frozenset({"aibrix.yaml", PLAN})
 
 _MODEL_LABEL: Final = "model.aibrix.ai/name"
 _ENV: Final = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
@@ -124,3 +114,13 @@ def _model_adapter(
             "artifactURL": f"{scheme}{k8s.adapter_path(adapter)}",
         },
     }
+
+
+EXPORTER: Final = Exporter(
+    aibrix_files,
+    frozenset({"aibrix.yaml", PLAN}),
+    serves=True,
+    settings=k8s.POD_SETTINGS,
+    losses=aibrix_losses,
+    notes=k8s.claim_notes,
+)

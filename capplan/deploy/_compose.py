@@ -11,18 +11,16 @@ from typing import Any, Final
 from capplan.deploy import _kubernetes as k8s
 from capplan.deploy._gateway import COMMAND, FOLDER, GATEWAY_IMAGE, gateway_files, gateway_losses
 from capplan.deploy._servers import require_servable, source_kind, unused_name
-from capplan.deploy._target import PLAN, Setting
+from capplan.deploy._target import PLAN, Exporter, Setting
 from capplan.spec import Group, Plan, PlanAdapter
 
 ADAPTERS_FOLDER: Final = Setting(
     "adapters-folder", "./adapters", "folder of the host with a folder per adapter, by its name"
 )
-COMPOSE_SETTINGS: Final = (k8s.IMAGE, ADAPTERS_FOLDER, k8s.FETCH_IMAGE, GATEWAY_IMAGE)
 
 COMPOSE: Final = "compose.yaml"
 GATEWAY: Final = "gateway"
 FETCH: Final = "fetch-adapters"
-COMPOSE_NAMES: Final = frozenset({COMPOSE, GATEWAY, PLAN})
 
 _DOCKER_DNS: Final = "resolver 127.0.0.11 valid=5s;"
 _HUB: Final = "/huggingface"
@@ -193,3 +191,14 @@ def _bind(source: str, target: str) -> dict[str, Any]:
     """Return a folder of the host as a volume; one that does not exist is an error."""
     bind = {"create_host_path": False}
     return {"type": "bind", "source": source, "target": target, "read_only": True, "bind": bind}
+
+
+EXPORTER: Final = Exporter(
+    compose_files,
+    frozenset({COMPOSE, GATEWAY, PLAN}),
+    serves=True,
+    options=("port",),
+    settings=(k8s.IMAGE, ADAPTERS_FOLDER, k8s.FETCH_IMAGE, GATEWAY_IMAGE),
+    losses=gateway_losses,
+    notes=compose_notes,
+)

@@ -11,15 +11,13 @@ from typing import Any, Final
 
 from capplan.deploy import _kubernetes as k8s
 from capplan.deploy._servers import engine_flags, require_servable, source_kind
-from capplan.deploy._target import PLAN, Loss, Setting
+from capplan.deploy._target import PLAN, Exporter, Loss, Setting
 from capplan.errors import InputError
 from capplan.spec import Group, Plan, PlanAdapter
 
 IMAGE: Final = Setting(
     "image", "nvcr.io/nvidia/ai-dynamo/vllm-runtime:1.6.1", "image of Dynamo with vLLM in it"
 )
-DYNAMO_SETTINGS: Final = (k8s.NAMESPACE, IMAGE, k8s.GPU_LABEL, k8s.CLAIM)
-DYNAMO_NAMES: Final = frozenset({"dynamo.yaml", PLAN})
 
 _FRONTEND: Final = "Frontend"
 _MOST_COMPONENTS: Final = 25
@@ -160,3 +158,13 @@ def _uri(adapter: PlanAdapter) -> str:
     if kind == "hub":
         return f"hf://{adapter.path}"
     return adapter.path or "" if kind == "s3" else f"file://{k8s.adapter_path(adapter)}"
+
+
+EXPORTER: Final = Exporter(
+    dynamo_files,
+    frozenset({"dynamo.yaml", PLAN}),
+    serves=True,
+    settings=(k8s.NAMESPACE, IMAGE, k8s.GPU_LABEL, k8s.CLAIM),
+    losses=dynamo_losses,
+    notes=k8s.claim_notes,
+)

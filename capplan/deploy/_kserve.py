@@ -12,11 +12,8 @@ from typing import Any, Final
 
 from capplan.deploy import _kubernetes as k8s
 from capplan.deploy._servers import engine_flags, require_servable, source_kind
-from capplan.deploy._target import PLAN, Loss
+from capplan.deploy._target import PLAN, Exporter, Loss
 from capplan.spec import Group, Plan, PlanAdapter
-
-KSERVE_SETTINGS: Final = (k8s.NAMESPACE, k8s.IMAGE, k8s.GPU_LABEL, k8s.CLAIM)
-KSERVE_NAMES: Final = frozenset({"kserve.yaml", PLAN})
 
 _MAXIMA: Final = {
     "--max-lora-rank": "maxRank",
@@ -131,3 +128,13 @@ def _uri(adapter: PlanAdapter, settings: Mapping[str, str]) -> str:
         rule = "must be of lower-case letters, digits and -: KServe names the volume of the folder by it"
         raise k8s.refused_name(adapter.name, rule)
     return f"pvc://{settings[k8s.CLAIM.name]}/{adapter.name}"
+
+
+EXPORTER: Final = Exporter(
+    kserve_files,
+    frozenset({"kserve.yaml", PLAN}),
+    serves=True,
+    settings=k8s.ENGINE_SETTINGS,
+    losses=kserve_losses,
+    notes=k8s.claim_notes,
+)

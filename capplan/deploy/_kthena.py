@@ -10,19 +10,9 @@ from typing import Any, Final
 
 from capplan.deploy import _kubernetes as k8s
 from capplan.deploy._servers import require_servable, unused_name
-from capplan.deploy._target import PLAN, Loss
+from capplan.deploy._target import PLAN, Exporter, Loss
 from capplan.errors import InputError
 from capplan.spec import Plan
-
-KTHENA_SETTINGS: Final = (
-    k8s.NAMESPACE,
-    k8s.IMAGE,
-    k8s.GPU_LABEL,
-    k8s.CLAIM,
-    k8s.MODEL_CLAIM,
-    k8s.FETCH_IMAGE,
-)
-KTHENA_NAMES: Final = frozenset({"kthena.yaml", PLAN})
 
 _API: Final = "networking.serving.volcano.sh/v1alpha1"
 _WHOLE: Final = 100
@@ -101,3 +91,13 @@ def _routes(plan: Plan, names: Mapping[str, str], settings: Mapping[str, str]) -
                 "metadata": k8s.metadata(name, settings),
                 "spec": {**match, "rules": [{"name": rule_name, "targetModels": targets}]},
             }
+
+
+EXPORTER: Final = Exporter(
+    kthena_files,
+    frozenset({"kthena.yaml", PLAN}),
+    serves=True,
+    settings=k8s.POD_SETTINGS,
+    losses=kthena_losses,
+    notes=k8s.claim_notes,
+)

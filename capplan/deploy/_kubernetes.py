@@ -50,6 +50,10 @@ GPU_LABEL: Final = Setting(
     "nvidia.com/gpu.product where a plan has several kinds of GPUs, and none else",
 )
 
+ENGINE_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM)
+POD_SETTINGS: Final = (*ENGINE_SETTINGS, MODEL_CLAIM, FETCH_IMAGE)
+"""Those of `pod_spec`, and the namespace."""
+
 HF_SECRET: Final = {"name": "hf-token", "key": "token"}
 """Secret with the token of the Hugging Face Hub, and its key."""
 HF_TOKEN: Final = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {**HF_SECRET, "optional": True}}}

@@ -10,20 +10,10 @@ from typing import Any, Final
 
 from capplan.deploy import _kubernetes as k8s
 from capplan.deploy._servers import require_servable, unused_name
-from capplan.deploy._target import PLAN, Loss, Setting
+from capplan.deploy._target import PLAN, Exporter, Loss, Setting
 from capplan.spec import Group, Plan, Queues
 
 GATEWAY: Final = Setting("gateway", "inference-gateway", "Gateway that the routes belong to")
-LLM_D_SETTINGS: Final = (
-    k8s.NAMESPACE,
-    k8s.IMAGE,
-    k8s.GPU_LABEL,
-    k8s.CLAIM,
-    k8s.MODEL_CLAIM,
-    k8s.FETCH_IMAGE,
-    GATEWAY,
-)
-LLM_D_NAMES: Final = frozenset({"llm-d.yaml", "endpoint-picker", PLAN})
 
 _POOL_GROUP: Final = "inference.networking.k8s.io"
 _LONGEST_NAME: Final = 40
@@ -167,3 +157,13 @@ def _routes(plan: Plan, names: Mapping[str, str], settings: Mapping[str, str]) -
 
 def _match(model: str) -> dict[str, Any]:
     return {"headers": [{"type": "Exact", "name": _MODEL_HEADER, "value": model}]}
+
+
+EXPORTER: Final = Exporter(
+    llm_d_files,
+    frozenset({"llm-d.yaml", "endpoint-picker", PLAN}),
+    serves=True,
+    settings=(*k8s.POD_SETTINGS, GATEWAY),
+    losses=llm_d_losses,
+    notes=k8s.claim_notes,
+)

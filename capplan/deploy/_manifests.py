@@ -17,22 +17,11 @@ from capplan.deploy._gateway import (
     gateway_losses,
 )
 from capplan.deploy._servers import require_servable, unused_name
-from capplan.deploy._target import PLAN
+from capplan.deploy._target import PLAN, Exporter
 from capplan.errors import InputError
 from capplan.spec import Group, Plan
 
-MANIFEST_SETTINGS: Final = (
-    k8s.NAMESPACE,
-    k8s.IMAGE,
-    k8s.GPU_LABEL,
-    k8s.CLAIM,
-    k8s.MODEL_CLAIM,
-    k8s.FETCH_IMAGE,
-    GATEWAY_IMAGE,
-)
-
 MANIFESTS: Final = "manifests.yaml"
-MANIFEST_NAMES: Final = frozenset({MANIFESTS, PLAN})
 
 _LABEL: Final = "app.kubernetes.io/name"
 _TEMPLATE: Final = "resolver.conf.template"
@@ -159,3 +148,14 @@ def _gateway_deployment(name: str, digest: str, port: int, settings: Mapping[str
             },
         },
     }
+
+
+EXPORTER: Final = Exporter(
+    manifest_files,
+    frozenset({MANIFESTS, PLAN}),
+    serves=True,
+    options=("port",),
+    settings=(*k8s.POD_SETTINGS, GATEWAY_IMAGE),
+    losses=gateway_losses,
+    notes=k8s.claim_notes,
+)

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from capplan.deploy import _kubernetes as k8s
 from capplan.deploy._servers import engine_flags, lora_module, require_servable, source_kind
-from capplan.deploy._target import PLAN, Loss, Setting
+from capplan.deploy._target import PLAN, Exporter, Loss, Setting
 from capplan.errors import InputError
 from capplan.spec import Group, Plan, PlanAdapter
 
@@ -18,17 +18,6 @@ CPU: Final = Setting("cpu", "4", "CPU cores of a pod, which the chart requires")
 MEMORY: Final = Setting("memory", "32Gi", "memory of a pod, which the chart requires")
 STORAGE: Final = Setting("storage", "50Gi", "size of the claim of a group that downloads adapters")
 STORAGE_CLASS: Final = Setting("storage-class", "", "class of that claim; by default the cluster's")
-PRODUCTION_STACK_SETTINGS: Final = (
-    k8s.NAMESPACE,
-    k8s.IMAGE,
-    k8s.GPU_LABEL,
-    k8s.CLAIM,
-    CPU,
-    MEMORY,
-    STORAGE,
-    STORAGE_CLASS,
-)
-PRODUCTION_STACK_NAMES: Final = frozenset({"values.yaml", "lora-adapters.yaml", PLAN})
 
 _LONGEST_NAME: Final = 30
 """The chart makes a host name of it, with the release and suffixes, of at most 63 characters."""
@@ -213,3 +202,13 @@ def _lora_adapter(
             "loraAdapterDeploymentConfig": {"algorithm": "default"},
         },
     }
+
+
+EXPORTER: Final = Exporter(
+    production_stack_files,
+    frozenset({"values.yaml", "lora-adapters.yaml", PLAN}),
+    serves=True,
+    settings=(*k8s.ENGINE_SETTINGS, CPU, MEMORY, STORAGE, STORAGE_CLASS),
+    losses=production_stack_losses,
+    notes=k8s.claim_notes,
+)

@@ -16,18 +16,16 @@ import yaml
 
 from capplan.deploy import _kubernetes as k8s
 from capplan.deploy._servers import Flag, engine_flags, require_servable, unused_name
-from capplan.deploy._target import PLAN, Loss, Setting
+from capplan.deploy._target import PLAN, Exporter, Loss, Setting
 from capplan.errors import InputError
 from capplan.spec import Group, Plan
 
 ADAPTERS_PATH: Final = Setting(
     "adapters-path", "", "folder of a cloud storage with a folder per adapter, by its name; such as s3://..."
 )
-RAY_SETTINGS: Final = (ADAPTERS_PATH,)
 
 CONFIG: Final = "serve.yaml"
 ROUTING: Final = "routing.json"
-RAY_NAMES: Final = frozenset({CONFIG, ROUTING, PLAN})
 
 STORAGES: Final = ("s3://", "gs://", "abfss://", "azure://")
 """Addresses from which Ray loads adapters."""
@@ -191,3 +189,13 @@ def _routing(plan: Plan, models: Mapping[str, str], digest: str) -> str:
     if base:  # requests that name the base model; otherwise any group may take one
         document["base"] = base
     return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+
+
+EXPORTER: Final = Exporter(
+    ray_files,
+    frozenset({CONFIG, ROUTING, PLAN}),
+    serves=True,
+    settings=(ADAPTERS_PATH,),
+    losses=ray_losses,
+    notes=ray_notes,
+)

@@ -13,9 +13,11 @@ from types import MappingProxyType
 from typing import Final
 
 from capplan.deploy._launch import (
+    TOP_NAMES,
     Server,
     adapter_word,
     download_lines,
+    download_notes,
     header_of,
     launch_files,
     port_word,
@@ -23,7 +25,7 @@ from capplan.deploy._launch import (
     shell_script,
 )
 from capplan.deploy._servers import Flag, quantization_of, require_servable
-from capplan.deploy._target import Loss
+from capplan.deploy._target import Exporter, Loss
 from capplan.spec import Group, Plan
 
 _REASONS: Final[Mapping[str, str]] = MappingProxyType(
@@ -148,3 +150,13 @@ def _lora_path(name: str, path: str) -> str:
     if path != path.strip():
         return json.dumps({"lora_name": name, "lora_path": path})
     return f"{name}={path}"
+
+
+EXPORTER: Final = Exporter(
+    sglang_files,
+    TOP_NAMES,
+    serves=True,
+    options=("port",),
+    losses=sglang_losses,
+    notes=download_notes,
+)

@@ -10,9 +10,11 @@ from functools import partial
 from typing import Final
 
 from capplan.deploy._launch import (
+    TOP_NAMES,
     Server,
     adapter_word,
     download_lines,
+    download_notes,
     header_of,
     launch_files,
     port_word,
@@ -20,6 +22,7 @@ from capplan.deploy._launch import (
     shell_script,
 )
 from capplan.deploy._servers import engine_flags, lora_module, notes_of, require_flags, require_servable
+from capplan.deploy._target import Exporter
 from capplan.spec import Plan
 
 _CHECKED_ROOT: Final = (
@@ -67,3 +70,8 @@ def _script(plan: Plan, runtime_updates: bool, server: Server, digest: str) -> s
         command += ["--lora-modules", *(adapter_word(each, lora_module) for each in group.adapters)]
     comment = [*header, *notes_of(plan, group), *download_lines(group.adapters)]
     return shell_script(comment, setup, command)
+
+
+EXPORTER: Final = Exporter(
+    vllm_files, TOP_NAMES, serves=True, options=("port", "runtime_updates"), notes=download_notes
+)
