@@ -96,13 +96,7 @@ def explain(args: ExplainArgs) -> None:
 def explained(
     plan: Plan, workload: str | None, profile: str | None, groups: Sequence[Group] = ()
 ) -> Explanation | None:
-    """Return the explanation of a plan by the twin; None without a workload.
-
-    Raises
-    ------
-    InputError
-        When a file cannot be read or is not that of the plan.
-    """
+    """Return the explanation of a plan by the twin; None without a workload."""
     if workload is None:
         if profile is not None:
             raise InputError("goes with --workload, which says what to simulate", profile, "--profile")

@@ -215,10 +215,7 @@ def _names_in(plan: Plan, group: Group) -> set[str]:
 def _exported_plan(args: ExportArgs, plan: Plan, exporter: Exporter) -> tuple[Plan, str]:
     """Return the plan to export, and the verdict of another verification; empty without one.
 
-    Raises
-    ------
-    InputError
-        If the plan is not verified as the target serves it, unless that is not asked for.
+    A plan that is not verified as the target serves it is an error, unless ``--unverified`` exports it.
     """
     otherwise = _served_otherwise(plan, exporter)
     if args.unverified or otherwise is None:

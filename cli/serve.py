@@ -531,13 +531,7 @@ class ServedRebalance:
 
 
 def rebalance_options(values: dict[str, Any], planned: RebalanceSettings | None) -> ServedRebalance | None:
-    """Return the re-balancing that the options of the command or the plan name; None without any.
-
-    Raises
-    ------
-    InputError
-        If an option is invalid or lacks another one.
-    """
+    """Return the re-balancing that the options of the command or the plan name; None without any."""
     options = RebalanceOptions(values["rebalance"], values["forecast"], values["rebalance_solver"])
     settings = options.settings(planned)
     if settings is None:
@@ -550,13 +544,7 @@ def rebalance_options(values: dict[str, Any], planned: RebalanceSettings | None)
 
 
 def equal_settings(plan: Plan, groups: Sequence[str]) -> dict[str, Any]:
-    """Return engine settings with which every instance can serve every adapter of groups of a plan.
-
-    Raises
-    ------
-    InputError
-        If the instances are not equal.
-    """
+    """Return engine settings with which every instance can serve every adapter of groups of a plan."""
     from capplan.planner.verification import equal_engine_args
 
     chosen = [group for group in plan.groups if not groups or group.id in groups]
@@ -572,13 +560,7 @@ def rebalancing(
 ) -> RebalancingConfig:
     """Return the re-balancing of the instances of groups of a plan; `profiles`: those on this machine.
 
-    Raises
-    ------
-    InputError
-        If an option is invalid, the instances are not equal, or the registry has an adapter that they cannot
-        serve, or none of the plan's.
-    InfeasibleError
-        If an instance sustains no load of a rank.
+    The instances must be equal, and the registry must have adapters of the plan, which they can serve.
     """
     from capplan.fleet import RebalancingConfig
     from capplan.planner.verification import served_rebalancer
@@ -604,13 +586,8 @@ def _sizes(
 ) -> dict[str, int]:
     """Return the sizes of the plan's adapters in the registry, as far as it has them.
 
-    An adapter that has been removed from the registry is not served, as if it were removed later.
-
-    Raises
-    ------
-    InputError
-        If the registry has none of the adapters, or one for another model, of a rank that the instances do
-        not serve, or without a digest.
+    An adapter that has been removed from the registry is not served, as if it were removed later. One for
+    another model, of a rank that the instances do not serve, or without a digest is an error.
     """
     sizes = {}
     largest = max(group.engine_args.max_lora_rank for group in groups)
@@ -637,28 +614,14 @@ def _sizes(
 
 @dataclass(frozen=True)
 class PlanProfiles:
-    """Profiles that a plan names.
-
-    Attributes
-    ----------
-    known
-        Those on this machine, by name.
-    errors
-        Errors of the others.
-    """
+    """Profiles that a plan names: those on this machine, and the errors of the others, by name."""
 
     known: Mapping[str, Profile]
     errors: Mapping[str, InputError]
 
     @classmethod
     def of(cls, plan: Plan, workload: str | None = None) -> PlanProfiles:
-        """Load the profiles of the groups of a plan, each once: those of a workload file, else shipped ones.
-
-        Raises
-        ------
-        InputError
-            If the workload file, or a profile that it names, cannot be read.
-        """
+        """Load the profiles of the groups of a plan: those of a workload file, else shipped ones."""
         from capplan.datasets import load_profile
 
         known, errors = _profiles_of(workload), {}
@@ -672,13 +635,7 @@ class PlanProfiles:
         return cls(known, errors)
 
     def require(self, names: Iterable[str]) -> dict[str, Profile]:
-        """Return some of the profiles.
-
-        Raises
-        ------
-        InputError
-            If one is not on this machine.
-        """
+        """Return some of the profiles; the error of one that is not on this machine is raised."""
         found = {}
         for name in names:
             if name in self.errors:
@@ -774,14 +731,8 @@ def unverified_overrides(
 ) -> tuple[str, ...]:
     """Return a line for each setting of the command line with which the plan was not verified.
 
-    Parameters
-    ----------
-    plan
-        The plan.
-    router, rebalance
-        Those of the command line.
-    running
-        Groups of the plan as they run, see `running_groups`.
+    `router` and `rebalance` are those of the command line, and `running` the groups as they run, see
+    `running_groups`.
     """
     replaced = []
     planned = plan.router or PLAN_ROUTER
@@ -822,11 +773,6 @@ def plan_routing(
     """Return the router of groups of a plan: that of the command line, or else the plan's.
 
     Its models are fitted to the engine settings of the groups, which are those that run.
-
-    Raises
-    ------
-    InputError
-        If it cannot be fitted to the profiles of the groups, or the period is out of range.
     """
     from capplan.fleet import RoutingSettings
 
@@ -858,13 +804,7 @@ def plan_registry(registry: str, plan: Plan, groups: Sequence[Group], model_name
 
 
 def pool_folder(lora_root: str | None, admin_api_key: str | None) -> Path | None:
-    """Return the folder of the adapters of a plan's instances; None without a pool.
-
-    Raises
-    ------
-    InputError
-        If it is no folder, or there is no admin key.
-    """
+    """Return the folder of the adapters of a plan's instances; None without a pool."""
     if lora_root is None:
         return None
     if not Path(lora_root).is_dir():

@@ -99,13 +99,7 @@ class PairedMetric:
 
 
 def require_seeds(count: int, workload: Workload) -> None:
-    """Check the number of paired seeds.
-
-    Raises
-    ------
-    InputError
-        For fewer than one, too many, or several with a trace.
-    """
+    """Check the number of paired seeds: a trace has one."""
     require_seed_count(count, "--seeds")
     if count > 1 and workload.trace is not None:
         raise InputError("must be 1 for a trace, which every seed replays alike", count, "--seeds")
@@ -126,12 +120,7 @@ def paired_metrics(
 ) -> tuple[PairedMetric, ...]:
     """Return the metrics of numbers of slots.
 
-    Parameters
-    ----------
-    first
-        Results of the first seed by number of slots.
-    further
-        Results of `further_jobs` of the same numbers.
+    `first` are the results of the first seed, and `further` those of `further_jobs` of the same numbers.
     """
     from capplan.twin.instance import paired_order
 
@@ -424,10 +413,7 @@ def column_names(slots: Sequence[int], pair: tuple[Scheduler, Cache] | None) -> 
 def _simulated(jobs: list[Job], args: SimulateArgs) -> tuple[Outcomes, Details]:
     """Return the results by number of slots, and the details if the command needs them.
 
-    Raises
-    ------
-    InfeasibleError
-        When no number of slots fits.
+    If no number of slots fits, the first error is raised.
     """
     from capplan.twin import DetailedResult, sweep, sweep_detailed
 

@@ -246,11 +246,6 @@ def datasets(profile: Profile, options: DataOptions) -> dict[Path, Manifest]:
     """Return the datasets by their folders, generated or completed if needed.
 
     Finished datasets in a folder of the user are taken as they are, unless a number of scenarios is given.
-
-    Raises
-    ------
-    InputError
-        For a folder that cannot be used, or that holds data of other settings.
     """
     from capplan.models.training import MANIFEST, read_manifest
 

@@ -35,13 +35,7 @@ def aibrix_losses(plan: Plan) -> tuple[Loss, ...]:
 
 
 def aibrix_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the manifests, and the plan.
-
-    Raises
-    ------
-    InputError
-        If vLLM cannot serve the plan, no pod fetches an adapter, or AIBrix does not allow its name.
-    """
+    """Return the manifests, and the plan."""
     require_servable(plan)
     adapters = plan.adapters
     for name in adapters:

@@ -55,20 +55,7 @@ def servers_of(plan: Plan) -> tuple[Server, ...]:
 
 
 def compose_files(plan: Plan, *, port: int, settings: Mapping[str, str]) -> dict[str, str]:
-    """Return ``compose.yaml``, the files of the gateway, and the plan.
-
-    Parameters
-    ----------
-    port
-        Port of the gateway on the host.
-    settings
-        Values of `COMPOSE_SETTINGS`.
-
-    Raises
-    ------
-    InputError
-        If the port is out of range, vLLM cannot serve the plan, or an adapter is at a URL but in S3.
-    """
+    """Return ``compose.yaml``, the files of the gateway on a port of the host, and the plan."""
     require_servable(plan)
     servers = servers_of(plan)
     addresses: dict[str, list[str]] = {}

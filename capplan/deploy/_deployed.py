@@ -52,13 +52,7 @@ class Served:
 
 
 def served_by(url: str) -> Served:
-    """Return what a server says of itself in ``/v1/models`` and, if it has them, its metrics.
-
-    Raises
-    ------
-    InputError
-        If it cannot be reached, or has no list of models.
-    """
+    """Return what a server says of itself in ``/v1/models`` and, if it has them, its metrics."""
     base = url.rstrip("/").removesuffix("/v1")
     models = _models(f"{base}/v1/models")
     try:

@@ -50,14 +50,7 @@ def dynamo_losses(plan: Plan) -> tuple[Loss, ...]:
 
 
 def dynamo_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the manifests, and the plan.
-
-    Raises
-    ------
-    InputError
-        If vLLM cannot serve the plan, it has more groups than a graph has components, or Dynamo does not
-        fetch an adapter.
-    """
+    """Return the manifests, and the plan."""
     require_servable(plan)
     if len(plan.groups) >= _MOST_COMPONENTS:
         most = _MOST_COMPONENTS - 1

@@ -48,22 +48,9 @@ def gateway_files(
 ) -> dict[str, str]:
     """Return the files of the gateway, text by name.
 
-    Parameters
-    ----------
-    plan
-        The plan.
-    addresses
-        ``host:port`` of the servers of each group: one for every replica, or one name for all of them.
-    port
-        Port on which the gateway listens.
-    resolver
-        Directive of nginx with the DNS server that follows the addresses of names; None: addresses stay as
-        they are when nginx starts.
-
-    Raises
-    ------
-    InputError
-        If the port is not from 1 to 65535.
+    `addresses` has ``host:port`` of the servers of each group: one for every replica, or one name for all of
+    them. `resolver` is the directive of nginx with the DNS server that follows the addresses of names; None:
+    addresses stay as they are when nginx starts.
     """
     if not 1 <= port <= LAST_PORT:
         raise InputError(f"must be from 1 to {LAST_PORT}", port, "port")

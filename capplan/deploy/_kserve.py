@@ -39,13 +39,7 @@ def kserve_losses(plan: Plan) -> tuple[Loss, ...]:
 
 
 def kserve_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the manifests, and the plan.
-
-    Raises
-    ------
-    InputError
-        If vLLM cannot serve the plan, or KServe does not fetch an adapter or allow its name.
-    """
+    """Return the manifests, and the plan."""
     require_servable(plan)
     names = k8s.object_names(plan)
     documents = [

@@ -33,14 +33,7 @@ def kthena_losses(plan: Plan) -> tuple[Loss, ...]:
 
 
 def kthena_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the manifests, and the plan.
-
-    Raises
-    ------
-    InputError
-        If vLLM cannot serve the plan, no pod fetches an adapter, or an adapter is on more groups than a
-        ModelRoute has targets.
-    """
+    """Return the manifests, and the plan."""
     require_servable(plan)
     names = k8s.object_names(plan)
     documents: list[tuple[list[str], dict[str, Any]]] = []

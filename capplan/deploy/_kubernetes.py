@@ -117,13 +117,7 @@ def image_of(plan: Plan, group: Group, settings: Mapping[str, str]) -> str:
 
 
 def adapter_path(adapter: PlanAdapter) -> str:
-    """Return the path, or the id of the Hugging Face Hub, from which a pod loads an adapter.
-
-    Raises
-    ------
-    InputError
-        For an address that no pod fetches.
-    """
+    """Return the path, or the id of the Hugging Face Hub, from which a pod loads an adapter."""
     kind = source_kind(adapter)
     if kind == "url":
         rule = "must be a folder, an id of the Hugging Face Hub or s3://, from which a pod fetches it"
@@ -159,14 +153,8 @@ def pod_spec(
 ) -> dict[str, Any]:
     """Return the ``spec`` of a pod that runs one server of a group.
 
-    Parameters
-    ----------
-    settings
-        Values of `IMAGE`, `CLAIM`, `MODEL_CLAIM`, `FETCH_IMAGE` and `GPU_LABEL`.
-    with_adapters
-        Whether the server starts with its adapters, or the target loads them later from the same paths.
-    env
-        Variables of the environment.
+    `env` are variables of the environment. The server starts `with_adapters`, or the target loads them
+    later from the same paths.
     """
     container: dict[str, Any] = {
         "name": "vllm",
@@ -257,18 +245,9 @@ def deployment(
     with_adapters: bool = True,
     env: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Return the Deployment of a group, a pod per replica.
+    """Return the Deployment of a group, a pod per replica, with a name of `object_names`.
 
-    Parameters
-    ----------
-    name
-        Name of the group's objects, from `object_names`.
-    settings
-        Values of `NAMESPACE` and those of `pod_spec`.
-    labels
-        Further labels of the Deployment and its pods.
-    with_adapters, env
-        As in `pod_spec`.
+    `labels` are further ones of the Deployment and its pods; `with_adapters` and `env` are as in `pod_spec`.
     """
     pod = pod_spec(plan, group, settings, with_adapters=with_adapters, env=env)
     return {
@@ -300,13 +279,7 @@ def service(
 
 
 def metadata(name: str, settings: Mapping[str, str]) -> dict[str, Any]:
-    """Return the ``metadata`` of an object in the namespace of the settings.
-
-    Raises
-    ------
-    InputError
-        If the namespace is no DNS label.
-    """
+    """Return the ``metadata`` of an object in the namespace of the settings."""
     namespace = settings[NAMESPACE.name]
     if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", namespace):
         raise InputError("must be a DNS label", namespace, f"set: {NAMESPACE.name}")
@@ -345,12 +318,8 @@ def parts_of(names: Sequence[str], most: int) -> Iterator[Sequence[str]]:
 def routing_losses(plan: Plan, *, between: Loss, within: Loss) -> tuple[Loss, ...]:
     """Return the losses of a target's router that concern a plan, unless its router is the plan's.
 
-    Parameters
-    ----------
-    between
-        Loss if a model is served by several groups.
-    within
-        Loss if a group has several replicas.
+    `between` is the loss if a model is served by several groups, `within` that if a group has several
+    replicas.
     """
     shared = any(len(split) > 1 for split in splits_of(plan, 1))
     replicated = any(group.replicas > 1 for group in plan.groups)

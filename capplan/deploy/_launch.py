@@ -47,25 +47,8 @@ class Server:
 def launch_files(plan: Plan, port: int, script_of: Callable[[Server, str], str]) -> dict[str, str]:
     """Return one script per server, the routing table, and the plan that their digest is of.
 
-    Parameters
-    ----------
-    plan
-        The plan.
-    port
-        Port of the first server; ports ascend, so that one host can run all.
-    script_of
-        Function of a server and the digest of the plan that returns its script.
-
-    Returns
-    -------
-    dict of str to str
-        Text by path: ``launch/GROUP.sh`` (``launch/GROUP-REPLICA.sh`` with replicas), ``routing.json`` and
-        ``plan.json``.
-
-    Raises
-    ------
-    InputError
-        If a port exceeds 1..65535.
+    Ports ascend from `port`, so that one host can run all; `script_of` makes the script of a server from the
+    digest: ``launch/GROUP.sh``, or ``launch/GROUP-REPLICA.sh`` with replicas.
     """
     text = plan.to_json()
     digest = hashlib.sha256(text.encode()).hexdigest()

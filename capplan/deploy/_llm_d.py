@@ -45,13 +45,7 @@ def llm_d_losses(plan: Plan) -> tuple[Loss, ...]:
 
 
 def llm_d_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the manifests, the configuration of each group's endpoint picker, and the plan.
-
-    Raises
-    ------
-    InputError
-        If vLLM cannot serve the plan, or no pod fetches an adapter.
-    """
+    """Return the manifests, the configuration of each group's endpoint picker, and the plan."""
     require_servable(plan)
     names = k8s.object_names(plan, _LONGEST_NAME)
     files = {}

@@ -37,21 +37,7 @@ Document: TypeAlias = tuple[list[str], dict[str, Any]]
 
 
 def manifest_files(plan: Plan, *, port: int, settings: Mapping[str, str]) -> dict[str, str]:
-    """Return ``manifests.yaml`` and the plan.
-
-    Parameters
-    ----------
-    port
-        Port of the gateway.
-    settings
-        Values of `MANIFEST_SETTINGS`.
-
-    Raises
-    ------
-    InputError
-        If the port is out of range, the namespace is no DNS label, vLLM cannot serve the plan, an adapter is
-        at a URL outside S3, or there are more adapters than a ConfigMap can list.
-    """
+    """Return ``manifests.yaml``, with the gateway on a port, and the plan."""
     require_servable(plan)
     names = k8s.object_names(plan)
     gateway = unused_name("gateway", set(names.values()), "-")

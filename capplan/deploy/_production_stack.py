@@ -42,13 +42,7 @@ def production_stack_losses(plan: Plan) -> tuple[Loss, ...]:
 
 
 def production_stack_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the values of the Helm chart, the LoraAdapters, and the plan.
-
-    Raises
-    ------
-    InputError
-        If vLLM cannot serve the plan, the chart does not fetch an adapter, or `cpu` is no whole number.
-    """
+    """Return the values of the Helm chart, the LoraAdapters, and the plan."""
     require_servable(plan)
     for adapter in plan.adapters.values():
         if source_kind(adapter) in ("s3", "url"):

@@ -49,25 +49,7 @@ _WITHIN: Final = Loss(
 
 
 def ray_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the configuration for ``serve deploy``, the models of each adapter, and the plan.
-
-    Parameters
-    ----------
-    plan
-        The plan.
-    settings
-        Values of `RAY_SETTINGS`.
-
-    Returns
-    -------
-    dict of str to str
-        ``serve.yaml``, ``routing.json`` and ``plan.json``.
-
-    Raises
-    ------
-    InputError
-        If vLLM does not serve the plan, or the folder of the adapters is missing or in no cloud storage.
-    """
+    """Return the configuration for ``serve deploy``, the models of each adapter, and the plan."""
     require_servable(plan)
     adapters_path = _adapters_path(plan, settings[ADAPTERS_PATH.name])
     models = model_ids(plan)

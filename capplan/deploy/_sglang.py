@@ -56,18 +56,7 @@ _KV_DTYPES: Final[Mapping[str, str]] = MappingProxyType({"fp8": "fp8_e4m3"})
 def sglang_files(plan: Plan, *, port: int = 8000) -> dict[str, str]:
     """Return one launch script per server, the routing table, and the plan that their digest is of.
 
-    Parameters are those of `capplan.deploy.export`.
-
-    Returns
-    -------
-    dict of str to str
-        Text by path, as for vLLM: ``launch/GROUP.sh``, ``routing.json`` and ``plan.json``.
-
-    Raises
-    ------
-    InputError
-        If a port exceeds 1..65535, the plan is for an engine without adapter slots, `max_model_len` exceeds
-        the positions of the base model, or an adapter's folder on this machine is of another adapter.
+    Parameters are those of `capplan.deploy.export`, and paths those for vLLM.
     """
     require_servable(plan, "SGLang")
     return launch_files(plan, port, partial(_script, plan))

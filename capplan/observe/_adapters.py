@@ -22,14 +22,8 @@ def adapters_of(
 ) -> tuple[tuple[ObservedAdapter, ...], Tail | None, list[str]]:
     """Return the adapters, the class of the least popular ones, and notes.
 
-    Parameters
-    ----------
-    counted
-        Requests by name, the most first; None: the base model.
-    duration_s
-        Time in which they were counted, in seconds.
-    lengths
-        Histograms of prompts and outputs of adapters with lengths of their own.
+    `counted` has the requests by name in `duration_s` seconds, the most first; None: the base model.
+    `lengths` has histograms of prompts and outputs of adapters with lengths of their own.
     """
     known, per_request, own = options.known, options.scale / duration_s, lengths or {}
     names = [name for name in counted if name is not None]
@@ -90,13 +84,7 @@ def many(count: int, noun: str) -> str:
 
 
 def facts_of_folders(folder: Path) -> dict[str, AdapterFacts]:
-    """Return the facts of the PEFT folders in a folder, by their names.
-
-    Raises
-    ------
-    InputError
-        If it is no folder, or one of its adapters cannot be read.
-    """
+    """Return the facts of the PEFT folders in a folder, by their names; there must be one at least."""
     if not folder.is_dir():
         raise InputError("must be a folder of adapters", str(folder), "adapters")
     found = {}
@@ -109,13 +97,7 @@ def facts_of_folders(folder: Path) -> dict[str, AdapterFacts]:
 
 
 def facts_of_table(path: Path) -> dict[str, AdapterFacts]:
-    """Return the facts of a CSV file with columns ``name``, ``rank`` and optionally ``path``.
-
-    Raises
-    ------
-    InputError
-        For an unreadable file, a missing column, or an impossible name or rank.
-    """
+    """Return the facts of a CSV file with columns ``name``, ``rank`` and optionally ``path``."""
     table = read_columns(path, ("name", "rank"), ("path",))
     found: dict[str, AdapterFacts] = {}
     for row, name in enumerate(table["name"].astype(str)):

@@ -24,19 +24,12 @@ _LEAST_SIGMAS: Final = 2.0
 
 
 def rate_steps(counts: Counts, bin_s: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return the first bins of segments of constant rate, and their mean counts per bin.
+    """Return the first bins of segments of constant rate, and their mean counts per bin of `bin_s` seconds.
 
     The segments maximise the likelihood of Poisson counts less a penalty per segment, by dynamic programming
     (Jackson et al. 2005, "An algorithm for optimal partitioning of data on an interval", with the Bayesian
     information criterion). More than `_MOST_BINS` bins are merged before. Segments are then cut at whole
     hours wherever the rates of two neighbouring hours differ by over a percent: each hour has its own mean.
-
-    Parameters
-    ----------
-    counts
-        Requests in each bin.
-    bin_s
-        Seconds of a bin.
     """
     merged = max(1, -(-len(counts) // _MOST_BINS))
     padded = (
@@ -148,14 +141,9 @@ def prefix_of_share(share: float, prompts: Tokens) -> int:
 def sample_of_buckets(passed: Mapping[float, float], total: float, count: float) -> Tokens:
     """Return lengths at equal distances of a histogram's distribution, with its mean.
 
-    Within a bucket the lengths follow a power law whose exponent, one for all, is that of the mean.
-
-    Parameters
-    ----------
-    passed
-        Requests up to the end of each bucket, in tokens; an infinite end or none.
-    total, count
-        Tokens of all requests, and their number.
+    Within a bucket the lengths follow a power law whose exponent, one for all, is that of the mean. `passed`
+    has the requests up to the end of each bucket, in tokens; an infinite end or none. `total` and `count` are
+    the tokens of all requests, and their number.
     """
     from scipy.optimize import brentq
 

@@ -68,19 +68,8 @@ class _Reading:
 def observe_metrics(url: str, options: ObserveOptions, for_s: float) -> Observation:
     """Observe a server by its ``/metrics``, or a fleet by its Prometheus server.
 
-    Parameters
-    ----------
-    url
-        ``http://HOST:PORT/metrics`` of vLLM or SGLang, or the address of a Prometheus server.
-    options
-        As for logs; the window is that of a Prometheus server.
-    for_s
-        Seconds between two scrapes of ``/metrics``.
-
-    Raises
-    ------
-    InputError
-        If it does not answer, reports none of the metrics, or counted no request.
+    `options` are those for logs; the window is that of a Prometheus server. ``/metrics`` are scraped twice,
+    `for_s` seconds apart.
     """
     if options.columns or options.time_unit is not None:
         raise InputError("does not go with metrics", url, "map")

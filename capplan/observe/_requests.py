@@ -96,19 +96,10 @@ class Column:
 def choose_columns(
     source: Source, stated: Mapping[str, str], are_times: Callable[[Field], bool]
 ) -> dict[str, Column]:
-    """Return the field of each of `_NAMES` that the source has.
+    """Return the field of each of `_NAMES` that the source has; a missing or unfit one is an error.
 
-    Parameters
-    ----------
-    stated
-        Fields by what they hold, as ``--map`` names them; an empty name: none.
-    are_times
-        Tells whether the first values of a field may be times of arrival, by which it is guessed.
-
-    Raises
-    ------
-    InputError
-        If a stated one or a required one is missing, is named twice, or holds something else.
+    `stated` has fields by what they hold, as ``--map`` names them; an empty name: none. `are_times` tells
+    whether the first values of a field may be times of arrival, by which it is guessed.
     """
     by_name = {each.name: each for each in source.fields}
     for what, name in stated.items():
@@ -474,10 +465,7 @@ def _stamp(field: Field, source: Source) -> str:
 def _slashed_dates(source: Source, field: Field) -> tuple[str, ...]:
     """Return the formats of dates such as 05/31/2026, by the first rows: months are at most 12.
 
-    Raises
-    ------
-    InputError
-        If day and month could be either.
+    If day and month could be either, that is an error.
     """
     if field.kind != "text":
         return ()

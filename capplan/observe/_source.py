@@ -99,17 +99,7 @@ def identifier(name: str) -> str:
 def open_source(path: Path, memory_bytes: int, timezone: str) -> Iterator[Source]:
     """Open a file of requests; temporary files are removed at the end.
 
-    Parameters
-    ----------
-    memory_bytes
-        Memory that DuckDB may take.
-    timezone
-        Of times that do not state one.
-
-    Raises
-    ------
-    InputError
-        For a file that cannot be read or has no rows of named fields.
+    DuckDB may take `memory_bytes`; `timezone` is that of times that do not state one.
     """
     with TemporaryDirectory(prefix="capplan-observe-") as folder:
         connection = duckdb.connect(str(Path(folder, "requests.duckdb")))
@@ -393,11 +383,6 @@ def records_of(document: Any, path: Path) -> tuple[list[Mapping[str, Any]], str]
 
     They are the items of the document itself, its columns (``vllm bench serve``), or its longest list of
     objects, joined over lists of the same path, such as GuideLLM's ``benchmarks.requests.successful``.
-
-    Raises
-    ------
-    InputError
-        If it holds none.
     """
     if isinstance(document, dict) and any(isinstance(document.get(name), list) for name in _COLUMNS):
         return _of_columns(document, path), ""

@@ -39,13 +39,7 @@ _UNDERSTOOD: Final = (
 
 
 def read_input(name: str | os.PathLike[str]) -> tuple[Part, ...]:
-    """Return the parts of an input.
-
-    Raises
-    ------
-    InputError
-        If its kind is not known, or it cannot be read.
-    """
+    """Return the parts of an input; one of an unknown kind, or that cannot be read, is an error."""
     name = os.fspath(name)
     if _URL.match(name):
         return (RunningServer(file=redacted(name), served=served_by(name)),)

@@ -62,10 +62,7 @@ class Command(NamedTuple):
 def engine_command(words: Sequence[str], image: str = "") -> Command | None:
     """Return the command line of an engine in words; None if there is none.
 
-    Parameters
-    ----------
-    image
-        Image of the container: that of vLLM starts it.
+    The image of the container counts, because that of vLLM starts it.
     """
     for at in range(len(words)):
         for first, program in _COMMANDS:
@@ -197,13 +194,7 @@ _KSERVE_FLAGS: Final = {
 
 
 def documents(file: str, text: str) -> Iterator[Document]:
-    """Yield the documents of a YAML text that are mappings.
-
-    Raises
-    ------
-    InputError
-        If one is broken.
-    """
+    """Yield the documents of a YAML text that are mappings; a broken one is an error."""
     lines = text.splitlines(keepends=True)
     starts = [at for at, line in enumerate(lines) if _SEPARATOR.match(line)]
     for start, end in zip([0, *(at + 1 for at in starts)], [*starts, len(lines)], strict=True):

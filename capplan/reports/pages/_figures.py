@@ -86,18 +86,10 @@ def line_chart(
     marks: Mapping[str, float] | None = None,
     beyond: tuple[str, float] | None = None,
 ) -> Chart:
-    """Return a chart of lines.
+    """Return a chart of lines; a linear y axis starts at 0.
 
-    Parameters
-    ----------
-    title, curves, x, y
-        The content. A linear y axis starts at 0.
-    bounds
-        Horizontal lines by name, such as latency bounds.
-    marks
-        Vertical lines by name, such as the chosen value.
-    beyond
-        Name and start of the infeasible part of the x axis, which is shaded.
+    `bounds` are horizontal lines by name, such as latency bounds, and `marks` vertical ones, such as the
+    chosen value; `beyond` is name and start of the infeasible part of the x axis, which is shaded.
     """
     figure = _figure(x, y, from_zero=True)
     for number, curve in enumerate(curves):

@@ -86,16 +86,8 @@ def page(
 ) -> str:
     """Return a page as one HTML document that loads nothing.
 
-    Parameters
-    ----------
-    title, subtitle
-        Subject of the page, and the line below it: workload, profile, settings.
-    sections
-        Content, in order.
-    cards
-        Figures of the header.
-    terms
-        Definitions, shown in the last section.
+    The subtitle has workload, profile and settings; `cards` are figures of the header, and `terms` are
+    defined in the last section.
     """
     if terms:
         sections = (*sections, section("Definitions", definitions(terms)))
