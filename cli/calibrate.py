@@ -24,17 +24,7 @@ from capplan.cli.options import (
 from capplan.cli.output import require_writable_files, write_json
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
-from capplan.reports import Table, print_json, print_table
-from capplan.reports.tables import (
-    COEFFICIENT_HEAD,
-    changed_models,
-    coefficients_table,
-    forms_table,
-    load_source,
-    reason,
-    residuals_table,
-    runs_table,
-)
+from capplan.reports import Table, print_json, print_table, tables
 
 if TYPE_CHECKING:
     from capplan.models.calibration import StepCalibration
@@ -102,7 +92,7 @@ def calibrate(args: CalibrateArgs) -> None:
     require_writable_files(args.output, args.html)
     if args.html is not None and Path(args.html).resolve() == Path(args.output).resolve():
         raise InputError("must be another file than --output", args.html, "--html")
-    tables = fill(CalibrationTables, args)
+    measured = fill(CalibrationTables, args)
     options = fill(
         CalibrationOptions,
         args,
@@ -116,7 +106,7 @@ def calibrate(args: CalibrateArgs) -> None:
     from capplan.twin.calibration import calibrate as fit
 
     with progress_bars(quiet=args.quiet) as on_progress:
-        made = fit(base, tables, options, on_progress)
+        made = fit(base, measured, options, on_progress)
     if args.html is not None:
         from capplan.reports.pages import calibration_page
 
@@ -185,7 +175,7 @@ def document(made: CalibrationResult) -> dict[str, Any]:
         "base": made.base.name,
         "changed": {
             part: model.model_dump(mode="json", include={"form", "coefficients", "fit"})
-            for part, model in changed_models(made).items()
+            for part, model in tables.changed_models(made).items()
         },
         "adapter_loads": made.loads,
         "steps": None if made.steps is None else _steps(made.steps),
@@ -224,22 +214,24 @@ def _runs(runs: RunCalibration) -> dict[str, Any]:
 def show(made: CalibrationResult) -> None:
     """Print the tables."""
     if made.steps is not None:
-        print_table(forms_table(made.steps))
+        print_table(tables.forms_table(made.steps))
         chosen = made.steps.fit.candidate.label
-        typer.echo(f"{'asked for' if made.steps.forced else 'chosen'}: {chosen}, {reason(made.steps)}\n")
+        typer.echo(
+            f"{'asked for' if made.steps.forced else 'chosen'}: {chosen}, {tables.reason(made.steps)}\n"
+        )
         print_table(_residuals_table(made.steps))
-        typer.echo(f"adapter loads within the steps: {load_source(made)}\n")
+        typer.echo(f"adapter loads within the steps: {tables.load_source(made)}\n")
     if made.runs is not None:
-        print_table(runs_table(made.runs))
+        print_table(tables.runs_table(made.runs))
     rows = [
         (f"{part}.{name}", *cells)
-        for part, model in changed_models(made).items()
-        for name, *cells in coefficients_table(model, getattr(made.base, part)).rows
+        for part, model in tables.changed_models(made).items()
+        for name, *cells in tables.coefficients_table(model, getattr(made.base, part)).rows
     ]
-    print_table(Table(COEFFICIENT_HEAD, rows))
+    print_table(Table(tables.COEFFICIENT_HEAD, rows))
 
 
 def _residuals_table(steps: StepCalibration) -> Table:
-    regimes = residuals_table(steps.by_regime(), "on left-out runs")
-    slots = [(f"a_max {name}", *cells) for name, *cells in residuals_table(steps.by_a_max(), "").rows]
+    regimes = tables.residuals_table(steps.by_regime(), "on left-out runs")
+    slots = [(f"a_max {name}", *cells) for name, *cells in tables.residuals_table(steps.by_a_max(), "").rows]
     return replace(regimes, rows=[*regimes.rows, *slots])

@@ -28,21 +28,7 @@ from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
 from capplan.planner import SOLVERS
-from capplan.reports import counted, print_table
-from capplan.reports.tables import (
-    Strict,
-    answer,
-    bottleneck_lines,
-    choice_lines,
-    extrapolation_lines,
-    folder_lines,
-    groups_table,
-    move_words,
-    plan_notes,
-    price_words,
-    require_no_extrapolation,
-    verdict,
-)
+from capplan.reports import counted, print_table, tables
 from capplan.spec import completed
 
 if TYPE_CHECKING:
@@ -110,7 +96,7 @@ class PlanArgs:
         help="GPUs that share a link to host memory, in the order of the plan; it copies one adapter at a "
         "time.",
     )
-    strict: Strict = False
+    strict: tables.Strict = False
     as_json: AsJson = False
     quiet: Quiet = False
 
@@ -155,15 +141,19 @@ def plan(args: PlanArgs) -> None:
     if args.as_json:
         typer.echo(result.to_json(), nl=False)
     elif not args.quiet:
-        typer.echo(answer(result))
-        print_table(groups_table(result))
-        for line in bottleneck_lines(result):
+        typer.echo(tables.answer(result))
+        print_table(tables.groups_table(result))
+        for line in tables.bottleneck_lines(result):
             typer.echo(line)
         typer.echo(_summary(result, args.output))
-        for line in (*choice_lines(result), *plan_notes(result), *folder_lines(workload)):
+        for line in (
+            *tables.choice_lines(result),
+            *tables.plan_notes(result),
+            *tables.folder_lines(workload),
+        ):
             typer.echo(line)
     if args.strict:
-        require_no_extrapolation(extrapolation_lines(result.provenance))
+        tables.require_no_extrapolation(tables.extrapolation_lines(result.provenance))
     if args.verify and not result.verification.ok:
         raise typer.Exit(FAILED)
 
@@ -188,11 +178,11 @@ def _with_scheduling(workload: Workload, args: PlanArgs) -> Workload:
 
 def _summary(plan: Plan, output: str | None) -> str:
     totals = plan.totals
-    price = price_words(totals.usd_per_hour)
-    moved = move_words(plan)
+    price = tables.price_words(totals.usd_per_hour)
+    moved = tables.move_words(plan)
     moves = f"; {moved}" if moved else ""
     written = "not written (-o FILE writes it)" if output is None else f"written to {output}"
     gpus = f"{counted(totals.gpus, 'GPU')} (lower bound {totals.lower_bound_gpus})"
     cut = "; the time limit ended the search, a longer --time-limit may find a better plan"
     search = cut if plan.provenance.get("search") == "time_limit" else ""
-    return f"{gpus}{price}; {verdict(plan)}{search}{moves}; {written}"
+    return f"{gpus}{price}; {tables.verdict(plan)}{search}{moves}; {written}"

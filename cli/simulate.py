@@ -41,24 +41,7 @@ from capplan.cli.options import (
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InfeasibleError, InputError
-from capplan.reports import Table, number, percent, print_json, print_table
-from capplan.reports.tables import (
-    METRICS,
-    Details,
-    Outcomes,
-    Strict,
-    bound_text,
-    cluster_table,
-    degraded_lines,
-    extrapolation_line,
-    instances_table,
-    metrics_table,
-    moves_lines,
-    ranks_table,
-    require_no_extrapolation,
-    storage_line,
-    trace_lines,
-)
+from capplan.reports import Table, number, percent, print_json, print_table, tables
 from capplan.spec import EngineConfig, completed, require_seed_count
 
 if TYPE_CHECKING:
@@ -230,7 +213,7 @@ class SimulateArgs:
     requests_out: RequestsFile = None
     workers: Workers = None
     ray_address: RayAddress = None
-    strict: Strict = False
+    strict: tables.Strict = False
     as_json: AsJson = False
 
 
@@ -266,14 +249,14 @@ def simulate(args: SimulateArgs) -> None:
     paired = _paired(jobs, outcomes, args)
     found = found_extrapolations(workload, profile, settings, outcomes)
     speed = None if workload.trace is None else workload.trace.speed
-    beyond = tuple(map(extrapolation_line, found))
+    beyond = tuple(map(tables.extrapolation_line, found))
     notes = () if workload.trace is None else workload.trace.notes
-    lines = (*beyond, *trace_lines(speed, notes))
+    lines = (*beyond, *tables.trace_lines(speed, notes))
     if args.requests_out is not None:
         from capplan.twin.instance import several_tables, write_parquet
 
-        tables = {count: detail.requests for count, detail in details.items()}
-        write_parquet(args.requests_out, several_tables(tables, by="a_max"))
+        requests = {count: detail.requests for count, detail in details.items()}
+        write_parquet(args.requests_out, several_tables(requests, by="a_max"))
     if args.html is not None:
         from capplan.reports.pages import NamedResults, simulation_page
 
@@ -298,7 +281,7 @@ def simulate(args: SimulateArgs) -> None:
         for line in lines:
             typer.echo(line)
     if args.strict:
-        require_no_extrapolation(beyond)
+        tables.require_no_extrapolation(beyond)
 
 
 _OF_ONE_GPU: Final = (
@@ -337,7 +320,7 @@ def _simulate_plan(args: SimulateArgs, plan: str) -> None:
 
 
 def found_extrapolations(
-    workload: Workload, profile: Profile, settings: Mapping[str, Any], outcomes: Outcomes
+    workload: Workload, profile: Profile, settings: Mapping[str, Any], outcomes: tables.Outcomes
 ) -> list[dict[str, Any]]:
     """Return the extrapolations of all simulations as JSON data; groups are the numbers of slots."""
     from capplan.twin.instance import engine_args, extrapolations, merged, values_of
@@ -410,7 +393,7 @@ def column_names(slots: Sequence[int], pair: tuple[Scheduler, Cache] | None) -> 
     }
 
 
-def _simulated(jobs: list[Job], args: SimulateArgs) -> tuple[Outcomes, Details]:
+def _simulated(jobs: list[Job], args: SimulateArgs) -> tuple[tables.Outcomes, tables.Details]:
     """Return the results by number of slots, and the details if the command needs them.
 
     If no number of slots fits, the first error is raised.
@@ -435,7 +418,7 @@ def _simulated(jobs: list[Job], args: SimulateArgs) -> tuple[Outcomes, Details]:
     return outcomes, details
 
 
-def _paired(jobs: list[Job], outcomes: Outcomes, args: SimulateArgs) -> tuple[PairedMetric, ...]:
+def _paired(jobs: list[Job], outcomes: tables.Outcomes, args: SimulateArgs) -> tuple[PairedMetric, ...]:
     """Return the metrics over all seeds; empty for one seed."""
     from capplan.twin import sweep
 
@@ -463,9 +446,12 @@ def _print_order(paired: tuple[PairedMetric, ...], compared: int, names: Mapping
 
 
 def _print(
-    outcomes: Outcomes, details: Details, names: Mapping[int, str], pair: tuple[Scheduler, Cache] | None
+    outcomes: tables.Outcomes,
+    details: tables.Details,
+    names: Mapping[int, str],
+    pair: tuple[Scheduler, Cache] | None,
 ) -> None:
-    print_table(metrics_table(outcomes, details, names, pair))
+    print_table(tables.metrics_table(outcomes, details, names, pair))
     if details:
         print_table(_ranks_table(details, names))
         if next(iter(details.values())).slo:
@@ -475,7 +461,7 @@ def _print(
             typer.echo(f"max_loras {count}: {outcome}")
 
 
-def _ranks_table(details: Details, names: Mapping[int, str]) -> Table:
+def _ranks_table(details: tables.Details, names: Mapping[int, str]) -> Table:
     metrics = ("finished", "served", "tok/s", "TTFT p50, s", "TTFT p99, s", "TPOT p50, ms", "slowdown p50")
     rows = [
         (
@@ -498,15 +484,15 @@ def _ranks_table(details: Details, names: Mapping[int, str]) -> Table:
     return Table((head, "rank", *metrics, "resident"), rows, numbers_from=0)
 
 
-def _slo_table(details: Details, names: Mapping[int, str]) -> Table:
+def _slo_table(details: tables.Details, names: Mapping[int, str]) -> Table:
     rows = [
-        (bound_text(bounds[0].bound, bounds[0].limit), *(percent(bound.share) for bound in bounds))
+        (tables.bound_text(bounds[0].bound, bounds[0].limit), *(percent(bound.share) for bound in bounds))
         for bounds in zip(*(detail.slo for detail in details.values()), strict=True)
     ]
     return Table(("requests that keep", *(names[slots] for slots in details)), rows)
 
 
-def documents(outcomes: Outcomes, details: Details) -> list[dict[str, Any]]:
+def documents(outcomes: tables.Outcomes, details: tables.Details) -> list[dict[str, Any]]:
     """Return everything as JSON data, one document per number of slots."""
     found = []
     for slots, outcome in outcomes.items():
@@ -594,7 +580,7 @@ def simulate_plan(
         write_parquet(given.requests_out, requests_table(fleet, result))
     ranks, held = by_rank(fleet, result), stored_adapters(fleet)
     found = [each.document() for each in fleet.extrapolations(result)]
-    beyond = tuple(map(extrapolation_line, found))
+    beyond = tuple(map(tables.extrapolation_line, found))
     trace = workload.trace
     if as_json:
         notes = {} if trace is None else {"trace_notes": trace.notes}
@@ -602,16 +588,21 @@ def simulate_plan(
         print_json({**document(fleet, result, ranks, held), **lost, "extrapolations": found, **notes})
     else:
         if failure is not None:
-            for line in degraded_lines(failure, given.failed, plan.slo):
+            for line in tables.degraded_lines(failure, given.failed, plan.slo):
                 typer.echo(line)
-        print_table(cluster_table(fleet, result))
-        print_table(instances_table(fleet, result, held))
-        print_table(ranks_table(ranks))
-        replayed = () if trace is None else trace_lines(trace.speed, trace.notes)
-        for line in (storage_line(fleet, held), *moves_lines(fleet, result), *beyond, *replayed):
+        print_table(tables.cluster_table(fleet, result))
+        print_table(tables.instances_table(fleet, result, held))
+        print_table(tables.ranks_table(ranks))
+        replayed = () if trace is None else tables.trace_lines(trace.speed, trace.notes)
+        for line in (
+            tables.storage_line(fleet, held),
+            *tables.moves_lines(fleet, result),
+            *beyond,
+            *replayed,
+        ):
             typer.echo(line)
     if strict:
-        require_no_extrapolation(beyond)
+        tables.require_no_extrapolation(beyond)
     if failure is not None and failure.broken:
         raise typer.Exit(FAILED)
 
@@ -680,7 +671,7 @@ def _moves(fleet: SimulatedFleet, result: ClusterResult) -> dict[str, Any]:
 
 
 def _metrics(result: Any) -> dict[str, Any]:
-    found = {name: getattr(result, name) for name, _, _ in METRICS}
+    found = {name: getattr(result, name) for name, _, _ in tables.METRICS}
     return {**found, "served_fraction": result.served_fraction, "busy_fraction": result.busy_fraction}
 
 
