@@ -17,6 +17,7 @@ from capplan.cli.options import (
     WorkloadFile,
     chosen_profile,
     command,
+    one_profile,
     read_any_plan,
 )
 from capplan.cli.progress import announce_compilation, progress_bars
@@ -185,9 +186,7 @@ def _fleet(args: CapacityArgs, workload: Workload, count: int) -> SimulatedFleet
         plan = read_any_plan(args.plan)
         chosen = None if args.profile is None else chosen_profile(workload, args.profile)
         return fleet_of_plan(plan, workload, chosen, args.workload, args.router)
-    profile = chosen_profile(workload, args.profile)
-    if profile is None:
-        raise InputError("is required, because the workload names pools", location="--profile")
+    profile = one_profile(workload, args.profile)
     instance = _instance(args, workload, profile)
     names = tuple(f"i{number}" for number in range(1, count + 1))
     router = args.router or workload.router or _REPLICATED

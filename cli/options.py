@@ -521,6 +521,14 @@ def chosen_profile(workload: Workload, name: str | None) -> Profile | None:
     return profile
 
 
+def one_profile(workload: Workload, name: str | None) -> Profile:
+    """Return the profile of the command line, or else of the workload, which must not name pools."""
+    profile = chosen_profile(workload, name)
+    if profile is None:
+        raise InputError("is required, because the workload names pools", location="--profile")
+    return profile
+
+
 def numbers(text: str, flag: str, least: int | None = None) -> tuple[int, ...]:
     """Return the numbers of a list separated by commas, each once and none below ``least``."""
     try:

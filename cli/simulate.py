@@ -31,6 +31,7 @@ from capplan.cli.options import (
     command,
     engine_flags,
     numbers,
+    one_profile,
     read_any_plan,
     read_cache,
     read_scheduler,
@@ -227,19 +228,18 @@ def simulate(args: SimulateArgs) -> None:
     from capplan.workload import load_workload
 
     require_writable_files(args.html, args.requests_out)
-    if args.plan is not None:
-        _simulate_plan(args, args.plan)
-        return
     rebalance = RebalanceOptions(args.rebalance_s, args.forecast, args.rebalance_solver)
-    require_plan(args.router, args.state_period_s, rebalance, args.failed)
+    if args.plan is not None:
+        _require_options_of_plans(args)
+        _simulate_plan(args, args.plan, rebalance)
+        return
+    _require_plan(args, rebalance)
     workload = load_workload(args.workload)
     args = replace(args, duration_s=simulated_s(workload, args.duration_s))
     pair = _scheduling(args, workload)
     slots = _slots(args, workload, pair)
     require_seeds(args.seeds, workload)
-    profile = chosen_profile(workload, args.profile)
-    if profile is None:
-        raise InputError("is required, because the workload names pools", location="--profile")
+    profile = one_profile(workload, args.profile)
     settings = _settings(args, workload)
     announce_compilation()
     from capplan.twin import Job
@@ -299,24 +299,23 @@ _OF_ONE_GPU: Final = (
 """Options that do not go with a plan, as the other engine settings do not."""
 
 
-def _simulate_plan(args: SimulateArgs, plan: str) -> None:
-    """Simulate the instances of a plan."""
+def _require_options_of_plans(args: SimulateArgs) -> None:
+    """Check that no option of the simulation of one GPU is given beside a plan."""
     given: dict[str, Any] = {name: each for name in _OF_ONE_GPU if (each := getattr(args, name)) is not None}
     given |= args.engine.given | ({"seeds": args.seeds} if args.seeds != 1 else {})
     given |= {"detail": True} if args.detail else {}
     for name, value in given.items():
         raise InputError("does not go with --plan", value, f"--{name.replace('_', '-')}")
-    options = PlanSimulation(
-        profile=args.profile,
-        router=args.router,
-        state_period_s=args.state_period_s,
-        rebalance=RebalanceOptions(args.rebalance_s, args.forecast, args.rebalance_solver),
-        duration_s=args.duration_s,
-        seed=args.seed,
-        requests_out=args.requests_out,
-        failed=tuple(args.failed or ()),
-    )
-    simulate_plan(args.workload, plan, options, strict=args.strict, as_json=args.as_json)
+
+
+def _require_plan(args: SimulateArgs, rebalance: RebalanceOptions) -> None:
+    """Check that no option of a plan is given without one."""
+    failed = args.failed[0] if args.failed else None
+    given = {"--router": args.router, "--state-period-s": args.state_period_s, "--fail": failed}
+    for flag, value in given.items():
+        if value is not None:
+            raise InputError("goes with --plan", value, flag)
+    rebalance.require_plan()
 
 
 def found_extrapolations(
@@ -516,79 +515,48 @@ def _detail(detail: DetailedResult | None) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanSimulation:
-    """Options of a simulated plan; those that are None are as in the plan."""
-
-    profile: str | None
-    router: str | None
-    state_period_s: float | None
-    rebalance: RebalanceOptions
-    duration_s: float | None
-    seed: int
-    requests_out: str | None = None
-    failed: tuple[str, ...] = ()
-    """Instances that are missing, as ``GROUP`` or ``GROUP:REPLICA``."""
-
-
-def require_plan(
-    router: str | None,
-    state_period_s: float | None,
-    rebalance: RebalanceOptions,
-    failed: Sequence[str] | None,
-) -> None:
-    """Raise an `InputError` if an option of a plan is given, for a simulation without a plan."""
-    for flag, value in (("--router", router), ("--state-period-s", state_period_s)):
-        if value is not None:
-            raise InputError("goes with --plan", value, flag)
-    if failed:
-        raise InputError("goes with --plan", failed[0], "--fail")
-    rebalance.require_plan()
-
-
-def simulate_plan(
-    workload_file: str, plan_file: str, given: PlanSimulation, *, strict: bool, as_json: bool
-) -> None:
+def _simulate_plan(args: SimulateArgs, plan_file: str, rebalance: RebalanceOptions) -> None:
     """Simulate the instances of a plan, and print the metrics of all, of each instance, and by rank."""
     from capplan.planner.verification import by_rank, fleet_of_plan, stored_adapters, without_instances
     from capplan.workload import load_workload
 
-    workload = load_workload(workload_file)
+    workload = load_workload(args.workload)
     plan = read_any_plan(plan_file)
-    if given.failed and given.requests_out is not None:
+    failed = tuple(args.failed or ())
+    if failed and args.requests_out is not None:
         rule = "does not go with --fail: the table would lack the requests without a server"
-        raise InputError(rule, given.requests_out, "--requests-out")
-    chosen = None if given.profile is None else chosen_profile(workload, given.profile)
-    settings = given.rebalance.settings(plan.rebalance)
-    if given.state_period_s is not None:
-        require_state_period(given.state_period_s)
-    announce_compilation(quiet=as_json)
-    fleet = fleet_of_plan(plan, workload, chosen, workload_file, given.router, settings)
-    if given.state_period_s is not None:
-        fleet = replace(fleet, state_period_s=given.state_period_s)
-    degraded = without_instances(fleet, given.failed) if given.failed else None
-    duration_s = simulated_s(workload, given.duration_s)
+        raise InputError(rule, args.requests_out, "--requests-out")
+    chosen = None if args.profile is None else chosen_profile(workload, args.profile)
+    settings = rebalance.settings(plan.rebalance)
+    if args.state_period_s is not None:
+        require_state_period(args.state_period_s)
+    announce_compilation(quiet=args.as_json)
+    fleet = fleet_of_plan(plan, workload, chosen, args.workload, args.router, settings)
+    if args.state_period_s is not None:
+        fleet = replace(fleet, state_period_s=args.state_period_s)
+    degraded = without_instances(fleet, failed) if failed else None
+    duration_s = simulated_s(workload, args.duration_s)
     failure = None
     if degraded is None:
-        result = fleet.simulate(given.seed, duration_s)
+        result = fleet.simulate(args.seed, duration_s)
     else:
-        failure = degraded.simulate(given.seed, duration_s)
+        failure = degraded.simulate(args.seed, duration_s)
         fleet, result = degraded.fleet, failure.result
-    if given.requests_out is not None:
+    if args.requests_out is not None:
         from capplan.twin.instance import write_parquet
 
-        write_parquet(given.requests_out, requests_table(fleet, result))
+        write_parquet(args.requests_out, requests_table(fleet, result))
     ranks, held = by_rank(fleet, result), stored_adapters(fleet)
     found = [each.document() for each in fleet.extrapolations(result)]
     beyond = tuple(map(tables.extrapolation_line, found))
     trace = workload.trace
-    if as_json:
+    if args.as_json:
         notes = {} if trace is None else {"trace_notes": trace.notes}
         lost = {} if degraded is None or failure is None else {"failure": _failure(degraded, failure)}
-        print_json({**document(fleet, result, ranks, held), **lost, "extrapolations": found, **notes})
+        print_json({**_fleet_document(fleet, result, ranks, held), **lost, "extrapolations": found, **notes})
     else:
         if failure is not None:
-            for line in tables.degraded_lines(failure, given.failed, plan.slo):
+            for line in tables.degraded_lines(failure, failed, plan.slo):
                 typer.echo(line)
         print_table(tables.cluster_table(fleet, result))
         print_table(tables.instances_table(fleet, result, held))
@@ -601,7 +569,7 @@ def simulate_plan(
             *replayed,
         ):
             typer.echo(line)
-    if strict:
+    if args.strict:
         tables.require_no_extrapolation(beyond)
     if failure is not None and failure.broken:
         raise typer.Exit(FAILED)
@@ -624,7 +592,7 @@ def _failure(degraded: DegradedFleet, failure: DegradedResult) -> dict[str, Any]
     }
 
 
-def document(
+def _fleet_document(
     fleet: SimulatedFleet,
     result: ClusterResult,
     ranks: Sequence[RankMetrics],

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from capplan.cli.options import AsJson, ProfileName, Quiet, Seed, WorkloadFile, chosen_profile, command
+from capplan.cli.options import AsJson, ProfileName, Quiet, Seed, WorkloadFile, command, one_profile
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
-from capplan.errors import InputError
 from capplan.reports import Table, number, print_json, print_table
 
 if TYPE_CHECKING:
@@ -58,9 +57,7 @@ def tune(args: TuneArgs) -> None:
     require_writable_files(args.output)
     options = TuneOptions(args.duration_s, args.windows, args.trials, args.time_limit, args.seed)
     workload = load_workload(args.workload)
-    profile = chosen_profile(workload, args.profile)
-    if profile is None:
-        raise InputError("is required, because the workload names pools", location="--profile")
+    profile = one_profile(workload, args.profile)
     announce_compilation()
     with progress_bars(quiet=args.quiet) as on_progress:
         tuned = search(workload, profile, options, lambda done, total: on_progress("trials", done, total))
