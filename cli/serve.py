@@ -399,7 +399,7 @@ def _serve_plan(args: ServeArgs) -> int:
 
     given = {name for name in args.ctx.params if _is_given(args.ctx, name)}
     file, plan = _plan_of(args, given)
-    options = rebalance_options(vars(args), plan.rebalance)
+    settings = _rebalance_settings(args, plan.rebalance)
     if args.registry is not None and args.lora_root is None:
         with AdapterRegistry(args.registry, read_only=True) as registry:
             plan = with_locations(plan, registry)
@@ -424,12 +424,11 @@ def _serve_plan(args: ServeArgs) -> int:
     routing = plan_routing(args.router, args.state_period_s, file, plan, groups, profiles)
     announce_compilation()
     moving = None
-    if options is not None:
-        moving = rebalancing(options, plan, groups, profiles.known, _log)
+    if settings is not None:
+        moving = _rebalancing(args, settings, plan, groups, profiles.known)
     shared = None
     if args.registry is not None and args.lora_root is not None:
         shared = plan_registry(args.registry, plan, groups, model_name)
-    settings = None if options is None else options.settings
     for line in unverified_overrides(plan, args.router, settings, groups):
         _log(line)
     _log(f"starting {counted(len(specs), 'instance')} of {file}")
@@ -520,27 +519,16 @@ def _log(line: str) -> None:
     typer.echo(line, err=True)
 
 
-@dataclass(frozen=True)
-class ServedRebalance:
-    """Re-balancing of ``capplan serve PLAN``."""
-
-    settings: RebalanceSettings
-    registry: str
-    admin_key: str
-    workload: str | None = None
-
-
-def rebalance_options(values: dict[str, Any], planned: RebalanceSettings | None) -> ServedRebalance | None:
+def _rebalance_settings(args: ServeArgs, planned: RebalanceSettings | None) -> RebalanceSettings | None:
     """Return the re-balancing that the options of the command or the plan name; None without any."""
-    options = RebalanceOptions(values["rebalance"], values["forecast"], values["rebalance_solver"])
-    settings = options.settings(planned)
+    settings = RebalanceOptions(args.rebalance, args.forecast, args.rebalance_solver).settings(planned)
     if settings is None:
         return None
-    for flag, name in (("--registry", "registry"), ("--lora-root", "lora_root")):
-        if values[name] is None:
-            where = "plan: rebalance" if values["rebalance"] is None else "--rebalance"
+    for flag, value in (("--registry", args.registry), ("--lora-root", args.lora_root)):
+        if value is None:
+            where = "plan: rebalance" if args.rebalance is None else "--rebalance"
             raise InputError(f"requires {flag}: instances share adapters", settings.every_s, where)
-    return ServedRebalance(settings, values["registry"], values["admin_api_key"], values["workload"])
+    return settings
 
 
 def equal_settings(plan: Plan, groups: Sequence[str]) -> dict[str, Any]:
@@ -551,12 +539,12 @@ def equal_settings(plan: Plan, groups: Sequence[str]) -> dict[str, Any]:
     return equal_engine_args(chosen).model_dump(exclude_none=True) if chosen else {}
 
 
-def rebalancing(
-    options: ServedRebalance,
+def _rebalancing(
+    args: ServeArgs,
+    settings: RebalanceSettings,
     plan: Plan,
     groups: Sequence[Group],
     profiles: Mapping[str, Profile],
-    log: Callable[[str], None],
 ) -> RebalancingConfig:
     """Return the re-balancing of the instances of groups of a plan; `profiles`: those on this machine.
 
@@ -568,22 +556,20 @@ def rebalancing(
     from capplan.twin.cluster import workload_of
     from capplan.workload import load_workload
 
-    with AdapterRegistry(options.registry, read_only=True) as registry:
-        size_bytes = _sizes(registry, plan, groups, log)
-    workload = None if options.workload is None else load_workload(options.workload)
-    log("measuring operating points in the twin")
-    rebalancer = served_rebalancer(plan, groups, options.settings, size_bytes, profiles, workload)
+    with AdapterRegistry(str(args.registry), read_only=True) as registry:
+        size_bytes = _sizes(registry, plan, groups)
+    workload = None if args.workload is None else load_workload(args.workload)
+    _log("measuring operating points in the twin")
+    rebalancer = served_rebalancer(plan, groups, settings, size_bytes, profiles, workload)
     return RebalancingConfig(
         rebalancer,
-        options.admin_key,
+        str(args.admin_api_key),  # required by --lora-root
         balances_base=any(group.base is not None for group in groups),
         prior_output_tokens=workload_of(plan, groups).output_tokens.mean_tokens,
     )
 
 
-def _sizes(
-    registry: AdapterRegistry, plan: Plan, groups: Sequence[Group], log: Callable[[str], None]
-) -> dict[str, int]:
+def _sizes(registry: AdapterRegistry, plan: Plan, groups: Sequence[Group]) -> dict[str, int]:
     """Return the sizes of the plan's adapters in the registry, as far as it has them.
 
     An adapter that has been removed from the registry is not served, as if it were removed later. One for
@@ -606,7 +592,7 @@ def _sizes(
         if known.digest is None:
             raise InputError("is required: servers fetch adapters by it", location=f"{where}: digest")
         if known.rank != planned[name]:
-            log(f"the plan was not verified with rank {known.rank} of {name} instead of {planned[name]}")
+            _log(f"the plan was not verified with rank {known.rank} of {name} instead of {planned[name]}")
         if known.size_bytes is not None:
             sizes[name] = known.size_bytes
     return sizes
