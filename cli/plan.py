@@ -7,23 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from capplan.cli.options import (
-    FAILED,
-    AsJson,
-    CacheName,
-    ProfileName,
-    Quiet,
-    RouterOption,
-    SchedulerName,
-    Seed,
-    WorkloadFile,
-    chosen_profile,
-    command,
-    command_line,
-    read_cache,
-    read_scheduler,
-    scheduling_flags,
-)
+from capplan.cli import options
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
@@ -41,16 +25,16 @@ _PRINTING = ("output", "as_json", "quiet")
 class PlanArgs:
     """Options of `capplan plan`."""
 
-    workload: WorkloadFile
+    workload: options.WorkloadFile
     output: str | None = typer.Option(
         None, "--output", "-o", metavar="FILE", help="Write the plan here: all of it or nothing."
     )
-    profile: ProfileName = None
+    profile: options.ProfileName = None
     gpus: int | None = typer.Option(
         None, metavar="N", help="GPUs the plan may use; default: the workload's, or as needed."
     )
     solver: str = typer.Option("capplan", metavar="NAME", help=f"How to place: {', '.join(SOLVERS)}.")
-    seed: Seed = 0
+    seed: options.Seed = 0
     seeds: int = typer.Option(5, metavar="K", help="Fresh seeds that every group is verified on.")
     time_limit: float | None = typer.Option(
         None,
@@ -80,12 +64,12 @@ class PlanArgs:
         help="Cost of moving an adapter of the plan in force; USD per hour for min_cost.",
     )
     verify: bool = typer.Option(True, "--verify/--no-verify", help="Verify every group with the twin.")
-    scheduler: SchedulerName = None
-    cache: CacheName = None
+    scheduler: options.SchedulerName = None
+    cache: options.CacheName = None
     queues: bool = typer.Option(
         False, "--queues", help="Plan queues by request size: --scheduler chameleon with every default."
     )
-    router: RouterOption = None
+    router: options.RouterOption = None
     robust: float | None = typer.Option(
         None, metavar="QUANTILE", help="Bounds must hold at this quantile of the step times, such as 0.9."
     )
@@ -97,11 +81,11 @@ class PlanArgs:
         "time.",
     )
     strict: tables.Strict = False
-    as_json: AsJson = False
-    quiet: Quiet = False
+    as_json: options.AsJson = False
+    quiet: options.Quiet = False
 
 
-@command
+@options.command
 def plan(args: PlanArgs) -> None:
     """Plan which adapters share which GPUs, with which engine settings, and verify it with the twin."""
     from capplan.workload import load_workload
@@ -114,7 +98,7 @@ def plan(args: PlanArgs) -> None:
         workload = workload.replace(router=args.router)
     if args.move_cost is not None:
         workload = workload.replace(move_cost=args.move_cost)
-    chosen = chosen_profile(workload, args.profile)
+    chosen = options.chosen_profile(workload, args.profile)
     announce_compilation(quiet=args.quiet)
     from capplan import planner
 
@@ -134,7 +118,7 @@ def plan(args: PlanArgs) -> None:
             gpus_per_link=args.gpus_per_link,
             progress=on_progress,
         )
-    recorded = command_line("capplan plan", args, without=_PRINTING)  # equal plans are equal files
+    recorded = options.command_line("capplan plan", args, without=_PRINTING)  # equal plans are equal files
     result = result.replace(provenance={**result.provenance, "command": recorded})
     if args.output is not None:
         result.to_json(args.output)
@@ -155,7 +139,7 @@ def plan(args: PlanArgs) -> None:
     if args.strict:
         tables.require_no_extrapolation(tables.extrapolation_lines(result.provenance))
     if args.verify and not result.verification.ok:
-        raise typer.Exit(FAILED)
+        raise typer.Exit(options.FAILED)
 
 
 def _with_scheduling(workload: Workload, args: PlanArgs) -> Workload:
@@ -166,13 +150,13 @@ def _with_scheduling(workload: Workload, args: PlanArgs) -> Workload:
         raise InputError("does not go with --scheduler", location="--queues")
     changes: dict[str, Any] = {}
     if args.scheduler is not None:
-        changes |= {"scheduler": read_scheduler(args.scheduler), "queues": None}
+        changes |= {"scheduler": options.read_scheduler(args.scheduler), "queues": None}
     elif args.queues and not (workload.scheduler is not None and workload.scheduler.policy == "chameleon"):
         changes["queues"] = workload.queues or QueueConfig()
     if args.cache is not None:
-        changes["cache"] = read_cache(args.cache)
+        changes["cache"] = options.read_cache(args.cache)
     scheduler, cache = (changes.get(name, getattr(workload, name)) for name in ("scheduler", "cache"))
-    completed(scheduler, cache, scheduling_flags(args.scheduler, args.cache))
+    completed(scheduler, cache, options.scheduling_flags(args.scheduler, args.cache))
     return workload.replace(**changes) if changes else workload
 
 

@@ -15,25 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from capplan.cli.options import (
-    ENGINE,
-    CacheName,
-    ForecastName,
-    RebalanceOptions,
-    RouterOption,
-    SchedulerName,
-    Unverified,
-    command,
-    engine_flags,
-    fill,
-    read_cache,
-    read_lora_modules,
-    read_plan,
-    read_queues,
-    read_scheduler,
-    require_extra,
-    require_state_period,
-)
+from capplan.cli import options
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation
 from capplan.errors import InputError
@@ -80,7 +62,9 @@ _ENGINE_FLAGS: Final = (
 )
 """Engine settings by parameter of the command, beside those of a plan."""
 
-_READERS: Final = MappingProxyType({"scheduler": read_scheduler, "cache": read_cache, "queues": read_queues})
+_READERS: Final = MappingProxyType(
+    {"scheduler": options.read_scheduler, "cache": options.read_cache, "queues": options.read_queues}
+)
 """Readers of the engine settings that are documents, by parameter."""
 
 _OF_ONE_INSTANCE: Final = ("lora_modules", "max_adapters", "steps_out", "cpu_affinity", "server_url")
@@ -140,7 +124,7 @@ class ServeArgs:
         metavar="GIB",
         help="With --registry and --lora-root, of the adapters that an instance stores; default: 64.",
     )
-    router: RouterOption = None
+    router: options.RouterOption = None
     state_period_s: float = typer.Option(
         STATE_PERIOD_S, metavar="S", help="Time between reports of an instance to the router of a plan."
     )
@@ -150,7 +134,7 @@ class ServeArgs:
         help="Re-balance the plan's adapters over its instances every S seconds; with --registry and "
         "--lora-root.",
     )
-    forecast: ForecastName = None
+    forecast: options.ForecastName = None
     rebalance_solver: str | None = typer.Option(
         None, metavar="NAME", help="Placement by --rebalance: loraserve (default) or capplan."
     )
@@ -189,7 +173,7 @@ class ServeArgs:
         show_envvar=True,
         help="Key to load and unload adapters; required by --lora-root.",
     )
-    engine: EngineConfig = engine_flags(**ENGINE_DEFAULTS)
+    engine: EngineConfig = options.engine_flags(**ENGINE_DEFAULTS)
     max_adapters: int | None = typer.Option(
         None, metavar="N", help="Adapters known at a time, loaded ones included."
     )
@@ -258,8 +242,8 @@ class ServeArgs:
         help="GPUs that share the model, from --device on; on the CPU processes. Default of a plan: its own.",
     )
     rules: str = typer.Option("capplan", metavar="NAME", help="Serving rules.")
-    scheduler: SchedulerName = None
-    cache: CacheName = None
+    scheduler: options.SchedulerName = None
+    cache: options.CacheName = None
     queues: str | None = typer.Option(
         None,
         metavar="MAPPING",
@@ -286,18 +270,18 @@ class ServeArgs:
     cpu_affinity: str = typer.Option(
         "auto", metavar="CPUS", help="CPUs of the engine core: auto, none, or a list such as 2,4-7."
     )
-    unverified: Unverified = False
+    unverified: options.Unverified = False
     as_json: bool = typer.Option(False, "--json", help="Print the line with the address as JSON.")
 
 
-@command
+@options.command
 def serve(args: ServeArgs) -> None:
     """Serve a model and its adapters over HTTP until SIGTERM or Ctrl-C, then drain and exit 0.
 
     OpenAI's clients work unchanged; an adapter is chosen by its name as the model. With a PLAN all its
     instances are started, behind the router that it names, by default smooth-shares.
     """
-    require_extra("engine", ENGINE)
+    options.require_extra("engine", options.ENGINE)
     if args.host not in _LOOPBACK and args.api_key is None:
         typer.echo("warning: everyone who reaches this host can use the server; see --api-key", err=True)
     if _is_given(args.ctx, "rules") and any(getattr(args, name) for name in _READERS):
@@ -316,20 +300,20 @@ def _serve_instance(args: ServeArgs) -> int:
     if args.model is None:
         raise InputError("is required", location="--model")
     require_writable_files(args.steps_out)
-    adapters = read_lora_modules([*(args.lora_modules or ()), *(args.words or ())])
+    adapters = options.read_lora_modules([*(args.lora_modules or ()), *(args.words or ())])
     _require_queue(args)
     from capplan.server import InstanceConfig, ServerLimits, ServerSettings, run_instance
 
     engine = _engine_settings(args, len(adapters))
     try:
-        settings = fill(
+        settings = options.fill(
             ServerSettings,
             args,
             model_name=args.model if args.served_model_name is None else args.served_model_name,
             lora_root=None if args.lora_root is None else Path(args.lora_root),
             pool=_pool(args),
             max_requests=engine["max_num_seqs"] + args.max_queue,
-            limits=fill(ServerLimits, args),
+            limits=options.fill(ServerLimits, args),
         )
         announce_compilation()
         if sys.stderr.isatty():
@@ -361,7 +345,7 @@ def _pool(args: ServeArgs) -> PoolSettings | None:
             raise InputError("goes with --registry and --lora-root", getattr(args, name), flag)
     if args.registry is None:
         return None
-    require_extra("engine", ("aiohttp",))
+    options.require_extra("engine", ("aiohttp",))
     return PoolSettings(args.registry, **chosen)
 
 
@@ -392,7 +376,7 @@ def _documents(args: ServeArgs) -> dict[str, Any]:
 
 def _serve_plan(args: ServeArgs) -> int:
     """Serve the instances of a plan until stopped; return the exit status."""
-    require_extra("engine", ("aiohttp",))
+    options.require_extra("engine", ("aiohttp",))
     from capplan.fleet import RouterConfig, run_router
     from capplan.registry import AdapterRegistry, with_locations
     from capplan.server import ServerLimits, ServerSettings
@@ -407,9 +391,9 @@ def _serve_plan(args: ServeArgs) -> int:
     model_name = args.served_model_name or plan.base_model
     profiles = PlanProfiles.of(plan, args.workload)
     try:
-        limits = fill(ServerLimits, args)
+        limits = options.fill(ServerLimits, args)
         specs = _instances(args, file, plan, given, limits, profiles)
-        server = fill(
+        server = options.fill(
             ServerSettings,
             args,
             model_name=model_name,
@@ -457,7 +441,7 @@ def _plan_of(args: ServeArgs, given: set[str]) -> tuple[str, Plan]:
             raise InputError("does not go with a plan", location=f"--{name.replace('_', '-')}")
     if len(words) > 1:
         raise InputError("must be one plan, and no adapters beside it", words[1], "PLAN")
-    return words[0], read_plan(words[0], unverified=args.unverified)
+    return words[0], options.read_plan(words[0], unverified=args.unverified)
 
 
 def _instances(
@@ -521,7 +505,8 @@ def _log(line: str) -> None:
 
 def _rebalance_settings(args: ServeArgs, planned: RebalanceSettings | None) -> RebalanceSettings | None:
     """Return the re-balancing that the options of the command or the plan name; None without any."""
-    settings = RebalanceOptions(args.rebalance, args.forecast, args.rebalance_solver).settings(planned)
+    given = options.RebalanceOptions(args.rebalance, args.forecast, args.rebalance_solver)
+    settings = given.settings(planned)
     if settings is None:
         return None
     for flag, value in (("--registry", args.registry), ("--lora-root", args.lora_root)):
@@ -669,7 +654,7 @@ def instance_launcher(
         from capplan.fleet import LocalLauncher
 
         return LocalLauncher(instances) if announce_host is None else LocalLauncher(instances, host)
-    require_extra("ray", ("ray",))
+    options.require_extra("ray", ("ray",))
     from capplan.fleet import RayLauncher
 
     return RayLauncher(ray_address)
@@ -762,7 +747,7 @@ def plan_routing(
     """
     from capplan.fleet import RoutingSettings
 
-    require_state_period(state_period_s)
+    options.require_state_period(state_period_s)
     name = router or plan.router or PLAN_ROUTER
     if name == PLAN_ROUTER:
         return RoutingSettings()

@@ -8,37 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import typer
 
-from capplan.cli.options import (
-    FAILED,
-    AsJson,
-    CacheName,
-    ForecastName,
-    HtmlFile,
-    ProfileName,
-    RayAddress,
-    RebalanceOptions,
-    RebalancePeriod,
-    RebalanceSolverName,
-    RequestsFile,
-    RouterOption,
-    SchedulerName,
-    Seed,
-    SimulatedTime,
-    StatePeriod,
-    Workers,
-    WorkloadFile,
-    chosen_profile,
-    command,
-    engine_flags,
-    numbers,
-    one_profile,
-    read_any_plan,
-    read_cache,
-    read_scheduler,
-    require_state_period,
-    scheduling_flags,
-    simulated_s,
-)
+from capplan.cli import options
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InfeasibleError, InputError
@@ -158,7 +128,7 @@ _SLOTS: Final = ("max_loras", "max_lora_rank")
 class SimulateArgs:
     """Options of `capplan simulate`."""
 
-    workload: WorkloadFile
+    workload: options.WorkloadFile
     max_loras: str | None = typer.Option(
         None,
         metavar="N[,N...]",
@@ -177,24 +147,24 @@ class SimulateArgs:
         help="With --plan: without these instances, whose adapters the others serve if they hold them. "
         "Repeatable.",
     )
-    router: RouterOption = None
-    state_period_s: StatePeriod = None
-    rebalance_s: RebalancePeriod = None
-    forecast: ForecastName = None
-    rebalance_solver: RebalanceSolverName = None
-    profile: ProfileName = None
-    duration_s: SimulatedTime = None
-    seed: Seed = 0
+    router: options.RouterOption = None
+    state_period_s: options.StatePeriod = None
+    rebalance_s: options.RebalancePeriod = None
+    forecast: options.ForecastName = None
+    rebalance_solver: options.RebalanceSolverName = None
+    profile: options.ProfileName = None
+    duration_s: options.SimulatedTime = None
+    seed: options.Seed = 0
     seeds: int = typer.Option(
         1, metavar="N", help="Paired seeds from --seed on, which order several numbers of slots."
     )
-    engine: EngineConfig = engine_flags(without=_SLOTS)
+    engine: EngineConfig = options.engine_flags(without=_SLOTS)
     max_in_flight: int | None = typer.Option(
         None, metavar="N", help="Reject arrivals beyond this many requests."
     )
     rules: str | None = typer.Option(None, metavar="NAME", help="Serving rules instead of the profile's.")
-    scheduler: SchedulerName = None
-    cache: CacheName = None
+    scheduler: options.SchedulerName = None
+    cache: options.CacheName = None
     gpus_per_link: int | None = typer.Option(
         None,
         metavar="N",
@@ -210,15 +180,15 @@ class SimulateArgs:
     detail: bool = typer.Option(
         False, "--detail", help="Also slowdown, waits, hit rate, metrics per rank, SLO attainment."
     )
-    html: HtmlFile = None
-    requests_out: RequestsFile = None
-    workers: Workers = None
-    ray_address: RayAddress = None
+    html: options.HtmlFile = None
+    requests_out: options.RequestsFile = None
+    workers: options.Workers = None
+    ray_address: options.RayAddress = None
     strict: tables.Strict = False
-    as_json: AsJson = False
+    as_json: options.AsJson = False
 
 
-@command
+@options.command
 def simulate(args: SimulateArgs) -> None:
     """Simulate one GPU that serves the whole workload, or the instances of a plan.
 
@@ -228,18 +198,18 @@ def simulate(args: SimulateArgs) -> None:
     from capplan.workload import load_workload
 
     require_writable_files(args.html, args.requests_out)
-    rebalance = RebalanceOptions(args.rebalance_s, args.forecast, args.rebalance_solver)
+    rebalance = options.RebalanceOptions(args.rebalance_s, args.forecast, args.rebalance_solver)
     if args.plan is not None:
         _require_options_of_plans(args)
         _simulate_plan(args, args.plan, rebalance)
         return
     _require_plan(args, rebalance)
     workload = load_workload(args.workload)
-    args = replace(args, duration_s=simulated_s(workload, args.duration_s))
+    args = replace(args, duration_s=options.simulated_s(workload, args.duration_s))
     pair = _scheduling(args, workload)
     slots = _slots(args, workload, pair)
     require_seeds(args.seeds, workload)
-    profile = one_profile(workload, args.profile)
+    profile = options.one_profile(workload, args.profile)
     settings = _settings(args, workload)
     announce_compilation()
     from capplan.twin import Job
@@ -308,7 +278,7 @@ def _require_options_of_plans(args: SimulateArgs) -> None:
         raise InputError("does not go with --plan", value, f"--{name.replace('_', '-')}")
 
 
-def _require_plan(args: SimulateArgs, rebalance: RebalanceOptions) -> None:
+def _require_plan(args: SimulateArgs, rebalance: options.RebalanceOptions) -> None:
     """Check that no option of a plan is given without one."""
     failed = args.failed[0] if args.failed else None
     given = {"--router": args.router, "--state-period-s": args.state_period_s, "--fail": failed}
@@ -344,7 +314,7 @@ def _slots(args: SimulateArgs, workload: Workload, pair: tuple[Scheduler, Cache]
             raise InputError(rule, args.max_loras, "--max-loras")
         return (len(workload.adapters),)
     if args.max_loras is not None:
-        return numbers(args.max_loras, "--max-loras")
+        return options.numbers(args.max_loras, "--max-loras")
     if workload.engine.max_loras is None and not workload.adapters:
         return (0,)
     if workload.engine.max_loras is None:
@@ -355,13 +325,13 @@ def _slots(args: SimulateArgs, workload: Workload, pair: tuple[Scheduler, Cache]
 def _scheduling(args: SimulateArgs, workload: Workload) -> tuple[Scheduler, Cache] | None:
     """Return scheduler and cache of the command line, or else of the workload; None: those of the rules."""
     own = workload.scheduling if args.rules is None else None
-    scheduler, cache = read_scheduler(args.scheduler), read_cache(args.cache)
+    scheduler, cache = options.read_scheduler(args.scheduler), options.read_cache(args.cache)
     if args.rules is not None and (scheduler is not None or cache is not None):
         flag = "--scheduler" if scheduler is not None else "--cache"
         raise InputError(f"does not go with {flag}", args.rules, "--rules")
     if own is not None:
         scheduler, cache = scheduler or own[0], cache or own[1]
-    return completed(scheduler, cache, scheduling_flags(args.scheduler, args.cache))
+    return completed(scheduler, cache, options.scheduling_flags(args.scheduler, args.cache))
 
 
 def _settings(args: SimulateArgs, workload: Workload) -> dict[str, Any]:
@@ -374,7 +344,7 @@ def _settings(args: SimulateArgs, workload: Workload) -> dict[str, Any]:
     merged = workload.engine.given | args.engine.given
     if rank is None and workload.adapters:
         rank = allowed_lora_rank(max(a.rank for a in workload.adapters))
-    chosen = {"scheduler": read_scheduler(args.scheduler), "cache": read_cache(args.cache)}
+    chosen = {"scheduler": options.read_scheduler(args.scheduler), "cache": options.read_cache(args.cache)}
     return {
         "s_max": rank,
         **{name: getattr(args, name) for name in plain},
@@ -515,27 +485,27 @@ def _detail(detail: DetailedResult | None) -> dict[str, Any]:
     }
 
 
-def _simulate_plan(args: SimulateArgs, plan_file: str, rebalance: RebalanceOptions) -> None:
+def _simulate_plan(args: SimulateArgs, plan_file: str, rebalance: options.RebalanceOptions) -> None:
     """Simulate the instances of a plan, and print the metrics of all, of each instance, and by rank."""
     from capplan.planner.verification import by_rank, fleet_of_plan, stored_adapters, without_instances
     from capplan.workload import load_workload
 
     workload = load_workload(args.workload)
-    plan = read_any_plan(plan_file)
+    plan = options.read_any_plan(plan_file)
     failed = tuple(args.failed or ())
     if failed and args.requests_out is not None:
         rule = "does not go with --fail: the table would lack the requests without a server"
         raise InputError(rule, args.requests_out, "--requests-out")
-    chosen = None if args.profile is None else chosen_profile(workload, args.profile)
+    chosen = None if args.profile is None else options.chosen_profile(workload, args.profile)
     settings = rebalance.settings(plan.rebalance)
     if args.state_period_s is not None:
-        require_state_period(args.state_period_s)
+        options.require_state_period(args.state_period_s)
     announce_compilation(quiet=args.as_json)
     fleet = fleet_of_plan(plan, workload, chosen, args.workload, args.router, settings)
     if args.state_period_s is not None:
         fleet = replace(fleet, state_period_s=args.state_period_s)
     degraded = without_instances(fleet, failed) if failed else None
-    duration_s = simulated_s(workload, args.duration_s)
+    duration_s = options.simulated_s(workload, args.duration_s)
     failure = None
     if degraded is None:
         result = fleet.simulate(args.seed, duration_s)
@@ -572,7 +542,7 @@ def _simulate_plan(args: SimulateArgs, plan_file: str, rebalance: RebalanceOptio
     if args.strict:
         tables.require_no_extrapolation(beyond)
     if failure is not None and failure.broken:
-        raise typer.Exit(FAILED)
+        raise typer.Exit(options.FAILED)
 
 
 def _failure(degraded: DegradedFleet, failure: DegradedResult) -> dict[str, Any]:
