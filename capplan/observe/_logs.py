@@ -47,14 +47,7 @@ def observe_log(path: Path, options: ObserveOptions) -> Observation:
     """Return what a log says of the traffic."""
     with open_source(path, options.memory_bytes, options.timezone) as source:
         chosen = choose_columns(source, options.columns, lambda field: may_be_times(source, field))
-        log = read_requests(
-            source,
-            chosen,
-            time_unit=options.time_unit,
-            window=options.window,
-            base_names=(options.base_model, *options.base_aliases),
-            strip_prefix=options.strip_prefix,
-        )
+        log = read_requests(source, chosen, options)
         return _fitted(log, str(path), described(chosen), options)
 
 

@@ -21,6 +21,8 @@ from capplan.workload import EPOCH_S, PER_S, UNIT_WORDS, WHOLE, TimeColumn, defi
 if TYPE_CHECKING:
     import duckdb
 
+    from capplan.observe._observation import ObserveOptions
+
 
 TIMESTAMP: Final = "timestamp"
 PROMPT: Final = "prompt_tokens"
@@ -274,35 +276,15 @@ class Log:
     notes: tuple[str, ...]
 
 
-def read_requests(
-    source: Source,
-    columns: Mapping[str, Column],
-    *,
-    time_unit: TimeUnit | None = None,
-    window: str | None = None,
-    base_names: Sequence[str] = (),
-    strip_prefix: str = "",
-) -> Log:
+def read_requests(source: Source, columns: Mapping[str, Column], options: ObserveOptions) -> Log:
     """Return the usable requests of a source.
 
-    Parameters
-    ----------
-    time_unit
-        Of times that are numbers; None: by their size and rate.
-    window
-        The last hours, or ``START..END``; None: everything.
-    base_names
-        Names of adapters that stand for the base model.
-    strip_prefix
-        Beginning of names that is left out.
-
-    Raises
-    ------
-    InputError
-        If none is usable, the unit of the times is not clear, or the window holds no request.
+    If none is usable, the unit of the times is not clear, or the window holds no request, that is an error.
     """
+    window = options.window
     connection = source.connection
-    _fill(source, columns, base_names, strip_prefix)
+    base_names = (options.base_model, *options.base_aliases)
+    _fill(source, columns, base_names, options.strip_prefix)
     usable = _count(connection, "reason = 0")
     if not usable:
         found = "; ".join(f"{each.rows:,} rows: {each.reason}{each.like}" for each in _dropped(source))
@@ -310,7 +292,7 @@ def read_requests(
             f"must hold requests that can be used ({found or 'no rows'})", location=str(source.path)
         )
     notes = [*source.notes, *_other_statuses(connection)]
-    sql, is_dated, said = _microseconds(source, columns, time_unit)
+    sql, is_dated, said = _microseconds(source, columns, options.time_unit)
     notes += said
     if window is None:
         _drop_far(connection, sql)
