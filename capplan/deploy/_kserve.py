@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final
 
 from capplan.deploy import _kubernetes as k8s
@@ -32,10 +33,7 @@ _WITHIN: Final = Loss(
     "inference-gateway",
 )
 
-
-def kserve_losses(plan: Plan) -> tuple[Loss, ...]:
-    """Return what KServe does not do as the plan says."""
-    return k8s.routing_losses(plan, between=_BETWEEN, within=_WITHIN)
+_losses: Final = partial(k8s.routing_losses, between=_BETWEEN, within=_WITHIN)
 
 
 def kserve_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
@@ -47,7 +45,7 @@ def kserve_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
         for group in plan.groups
     ]
     top = [
-        *k8s.top_comment(plan, kserve_losses(plan)),
+        *k8s.top_comment(plan, _losses(plan)),
         "Probes are those of KServe's template. A gated base model needs a token of the storage initializer.",
         "runAsNonRoot: the template's true would refuse the image of vLLM, which runs as root.",
         "KServe registers each adapter under a second name, too. Both take a place of maxCpuAdapters at the "
@@ -129,6 +127,6 @@ EXPORTER: Final = Exporter(
     frozenset({"kserve.yaml", PLAN}),
     serves=True,
     settings=k8s.ENGINE_SETTINGS,
-    losses=kserve_losses,
+    losses=_losses,
     notes=k8s.claim_notes,
 )

@@ -6,6 +6,7 @@ Checked against volcano-sh/kthena 3cc0572.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, Final
 
 from capplan.deploy import _kubernetes as k8s
@@ -26,10 +27,7 @@ _BETWEEN: Final = Loss(
 )
 _WITHIN: Final = Loss("the router picks the replica of a group by its load", "least-loaded")
 
-
-def kthena_losses(plan: Plan) -> tuple[Loss, ...]:
-    """Return what kthena does not do as the plan says."""
-    return k8s.routing_losses(plan, between=_BETWEEN, within=_WITHIN)
+_losses: Final = partial(k8s.routing_losses, between=_BETWEEN, within=_WITHIN)
 
 
 def kthena_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
@@ -42,7 +40,7 @@ def kthena_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
         documents.append((k8s.header_of(plan, group), k8s.deployment(plan, group, name, settings)))
         documents.append(([], _model_server(name, settings)))
     documents += [([], route) for route in _routes(plan, names, settings)]
-    top = k8s.top_comment(plan, kthena_losses(plan))
+    top = k8s.top_comment(plan, _losses(plan))
     return {"kthena.yaml": k8s.yaml_documents(documents, top), PLAN: plan.to_json()}
 
 
@@ -91,6 +89,6 @@ EXPORTER: Final = Exporter(
     frozenset({"kthena.yaml", PLAN}),
     serves=True,
     settings=k8s.POD_SETTINGS,
-    losses=kthena_losses,
+    losses=_losses,
     notes=k8s.claim_notes,
 )

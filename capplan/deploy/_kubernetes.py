@@ -11,6 +11,7 @@ from capplan.deploy._servers import (
     engine_flags,
     lora_module,
     notes_of,
+    one_line,
     require_flags,
     source_kind,
     unused_name,
@@ -361,7 +362,11 @@ def claim_notes(plan: Plan) -> tuple[str, ...]:
 
 def folder_notes(plan: Plan, place: str) -> tuple[str, ...]:
     """Return a line on the folders of adapters that a place must hold; none without any."""
-    folders = [each for each in plan.adapters.values() if source_kind(each) in FOLDERS]
+    return notes_on(place, [each for each in plan.adapters.values() if source_kind(each) in FOLDERS])
+
+
+def notes_on(place: str, folders: Sequence[PlanAdapter]) -> tuple[str, ...]:
+    """Return a line on the adapters of which a place must hold folders; none without any."""
     if not folders:
         return ()
     first = folders[0]
@@ -380,9 +385,4 @@ def yaml_documents(
 
 
 def _comment(lines: Iterable[str]) -> str:
-    return "".join(f"# {_one_line(line)}\n" for line in lines)
-
-
-def _one_line(text: str) -> str:
-    """Return text without line breaks and other control characters, which would end a comment."""
-    return "".join(char if char.isprintable() else " " for char in text)
+    return "".join(f"# {one_line(line)}\n" for line in lines)

@@ -13,6 +13,7 @@ from capplan.deploy._servers import (
     file_stem,
     first_ports,
     in_comment,
+    one_line,
     shares_of,
     source_kind,
     unused_name,
@@ -68,13 +69,8 @@ def _servers_of(plan: Plan, first_port: int) -> tuple[Server, ...]:
 
 def shell_script(comment: Iterable[str], setup: Iterable[str], command: Iterable[str]) -> str:
     """Return a script: a comment, commands, and the words of the last one, a line each."""
-    lines = ["#!/bin/sh", *(f"# {_one_line(line)}" for line in comment), "set -eu", *setup]
+    lines = ["#!/bin/sh", *(f"# {one_line(line)}" for line in comment), "set -eu", *setup]
     return "\n".join([*lines, " \\\n  ".join(command), ""])
-
-
-def _one_line(text: str) -> str:
-    """Return text without line breaks and other control characters, which would end a comment."""
-    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def header_of(plan: Plan, server: Server, digest: str, program: str) -> Iterator[str]:

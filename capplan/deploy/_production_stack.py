@@ -6,6 +6,7 @@ Checked against vllm-project/production-stack a6c01db (chart 0.1.12).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from capplan.deploy import _kubernetes as k8s
@@ -35,10 +36,7 @@ _BETWEEN: Final = Loss(
 )
 _WITHIN: Final = Loss("the router sends requests to the replicas in turn", "round-robin")
 
-
-def production_stack_losses(plan: Plan) -> tuple[Loss, ...]:
-    """Return what the production-stack does not do as the plan says."""
-    return k8s.routing_losses(plan, between=_BETWEEN, within=_WITHIN)
+_losses: Final = partial(k8s.routing_losses, between=_BETWEEN, within=_WITHIN)
 
 
 def production_stack_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
@@ -53,7 +51,7 @@ def production_stack_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[s
     names = k8s.object_names(plan, _LONGEST_NAME)
     models = [_model_spec(plan, group, names[group.id], settings) for group in plan.groups]
     comment = [
-        *k8s.top_comment(plan, production_stack_losses(plan)),
+        *k8s.top_comment(plan, _losses(plan)),
         f"helm install vllm vllm/vllm-stack --namespace {settings[k8s.NAMESPACE.name]} --values values.yaml",
         "enablePrefixCaching: the chart turns it off unless it is true.",
         "--lora-modules: adapters of several groups, which a LoraAdapter would unload from all but one.",
@@ -203,6 +201,6 @@ EXPORTER: Final = Exporter(
     frozenset({"values.yaml", "lora-adapters.yaml", PLAN}),
     serves=True,
     settings=(*k8s.ENGINE_SETTINGS, CPU, MEMORY, STORAGE, STORAGE_CLASS),
-    losses=production_stack_losses,
+    losses=_losses,
     notes=k8s.claim_notes,
 )

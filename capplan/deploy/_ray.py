@@ -91,12 +91,7 @@ def ray_losses(plan: Plan) -> tuple[Loss, ...]:
 
 def ray_notes(plan: Plan) -> tuple[str, ...]:
     """Return a line on what the folder of adapters must hold."""
-    adapters = list(plan.adapters.values())
-    if not adapters:
-        return ()
-    first = adapters[0]
-    of = f", such as {first.path} as {first.name}" if first.path else f", such as {first.name}"
-    return (f"note: {ADAPTERS_PATH.name} must hold {len(adapters)} adapters, a folder each by its name{of}",)
+    return k8s.notes_on(ADAPTERS_PATH.name, list(plan.adapters.values()))
 
 
 def _adapters_path(plan: Plan, path: str) -> str:

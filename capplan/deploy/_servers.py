@@ -197,6 +197,11 @@ def in_comment(text: str) -> str:
     return json.dumps(text)
 
 
+def one_line(text: str) -> str:
+    """Return text without line breaks and other control characters, which would end a comment."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
 def first_ports(plan: Plan, first: int) -> Iterator[tuple[Group, int, int]]:
     """Yield (group, replica, port) of every server; ports ascend, so that one host can run all."""
     pairs = [(group, replica) for group in plan.groups for replica in range(1, group.replicas + 1)]
