@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any, Final, NamedTuple
 
@@ -111,18 +112,22 @@ def script_servers(file: str, text: str) -> Iterator[Server]:
         env |= dict(_assignments(words))
         command = engine_command(words)
         if command is not None:
-            before, flags = flags_of(command.arguments)
-            yield Server(
-                file=file,
-                line=line,
-                text=text,
-                program=command.program,
-                flags=flags,
-                adapters=served_adapters(flags),
-                env=dict(env),
-                version=version_of(command.image),
-                model=model_of(before, flags),
-            )
+            yield replace(_server_of(command, file, line, text), env=dict(env))
+
+
+def _server_of(command: Command, file: str, line: int, text: str) -> Server:
+    """Return the server that a command line starts, as far as its words say."""
+    before, flags = flags_of(command.arguments)
+    return Server(
+        file=file,
+        line=line,
+        text=text,
+        program=command.program,
+        flags=flags,
+        adapters=served_adapters(flags),
+        version=version_of(command.image),
+        model=model_of(before, flags),
+    )
 
 
 def inner_command(words: Sequence[str], image: str) -> Command | None:
@@ -244,22 +249,11 @@ def _pod_servers(
     for place, container in mappings(dig(pod, "spec", "containers")):
         words = [*_words(container.get("command")), *_words(container.get("args"))]
         command = inner_command([word.replace("$$(", "$(") for word in words], _image(container))
-        if command is None:
-            continue
-        before, flags = flags_of(command.arguments)
-        yield Server(
-            file=document.file,
-            line=document.line_at(*at, "spec", "containers", place),
-            text=text,
-            program=command.program,
-            flags=flags,
-            adapters=served_adapters(flags),
-            env=_variables(container.get("env")),
-            labels=labels,
-            version=version_of(command.image),
-            gpus=_gpus(container),
-            model=model_of(before, flags),
-        )
+        if command is not None:
+            line = document.line_at(*at, "spec", "containers", place)
+            server = _server_of(command, document.file, line, text)
+            env = _variables(container.get("env"))
+            yield replace(server, env=env, labels=labels, gpus=_gpus(container))
 
 
 def _kserve_servers(document: Document, text: str) -> Iterator[Server]:
@@ -325,21 +319,10 @@ def _compose_servers(document: Document, text: str) -> Iterator[Server]:
     for name, service in mapping(document.data["services"]).items():
         words = [*_words(mapping(service).get("entrypoint")), *_words(mapping(service).get("command"))]
         command = inner_command([word.replace("$$", "$") for word in words], _image(mapping(service)))
-        if command is None:
-            continue
-        before, flags = flags_of(command.arguments)
-        yield Server(
-            file=document.file,
-            line=document.line_at("services", name),
-            text=text,
-            program=command.program,
-            flags=flags,
-            adapters=served_adapters(flags),
-            env=_variables(mapping(service).get("environment")),
-            version=version_of(command.image),
-            gpus=_devices(service),
-            model=model_of(before, flags),
-        )
+        if command is not None:
+            server = _server_of(command, document.file, document.line_at("services", name), text)
+            env = _variables(mapping(service).get("environment"))
+            yield replace(server, env=env, gpus=_devices(service))
 
 
 def _ray_models(document: Document, text: str) -> Iterator[RayModel]:
