@@ -116,5 +116,5 @@ EXPORTER: Final = Exporter(
     serves=True,
     settings=k8s.POD_SETTINGS,
     losses=aibrix_losses,
-    notes=k8s.claim_notes,
+    notes=k8s.folder_notes,
 )

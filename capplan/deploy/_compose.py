@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -88,18 +88,14 @@ def _compose(plan: Plan, servers: Iterable[Server], port: int, settings: Mapping
         name: {} for name in ("huggingface", *(["fetched-adapters"] if fetched else []))
     }
     top = k8s.yaml_documents([(k8s.top_comment(plan, gateway_losses(plan)), {"volumes": volumes})])
-    return top + "services:\n" + textwrap.indent("".join(_texts(services)), "  ")
+    texts = (k8s.yaml_documents([(comment, _escaped(service))]) for comment, service in services)
+    return top + "services:\n" + textwrap.indent("".join(texts), "  ")
 
 
 def _comment(plan: Plan, server: Server) -> list[str]:
     if server.replica == 1:
         return k8s.header_of(plan, server.group)
     return [f"Server {server.replica} of group {server.group.id}."]
-
-
-def _texts(services: Iterable[tuple[Iterable[str], Mapping[str, Any]]]) -> Iterator[str]:
-    for comment, service in services:
-        yield k8s.yaml_documents([(comment, _escaped(service))])
 
 
 def _escaped(value: Any) -> Any:

@@ -159,5 +159,5 @@ EXPORTER: Final = Exporter(
     serves=True,
     settings=(k8s.NAMESPACE, IMAGE, k8s.GPU_LABEL, k8s.CLAIM),
     losses=dynamo_losses,
-    notes=k8s.claim_notes,
+    notes=k8s.folder_notes,
 )

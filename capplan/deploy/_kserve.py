@@ -128,5 +128,5 @@ EXPORTER: Final = Exporter(
     serves=True,
     settings=k8s.ENGINE_SETTINGS,
     losses=_losses,
-    notes=k8s.claim_notes,
+    notes=k8s.folder_notes,
 )

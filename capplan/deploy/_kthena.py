@@ -90,5 +90,5 @@ EXPORTER: Final = Exporter(
     serves=True,
     settings=k8s.POD_SETTINGS,
     losses=_losses,
-    notes=k8s.claim_notes,
+    notes=k8s.folder_notes,
 )

@@ -265,7 +265,7 @@ def deployment(
 
 
 def service(
-    name: str, settings: Mapping[str, str], selector: Mapping[str, str] | None = None
+    name: str, settings: Mapping[str, str], selector: Mapping[str, str] | None = None, port: int = PORT
 ) -> dict[str, Any]:
     """Return a Service of pods, by default of those of the group whose objects have the name."""
     return {
@@ -274,7 +274,7 @@ def service(
         "metadata": metadata(name, settings),
         "spec": {
             "selector": dict(selector or {GROUP_LABEL: name}),
-            "ports": [{"name": "http", "port": PORT, "targetPort": "http"}],
+            "ports": [{"name": "http", "port": port, "targetPort": "http"}],
         },
     }
 
@@ -355,12 +355,7 @@ def header_of(plan: Plan, group: Group) -> list[str]:
     ]
 
 
-def claim_notes(plan: Plan) -> tuple[str, ...]:
-    """Return a line on the folders that the claim of adapters must hold."""
-    return folder_notes(plan, "the PersistentVolumeClaim")
-
-
-def folder_notes(plan: Plan, place: str) -> tuple[str, ...]:
+def folder_notes(plan: Plan, place: str = "the PersistentVolumeClaim") -> tuple[str, ...]:
     """Return a line on the folders of adapters that a place must hold; none without any."""
     return notes_on(place, [each for each in plan.adapters.values() if source_kind(each) in FOLDERS])
 

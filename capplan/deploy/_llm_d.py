@@ -159,5 +159,5 @@ EXPORTER: Final = Exporter(
     serves=True,
     settings=(*k8s.POD_SETTINGS, GATEWAY),
     losses=llm_d_losses,
-    notes=k8s.claim_notes,
+    notes=k8s.folder_notes,
 )

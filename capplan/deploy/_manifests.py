@@ -89,18 +89,7 @@ def _gateway(
 ) -> Iterator[Document]:
     digest = hashlib.sha256(json.dumps(config).encode()).hexdigest()
     yield ["The gateway."], _gateway_deployment(name, digest, port, settings)
-    yield (
-        ["The entry of all requests."],
-        {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": k8s.metadata(name, settings),
-            "spec": {
-                "selector": {_LABEL: name},
-                "ports": [{"name": "http", "port": port, "targetPort": "http"}],
-            },
-        },
-    )
+    yield ["The entry of all requests."], k8s.service(name, settings, {_LABEL: name}, port)
 
 
 def _gateway_deployment(name: str, digest: str, port: int, settings: Mapping[str, str]) -> dict[str, Any]:
@@ -143,5 +132,5 @@ EXPORTER: Final = Exporter(
     options=("port",),
     settings=(*k8s.POD_SETTINGS, GATEWAY_IMAGE),
     losses=gateway_losses,
-    notes=k8s.claim_notes,
+    notes=k8s.folder_notes,
 )

@@ -202,5 +202,5 @@ EXPORTER: Final = Exporter(
     serves=True,
     settings=(*k8s.ENGINE_SETTINGS, CPU, MEMORY, STORAGE, STORAGE_CLASS),
     losses=_losses,
-    notes=k8s.claim_notes,
+    notes=k8s.folder_notes,
 )
