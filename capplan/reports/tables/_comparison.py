@@ -16,10 +16,10 @@ def rows_table(result: SolverComparison) -> Table:
         *("solver", "GPUs", "starved", "late", "memory\nerrors", "short of\nheadroom", "served", "tok/s"),
         *("ITL\nms", "TTFT p99\ns", "solve\ns", "verdict"),
     )
-    return Table(head, [cells(row) for row in result.rows], text_last=True)
+    return Table(head, [solver_cells(row) for row in result.rows], text_last=True)
 
 
-def cells(row: SolverResult) -> tuple[str, ...]:
+def solver_cells(row: SolverResult) -> tuple[str, ...]:
     """Return the cells of a solver."""
     if not row.answered:
         return (row.solver, *(DASH,) * 10, row.failure)
@@ -32,11 +32,11 @@ def cells(row: SolverResult) -> tuple[str, ...]:
         number(row.itl_ms_mean, 1),
         number(row.ttft_s_p99, 2),
         number(row.solve_s, 3),
-        verdict(row),
+        solver_verdict(row),
     )
 
 
-def verdict(row: SolverResult) -> str:
+def solver_verdict(row: SolverResult) -> str:
     """Return the verdict of the twin on an answer."""
     if not row.answered:
         return "no answer"
