@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InputError
-from capplan.observe._adapters import adapters_of, many
 from capplan.observe._distributions import (
     ValueCounts,
     dispersion,
@@ -20,7 +19,14 @@ from capplan.observe._distributions import (
     quantiles_of,
     rate_steps,
 )
-from capplan.observe._observation import Observation, ObservedAdapter, ObserveOptions, Tokens
+from capplan.observe._observation import (
+    Observation,
+    ObservedAdapter,
+    ObserveOptions,
+    Tokens,
+    adapters_of,
+    many,
+)
 from capplan.observe._requests import US_PER_S, Log, choose_columns, described, may_be_times, read_requests
 from capplan.observe._source import open_source, quoted
 from capplan.spec import Adapter

@@ -21,9 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InputError
-from capplan.observe._adapters import adapters_of
 from capplan.observe._distributions import prefix_of_share, quantiles_of, rate_steps, sample_of_buckets
-from capplan.observe._observation import Observation, ObserveOptions, Tokens
+from capplan.observe._observation import Observation, ObserveOptions, Tokens, adapters_of
 from capplan.observe._requests import span_s
 
 REQUESTS: Final = ("vllm:request_success_total", "sglang:num_requests_total", "request_success_total")

@@ -10,7 +10,7 @@ from capplan.planner.solvers import registry
 from capplan.reports._console import Cell, Mark, Table, counted, number, percent
 from capplan.reports.pages import _page as page
 from capplan.reports.pages._figures import Axis, bar_rows, bounds_of
-from capplan.reports.tables._comparison import rows_table, solver_cells, solver_verdict, summary
+from capplan.reports.tables._plan import rows_table, solver_cells, solver_verdict, summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

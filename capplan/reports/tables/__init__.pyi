@@ -11,7 +11,6 @@ from ._calibration import (
     residuals_table,
     runs_table,
 )
-from ._comparison import rows_table, summary
 from ._measurement import (
     adapter_table,
     doubts,
@@ -44,7 +43,9 @@ from ._plan import (
     provenance,
     require_no_extrapolation,
     room_table,
+    rows_table,
     size,
+    summary,
     throughput,
     trace_lines,
     verdict,
