@@ -9,18 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from capplan.cli.options import (
-    AsJson,
-    EngineRules,
-    EngineVersion,
-    HtmlFile,
-    Quiet,
-    command,
-    command_line,
-    fill,
-    member,
-    names,
-)
+from capplan.cli import options
 from capplan.cli.output import require_writable_files, write_json
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
@@ -61,8 +50,8 @@ class CalibrateArgs:
     gpu: str | None = typer.Option(None, metavar="NAME", help="Without --base: name of the GPU.")
     gpu_memory_gib: float | None = typer.Option(None, metavar="N", help="Without --base: memory of one GPU.")
     tp: int = typer.Option(1, metavar="N", min=1, help="Without --base: GPUs per copy.")
-    engine_version: EngineVersion = None
-    rules: EngineRules = None
+    engine_version: options.EngineVersion = None
+    rules: options.EngineRules = None
     kernel: str | None = typer.Option(None, metavar="NAME", help="bgmv, mbgmv or vllm; default: the base's.")
     form: str | None = typer.Option(None, metavar="NAME", help="Step model; default: best on left-out runs.")
     free: str | None = typer.Option(None, metavar="NAME[,NAME...]", help="Coefficients fitted to the runs.")
@@ -71,12 +60,12 @@ class CalibrateArgs:
     workers: int | None = typer.Option(None, metavar="N", min=1, help="Threads; default: one per core.")
     name: str | None = typer.Option(None, metavar="NAME", help="Of the profile; default: BASE-calibrated.")
     source: str | None = typer.Option(None, metavar="TEXT", help="Source of the measurements.")
-    html: HtmlFile = None
-    as_json: AsJson = False
-    quiet: Quiet = False
+    html: options.HtmlFile = None
+    as_json: options.AsJson = False
+    quiet: options.Quiet = False
 
 
-@command
+@options.command
 def calibrate(args: CalibrateArgs) -> None:
     """Fit a profile to measured steps or whole runs, and report its error on left-out data.
 
@@ -86,18 +75,18 @@ def calibrate(args: CalibrateArgs) -> None:
     from capplan.spec import Kernel, write_text_atomic
     from capplan.twin.calibration import CalibrationOptions, CalibrationTables
 
-    recorded = command_line("capplan calibrate", args)
+    recorded = options.command_line("capplan calibrate", args)
     args = _with_tables_of_folder(args)
     base = _base(args)
     require_writable_files(args.output, args.html)
     if args.html is not None and Path(args.html).resolve() == Path(args.output).resolve():
         raise InputError("must be another file than --output", args.html, "--html")
-    measured = fill(CalibrationTables, args)
-    options = fill(
+    measured = options.fill(CalibrationTables, args)
+    wanted = options.fill(
         CalibrationOptions,
         args,
-        kernel=None if args.kernel is None else member(Kernel, args.kernel, "--kernel"),
-        free=None if args.free is None else names(args.free, "--free"),
+        kernel=None if args.kernel is None else options.member(Kernel, args.kernel, "--kernel"),
+        free=None if args.free is None else options.names(args.free, "--free"),
         workers=args.workers or os.cpu_count() or 1,
         command=recorded,
     )
@@ -106,7 +95,7 @@ def calibrate(args: CalibrateArgs) -> None:
     from capplan.twin.calibration import calibrate as fit
 
     with progress_bars(quiet=args.quiet) as on_progress:
-        made = fit(base, measured, options, on_progress)
+        made = fit(base, measured, wanted, on_progress)
     if args.html is not None:
         from capplan.reports.pages import calibration_page
 
