@@ -405,7 +405,7 @@ def _serve_plan(args: ServeArgs) -> int:
         raise _by_flag(error) from None
     require_listening(args.ray_address, args.host, args.announce_host)
     groups = running_groups(plan, specs)
-    routing = plan_routing(args.router, args.state_period_s, file, plan, groups, profiles)
+    routing = _plan_routing(args, file, plan, groups, profiles)
     announce_compilation()
     moving = None
     if settings is not None:
@@ -421,7 +421,7 @@ def _serve_plan(args: ServeArgs) -> int:
         "adapters": len({name for spec in specs for name in spec.adapters}),
         "instances": [spec.name for spec in specs],
     }
-    launcher = instance_launcher(args.ray_address, len(specs), args.host, args.announce_host)
+    launcher = _instance_launcher(args, len(specs))
     config = RouterConfig(
         specs, launcher, server, log=_log, routing=routing, registry=shared, rebalancing=moving
     )
@@ -643,21 +643,19 @@ def model_of(plan: Plan, model: str | None) -> str:
     raise InputError(f"is required: the plan names {plan.base_model}{known}", location="--model")
 
 
-def instance_launcher(
-    ray_address: str | None, instances: int, host: str, announce_host: str | None
-) -> Launcher:
+def _instance_launcher(args: ServeArgs, instances: int) -> Launcher:
     """Return the launcher of a plan's instances: on this machine, or on a Ray cluster.
 
     On this machine they listen at `host` if they announce one, and at the loopback address otherwise.
     """
-    if ray_address is None:
+    if args.ray_address is None:
         from capplan.fleet import LocalLauncher
 
-        return LocalLauncher(instances) if announce_host is None else LocalLauncher(instances, host)
+        return LocalLauncher(instances) if args.announce_host is None else LocalLauncher(instances, args.host)
     options.require_extra("ray", ("ray",))
     from capplan.fleet import RayLauncher
 
-    return RayLauncher(ray_address)
+    return RayLauncher(args.ray_address)
 
 
 def require_listening(ray_address: str | None, host: str, announce_host: str | None) -> None:
@@ -733,13 +731,8 @@ def _engine_overrides(plan: Plan, running: Sequence[Group]) -> list[str]:
     return [f"{change} (group {', '.join(groups)})" for change, groups in changes.items()]
 
 
-def plan_routing(
-    router: str | None,
-    state_period_s: float,
-    file: str,
-    plan: Plan,
-    groups: Sequence[Group],
-    profiles: PlanProfiles,
+def _plan_routing(
+    args: ServeArgs, file: str, plan: Plan, groups: Sequence[Group], profiles: PlanProfiles
 ) -> RoutingSettings:
     """Return the router of groups of a plan: that of the command line, or else the plan's.
 
@@ -747,8 +740,8 @@ def plan_routing(
     """
     from capplan.fleet import RoutingSettings
 
-    options.require_state_period(state_period_s)
-    name = router or plan.router or PLAN_ROUTER
+    options.require_state_period(args.state_period_s)
+    name = args.router or plan.router or PLAN_ROUTER
     if name == PLAN_ROUTER:
         return RoutingSettings()
     from capplan.twin.cluster import MODELLED, served_rule
@@ -759,7 +752,7 @@ def plan_routing(
     except InputError as error:
         raise InputError(error.rule, error.value, f"{file}: router {name}: {error.location}") from None
     ranks = {adapter.name: adapter.rank for group in groups for adapter in group.adapters}
-    return RoutingSettings(rule, ranks, state_period_s)
+    return RoutingSettings(rule, ranks, args.state_period_s)
 
 
 def plan_registry(registry: str, plan: Plan, groups: Sequence[Group], model_name: str) -> RegistrySettings:

@@ -48,6 +48,8 @@ def tune(args: TuneArgs) -> None:
     Searched: weight of the prompt in request sizes, number of queues, refresh period, and weights of the
     cache score. The P99 TTFT of one GPU that serves the whole workload is minimized.
     """
+    import yaml
+
     from capplan.planner import TuneOptions, fragment
     from capplan.planner import tune as search
     from capplan.spec import require_duration, write_text_atomic
@@ -62,7 +64,8 @@ def tune(args: TuneArgs) -> None:
     with progress_bars(quiet=args.quiet) as on_progress:
         tuned = search(workload, profile, options, lambda done, total: on_progress("trials", done, total))
     if args.output is not None:
-        write_text_atomic(args.output, _yaml(fragment(tuned.found, Path(args.workload).parent)))
+        settings = fragment(tuned.found, Path(args.workload).parent)
+        write_text_atomic(args.output, yaml.safe_dump(settings, sort_keys=False))
     if args.as_json:
         print_json(
             {
@@ -83,12 +86,6 @@ def _document(settings: Settings) -> dict[str, Any]:
         "search_ttft_p99_s": settings.search_p99_s,
         "held_out_ttft_p99_s": settings.held_out_p99_s,
     }
-
-
-def _yaml(document: dict[str, Any]) -> str:
-    import yaml
-
-    return yaml.safe_dump(document, sort_keys=False)
 
 
 def _print(tuned: TuningResult, output: str | None) -> None:

@@ -299,7 +299,8 @@ def read_requests(source: Source, columns: Mapping[str, Column], options: Observ
     dropped = _dropped(source)
     usable = _count(connection, "reason = 0")
     rows = usable + sum(each.rows for each in dropped)
-    low, high = _limits(connection, sql)
+    ends = connection.execute(f"SELECT min({sql}), max({sql}) FROM log WHERE reason = 0").fetchall()[0]
+    low, high = map(int, ends)
     first, last = _window(connection, window, low, high, is_dated)
     connection.execute(
         f"CREATE VIEW requests AS SELECT ({sql}) - {first} AS us, prompt, output, adapter"
@@ -529,11 +530,6 @@ def _dropped(source: Source) -> tuple[Dropped, ...]:
 
 def _count(connection: duckdb.DuckDBPyConnection, condition: str) -> int:
     return int(connection.execute(f"SELECT count(*) FROM log WHERE {condition}").fetchall()[0][0])
-
-
-def _limits(connection: duckdb.DuckDBPyConnection, sql: str) -> tuple[int, int]:
-    low, high = connection.execute(f"SELECT min({sql}), max({sql}) FROM log WHERE reason = 0").fetchall()[0]
-    return int(low), int(high)
 
 
 def _microseconds(

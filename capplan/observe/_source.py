@@ -149,7 +149,7 @@ def _opened(connection: duckdb.DuckDBPyConnection, path: Path, folder: Path) -> 
     first = head.decode(encoding, errors="replace").lstrip("\ufeff").lstrip()[:1]
     if first in ("{", "["):
         return _json(connection, path, readable, packing, folder)
-    return _csv(connection, path, readable, _CsvText(packing, encoding, _stated_separator(head, encoding)))
+    return _csv(connection, path, readable, _csv_options(head, packing, encoding))
 
 
 def _encoding(head: bytes, path: Path) -> str:
@@ -209,31 +209,22 @@ def _kind(described: str) -> Kind:
     return "other"
 
 
-@dataclass(frozen=True)
-class _CsvText:
-    packing: str
-    encoding: str
-    separator: str
-    """As the first line states it, which Excel writes as ``sep=;``; empty: DuckDB finds it."""
+def _csv_options(head: bytes, packing: str, encoding: str) -> str:
+    """Return options of DuckDB's reader, by which every cell is text.
 
-    @property
-    def options(self) -> str:
-        """Options of DuckDB's reader: every cell is text."""
-        stated = f", skip = 1, delim = {quoted(self.separator)}" if self.separator else ""
-        return (
-            f"all_varchar = true, header = true, compression = '{self.packing}', "
-            f"encoding = '{self.encoding}', ignore_errors = true, max_line_size = {_LONGEST_LINE}{stated}"
-        )
-
-
-def _stated_separator(head: bytes, encoding: str) -> str:
+    The first line may state the separator, which Excel writes as ``sep=;``; otherwise DuckDB finds it.
+    """
     found = re.match(r'"?sep=(.)"?\s*[\r\n]', head.decode(encoding, errors="replace").lstrip("\ufeff"))
-    return found[1] if found else ""
+    stated = f", skip = 1, delim = {quoted(found[1])}" if found else ""
+    return (
+        f"all_varchar = true, header = true, compression = '{packing}', encoding = '{encoding}', "
+        f"ignore_errors = true, max_line_size = {_LONGEST_LINE}{stated}"
+    )
 
 
-def _csv(connection: duckdb.DuckDBPyConnection, path: Path, readable: Path, text: _CsvText) -> Source:
+def _csv(connection: duckdb.DuckDBPyConnection, path: Path, readable: Path, options: str) -> Source:
     rejects = "store_rejects = true, rejects_limit = 1000000"
-    relation = f"read_csv({quoted(str(readable))}, {text.options}, {rejects})"
+    relation = f"read_csv({quoted(str(readable))}, {options}, {rejects})"
     columns = [name for name, _ in _described(connection, relation)]
     if len(columns) > MAX_COLUMNS:
         raise InputError(f"must not have over {MAX_COLUMNS:,} columns", len(columns), str(path))
@@ -246,7 +237,7 @@ def _csv(connection: duckdb.DuckDBPyConnection, path: Path, readable: Path, text
         rule = "must name its columns in the first line, which holds values"
         raise InputError(rule, listed(columns, 5), str(path))
     sniffed = connection.execute(
-        f"SELECT Delimiter FROM sniff_csv({quoted(str(readable))}, {text.options})"
+        f"SELECT Delimiter FROM sniff_csv({quoted(str(readable))}, {options})"
     ).fetchone()
     fields = tuple(Field(name, identifier(name), "text") for name in columns)
     comma_cells = sniffed is not None and sniffed[0] != ","
