@@ -53,7 +53,7 @@ GPU_LABEL: Final = Setting(
 
 ENGINE_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM)
 POD_SETTINGS: Final = (*ENGINE_SETTINGS, MODEL_CLAIM, FETCH_IMAGE)
-"""Those of `pod_spec`, and the namespace."""
+"""Those of `deployment`, and the namespace."""
 
 HF_SECRET: Final = {"name": "hf-token", "key": "token"}
 """Secret with the token of the Hugging Face Hub, and its key."""
@@ -144,28 +144,16 @@ def literal(arguments: Iterable[str]) -> list[str]:
     return [word.replace("$(", "$$(") for word in arguments]
 
 
-def pod_spec(
-    plan: Plan,
-    group: Group,
-    settings: Mapping[str, str],
-    *,
-    with_adapters: bool = True,
-    env: Mapping[str, str] | None = None,
+def _pod_spec(
+    plan: Plan, group: Group, settings: Mapping[str, str], env: Mapping[str, str], *, with_adapters: bool
 ) -> dict[str, Any]:
-    """Return the ``spec`` of a pod that runs one server of a group.
-
-    `env` are variables of the environment. The server starts `with_adapters`, or the target loads them
-    later from the same paths.
-    """
+    """Return the ``spec`` of a pod that runs one server of a group."""
     container: dict[str, Any] = {
         "name": "vllm",
         "image": image_of(plan, group, settings),
         "command": ["vllm", "serve"],
         "args": literal(serve_arguments(plan, group, with_adapters=with_adapters)),
-        "env": [
-            HF_TOKEN,
-            *variables(env or {}),
-        ],
+        "env": [HF_TOKEN, *variables(env)],
         "ports": [{"name": "http", "containerPort": PORT}],
         "resources": {"limits": {"nvidia.com/gpu": group.tp}},
         # Loading weights and capturing graphs takes minutes; the pod gets traffic when it answers.
@@ -248,9 +236,10 @@ def deployment(
 ) -> dict[str, Any]:
     """Return the Deployment of a group, a pod per replica, with a name of `object_names`.
 
-    `labels` are further ones of the Deployment and its pods; `with_adapters` and `env` are as in `pod_spec`.
+    `labels` are further ones of the Deployment and its pods, and `env` variables of their environment.
+    Servers start `with_adapters`, or the target loads them later from the same paths.
     """
-    pod = pod_spec(plan, group, settings, with_adapters=with_adapters, env=env)
+    pod = _pod_spec(plan, group, settings, env or {}, with_adapters=with_adapters)
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",

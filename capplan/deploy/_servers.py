@@ -24,6 +24,7 @@ from capplan.spec import (
 )
 
 LAST_PORT: Final = 65535
+_LONGEST_STEM: Final = 200
 
 _FUSED: Final = {part: name for name, parts in FUSED_MODULES.items() for part in parts}
 """Layers that vLLM fuses, by PEFT's names of their parts."""
@@ -264,6 +265,6 @@ def shares_of(groups: Sequence[Group]) -> dict[str, list[dict[str, Any]]]:
     return shares
 
 
-def file_stem(group_id: str, longest: int = 200) -> str:
+def file_stem(group_id: str) -> str:
     """Return a file name for any group id, which may look like a path; file systems allow 255 bytes."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", group_id).lstrip(".-")[:longest] or "group"
+    return re.sub(r"[^A-Za-z0-9._-]", "_", group_id).lstrip(".-")[:_LONGEST_STEM] or "group"

@@ -183,7 +183,7 @@ def figure_of(result: Plotted) -> go.Figure:
 
 def plan_figure(plan: Plan) -> go.Figure:
     """Return the predictions of a plan's groups: load, throughput and latencies against their bounds."""
-    return _side_by_side(plan_charts(plan), 2)
+    return _side_by_side(plan_charts(plan))
 
 
 def plan_charts(plan: Plan) -> list[Chart]:
@@ -245,12 +245,12 @@ def simulation_figure(result: SimulationResult) -> go.Figure:
         )
         for name, field, unit in kinds
     ]
-    return _side_by_side(charts, 2)
+    return _side_by_side(charts)
 
 
 def course_figure(detail: DetailedResult) -> go.Figure:
     """Return the course of a simulation: requests, KV memory, adapters, loads, tokens and steps over time."""
-    return _side_by_side(course_charts({0: detail}), 2)
+    return _side_by_side(course_charts({0: detail}))
 
 
 def course_charts(details: Mapping[int, DetailedResult]) -> list[Chart]:
@@ -296,11 +296,11 @@ def _coarser(values: Any, every: int) -> list[float]:
     return means
 
 
-def _side_by_side(charts: Sequence[Chart], columns: int) -> go.Figure:
-    rows = -(-len(charts) // columns)
-    figure = make_subplots(rows, columns, subplot_titles=[_text(chart.title) for chart in charts])
+def _side_by_side(charts: Sequence[Chart]) -> go.Figure:
+    rows = -(-len(charts) // 2)
+    figure = make_subplots(rows, 2, subplot_titles=[_text(chart.title) for chart in charts])
     for number, chart in enumerate(charts):
-        at = {"row": number // columns + 1, "col": number % columns + 1}
+        at = {"row": number // 2 + 1, "col": number % 2 + 1}
         for trace in chart.figure.data:
             figure.add_trace(trace.update(showlegend=False), **at)
         for shape in chart.figure.layout.shapes:

@@ -506,7 +506,7 @@ def _some(names: Sequence[str]) -> str:
     return f"adapter {names[0]}{more}"
 
 
-def trace_lines(speed: object, notes: object = ()) -> tuple[str, ...]:
+def trace_lines(speed: object, notes: object) -> tuple[str, ...]:
     """Return the notes of a trace, and a line if it is replayed faster or slower than it was recorded."""
     lines = tuple(f"trace: {note}" for note in notes) if isinstance(notes, tuple | list) else ()
     if not isinstance(speed, float) or abs(speed - 1.0) <= _SAME_SPEED:

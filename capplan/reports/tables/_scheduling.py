@@ -144,7 +144,7 @@ _POOL_ROWS: Final = (  # metric of scheduler and cache, its name with unit, deci
 
 
 def pool_rows(
-    pools: Sequence[PoolMetrics | None], pair: tuple[Scheduler, Cache] | None = None
+    pools: Sequence[PoolMetrics | None], pair: tuple[Scheduler, Cache] | None
 ) -> list[tuple[str, ...]]:
     """Return the metrics of scheduler and cache, one column per simulation; none without either.
 

@@ -65,7 +65,7 @@ def metrics_table(
     outcomes: Outcomes,
     details: Details,
     names: Mapping[int, str],
-    pair: tuple[Scheduler, Cache] | None = None,
+    pair: tuple[Scheduler, Cache] | None,
 ) -> Table:
     """Return the metrics, one column per number of slots with its name; those of the details last.
 
