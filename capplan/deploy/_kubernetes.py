@@ -53,7 +53,7 @@ GPU_LABEL: Final = Setting(
 
 ENGINE_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM)
 POD_SETTINGS: Final = (*ENGINE_SETTINGS, MODEL_CLAIM, FETCH_IMAGE)
-"""Those of `deployment`, and the namespace."""
+"""Settings of `deployment`."""
 
 HF_SECRET: Final = {"name": "hf-token", "key": "token"}
 """Secret with the token of the Hugging Face Hub, and its key."""
