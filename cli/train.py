@@ -210,16 +210,8 @@ SCENARIOS: Final[tuple[tuple[str, int], ...]] = (
 class DataOptions:
     """Options of the training data.
 
-    Attributes
-    ----------
-    folder
-        Holds a dataset of each design of `SCENARIOS`; None: a folder in the cache.
-    scenarios
-        Number by design; None: the default, or that of an existing dataset.
-    seed
-        Seed of generated data.
-    workers, ray_address
-        As for `capplan.twin._sweep.in_parallel`.
+    `folder` holds a dataset of each design of `SCENARIOS`; None: a folder in the cache. `scenarios` are by
+    design; None: the default, or as in an existing dataset.
     """
 
     folder: Path | None

@@ -25,16 +25,9 @@ _SLOTS: Final = (
 
 @dataclass(frozen=True)
 class Served:
-    """What a running server serves.
+    """What a running server serves: names of all models, and names and paths of those that are no adapters.
 
-    Parameters
-    ----------
-    models
-        Names of all models.
-    base_models
-        Names and paths of those that are no adapters.
-    max_loras
-        Adapter slots by its metrics; None: not stated.
+    `max_loras` are the adapter slots by its metrics; None: not stated.
     """
 
     models: frozenset[str]

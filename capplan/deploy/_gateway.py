@@ -7,7 +7,7 @@ reads the model. Names of models are in a table of JSON in the script, never in 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -56,8 +56,10 @@ def gateway_files(
         raise InputError(f"must be from 1 to {LAST_PORT}", port, "port")
     upstreams, models = _routes(plan, addresses)
     comment = "".join(f"# Differs from the plan: {loss.text}.\n" for loss in gateway_losses(plan))
+    blocks = "\n".join(_upstream(each, resolves=resolver is not None) for each in upstreams)
+    directive = "" if resolver is None else f"\n    {resolver}"
     return {
-        CONFIG: comment + _config(upstreams, port, resolver),
+        CONFIG: comment + _CONFIG.format(port=port, upstreams=blocks, resolver=directive, **_ERRORS),
         SCRIPT: f"const MODELS = {json.dumps(models, indent=4)};\n{_SCRIPT}",
     }
 
@@ -138,12 +140,6 @@ def weights_of(parts: Sequence[tuple[float, int]]) -> list[int]:
         ):
             break
     return weights
-
-
-def _config(upstreams: Iterable[Upstream], port: int, resolver: str | None) -> str:
-    blocks = "\n".join(_upstream(each, resolves=resolver is not None) for each in upstreams)
-    directive = "" if resolver is None else f"\n    {resolver}"
-    return _CONFIG.format(port=port, upstreams=blocks, resolver=directive, **_ERRORS)
 
 
 def _upstream(upstream: Upstream, *, resolves: bool) -> str:

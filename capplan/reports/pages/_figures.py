@@ -191,7 +191,7 @@ def plan_charts(plan: Plan) -> list[Chart]:
     groups = plan.groups[:_MOST_GROUPS]
     names = [group.id for group in groups]
     note = f"the first {_MOST_GROUPS} groups" if len(plan.groups) > len(groups) else ""
-    loads = [100.0 * _or_nan(group.predicted.load_over_capacity) for group in groups]
+    loads = [100.0 * or_nan(group.predicted.load_over_capacity) for group in groups]
     rates = [group.predicted.throughput_tok_s for group in groups]
     latencies = (
         ("TTFT", "ttft", "s", "Time to first token"),
@@ -220,7 +220,7 @@ def plan_charts(plan: Plan) -> list[Chart]:
 
 def _latency(group: Group, metric: str, statistic: str) -> float:
     value: float | None = getattr(getattr(group.predicted, metric), statistic)
-    return _or_nan(value)
+    return or_nan(value)
 
 
 def bounds_of(bounds: Mapping[str, float], metric: str) -> dict[str, float]:
@@ -388,7 +388,8 @@ def _texts(texts: Sequence[str]) -> list[str]:
     return [_text(text) for text in texts]
 
 
-def _or_nan(value: float | None) -> float:
+def or_nan(value: float | None) -> float:
+    """Return a value, or NaN for None, which charts leave out."""
     return math.nan if value is None else value
 
 

@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Final
 
 from capplan.reports._console import DASH, Cell, Table, counted, number, percent
 from capplan.reports.pages import _page as page
-from capplan.reports.pages._figures import Axis, Chart, Curve, bar_rows, is_wide, line_chart, plan_charts
+from capplan.reports.pages._figures import (
+    Axis,
+    Chart,
+    Curve,
+    bar_rows,
+    is_wide,
+    line_chart,
+    or_nan,
+    plan_charts,
+)
 from capplan.reports.tables import _plan as tables
 from capplan.reports.tables._scheduling import queues_table, scheduling_words, sizes_table
 from capplan.spec import describe_latency
@@ -263,17 +272,14 @@ def _names(group: GroupExplanation) -> str:
 def _slots(group: GroupExplanation, bounds: Mapping[str, float]) -> list[page.Block | Table]:
     blocks: list[page.Block | Table] = [page.heading(_names(group)), page.paragraph(group.why_a_max)]
     if group.has_slots:
-        blocks += _slot_curve(group.curve, bounds)
+        blocks.append(page.charts(*_curve_charts(group.curve, bounds)))
+        blocks.append(tables.curve_table(group.curve, " (chosen)").text_second())
     blocks += [tables.curve_table(curve, " (chosen)").text_second() for curve in group.knobs]
     if len(group.loading) > 1:
         blocks.append(tables.loading_table(group.loading, " (chosen)").text_second())
     if group.queues:
         blocks.append(tables.gains_table(group.queues))
     return blocks
-
-
-def _slot_curve(curve: SlotCurve, bounds: Mapping[str, float]) -> list[page.Block | Table]:
-    return [page.charts(*_curve_charts(curve, bounds)), tables.curve_table(curve, " (chosen)").text_second()]
 
 
 def _curve_charts(curve: SlotCurve, bounds: Mapping[str, float]) -> list[Chart]:
@@ -319,9 +325,9 @@ def _out_of_memory(curve: SlotCurve) -> tuple[str, float] | None:
 
 
 def _room(room: Headroom) -> list[page.Block | Table]:
-    shares = {"at the planned load": [_percent(use.now) for use in room.uses]}
+    shares = {"at the planned load": [100.0 * or_nan(use.now) for use in room.uses]}
     if room.fails_at is not None:
-        shares[f"at {tables.times(room.fails_at)}"] = [_percent(use.beyond) for use in room.uses]
+        shares[f"at {tables.times(room.fails_at)}"] = [100.0 * or_nan(use.beyond) for use in room.uses]
     known = [share for each in shares.values() for share in each if share == share]
     high = min(_MOST_SHOWN, max([100.0, *known]))
     names = [use.name for use in room.uses]
@@ -331,7 +337,3 @@ def _room(room: Headroom) -> list[page.Block | Table]:
         page.charts(chart),
         tables.room_table(room).text_second(),
     ]
-
-
-def _percent(share: float | None) -> float:
-    return float("nan") if share is None else 100.0 * share
