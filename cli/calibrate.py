@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from capplan.spec import Profile
     from capplan.twin.calibration import CalibrationResult, RunCalibration
 
-_GIB = 2**30
-
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateArgs:
@@ -142,12 +140,9 @@ def _base(args: CalibrateArgs) -> Profile:
     from capplan.serving import rules_of_engine
 
     rules, version = rules_of_engine(args.engine_version, args.rules, otherwise="vllm-0.8")
-    memory_gib = args.gpu_memory_gib or 0.0
-    if not 0.0 < memory_gib < float("inf"):
-        raise InputError("must be a finite number above 0", args.gpu_memory_gib, "--gpu-memory-gib")
     hardware = Hardware(
         gpu=str(args.gpu),
-        gpu_memory_bytes=round(memory_gib * _GIB),
+        gpu_memory_bytes=options.gib_in_bytes(args.gpu_memory_gib or 0.0, "--gpu-memory-gib"),
         tp=args.tp,
         engine=rules.engine,
         engine_version=version,

@@ -529,6 +529,13 @@ def one_profile(workload: Workload, name: str | None) -> Profile:
     return profile
 
 
+def gib_in_bytes(gib: float, flag: str) -> int:
+    """Return a memory in bytes."""
+    if not 0.0 < gib < float("inf"):
+        raise InputError("must be a finite number above 0", gib, flag)
+    return round(gib * 2**30)
+
+
 def numbers(text: str, flag: str, least: int | None = None) -> tuple[int, ...]:
     """Return the numbers of a list separated by commas, each once and none below ``least``."""
     try:

@@ -12,15 +12,12 @@ from capplan.cli import options
 from capplan.cli.output import write_json
 from capplan.cli.profile_kernels import fits_document, show_fits
 from capplan.cli.progress import progress_bars
-from capplan.errors import InputError
 from capplan.reports import Table, number, print_json, print_table
 from capplan.spec import EngineConfig
 
 if TYPE_CHECKING:
     from capplan.models import KernelReport
     from capplan.profiling.engine import EngineProfilingResult
-
-_GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,15 +79,14 @@ def engine(args: ProfileEngineArgs) -> None:
 
     ranks = options.numbers(args.ranks, "--ranks", least=1)
     s_max = str(allowed_lora_rank(max(ranks))) if args.max_lora_rank is None else args.max_lora_rank
-    if args.memory_gib is not None and not 0.0 < args.memory_gib < float("inf"):
-        raise InputError("must be a finite number above 0", args.memory_gib, "--memory-gib")
+    memory = None if args.memory_gib is None else options.gib_in_bytes(args.memory_gib, "--memory-gib")
     wanted = options.fill(
         EngineProfilingOptions,
         args,
         a_max=options.numbers(args.max_loras, "--max-loras", least=1),
         s_max=options.numbers(s_max, "--max-lora-rank", least=1),
         ranks=ranks,
-        memory_bytes=None if args.memory_gib is None else round(args.memory_gib * _GIB),
+        memory_bytes=memory,
         stages=options.names(args.stages, "--stages"),
     )
     with progress_bars(quiet=args.quiet) as on_progress:

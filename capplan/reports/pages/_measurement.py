@@ -11,8 +11,10 @@ from capplan.reports._console import Cell, Table, counted, number, percent
 from capplan.reports.pages import _page as page
 from capplan.reports.pages._figures import Axis, Chart, Curve, bar_rows, bounds_of, line_chart
 from capplan.reports.tables._measurement import (
+    FIT_HEAD,
     adapter_table,
     facts_table,
+    fit_cells,
     group_table,
     group_verdict,
     heading,
@@ -356,14 +358,12 @@ def _rates(report: FitReport) -> page.Section:
 
 
 def _table_section(heading: str, rows: Sequence[FitRow], intro: str = "") -> page.Section:
-    cells: list[tuple[Cell, ...]] = [_row(row) for row in rows]
-    return page.section(heading, Table(["", "observed", "simulated", "difference"], cells), intro=intro)
-
-
-def _row(row: FitRow) -> tuple[Cell, ...]:
-    text = f"{100 * row.error:+.1f} " + ("points" if row.what.endswith("share") else "%")
-    marked = page.good(text) if abs(row.error) <= _GOOD else page.bad(text)
-    return row.what, number(row.observed, 3), number(row.simulated, 3), marked
+    cells: list[tuple[Cell, ...]] = []
+    for row in rows:
+        *values, difference = fit_cells(row)
+        mark = page.good if abs(row.error) <= _GOOD else page.bad
+        cells.append((*values, mark(difference)))
+    return page.section(heading, Table(FIT_HEAD, cells), intro=intro)
 
 
 def _reading(observation: Observation) -> page.Section:

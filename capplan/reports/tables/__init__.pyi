@@ -12,9 +12,11 @@ from ._calibration import (
     runs_table,
 )
 from ._measurement import (
+    FIT_HEAD,
     adapter_table,
     doubts,
     facts_table,
+    fit_cells,
     group_table,
     group_verdict,
     heading,
@@ -70,6 +72,7 @@ from ._simulation import (
 
 __all__ = [
     "COEFFICIENT_HEAD",
+    "FIT_HEAD",
     "METRICS",
     "MORE",
     "Details",
@@ -90,6 +93,7 @@ __all__ = [
     "extrapolation_line",
     "extrapolation_lines",
     "facts_table",
+    "fit_cells",
     "fits_table",
     "folder_lines",
     "forms_table",

@@ -1,4 +1,4 @@
-"""Tables of load tests, and of plans beside measurements."""
+"""Tables of load tests, of plans beside measurements, and of observations beside their workloads."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from capplan.reports._console import DASH, Table, counted, number, percent
 
 if TYPE_CHECKING:
+    from capplan.observe import FitRow
     from capplan.profiling.load import BenchResult, LoadMetrics
     from capplan.profiling.validation import GroupValidation, MetricComparison
 
@@ -198,3 +199,12 @@ def _metric_verdict(each: MetricComparison) -> str:
     values = f"{_valued(each, each.measured)} measured, {number(each.predicted, 1)} predicted"
     side = "within" if each.agrees else "over"
     return f"{values}: {number(each.error, 1)} % {side} the tolerance of {each.tolerance:g} %"
+
+
+FIT_HEAD: Final = ("", "observed", "simulated", "difference")
+
+
+def fit_cells(row: FitRow) -> tuple[str, str, str, str]:
+    """Return the cells of an observation beside its workload, under `FIT_HEAD`."""
+    difference = f"{100 * row.error:+.1f} " + ("points" if row.what.endswith("share") else "%")
+    return row.what, number(row.observed, 3), number(row.simulated, 3), difference
