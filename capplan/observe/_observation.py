@@ -19,7 +19,6 @@ import yaml
 from numpy.typing import NDArray
 
 from capplan.errors import InputError
-from capplan.observe._requests import Dropped
 from capplan.spec import Adapter, PeftFiles, TimeUnit, YamlDumper, read_columns, write_bytes_atomic, yaml_text
 from capplan.workload import load_workload
 
@@ -86,6 +85,20 @@ class ObservedAdapter:
     prompt_tokens: Mapping[str, list[int]] | None = None
     """Histogram of its own prompts, ``edges`` and ``counts``; None: those of all."""
     output_tokens: Mapping[str, list[int]] | None = None
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """Rows that were left out for one reason."""
+
+    reason: str
+    rows: int
+    example: str
+
+    @property
+    def like(self) -> str:
+        """The example in words, after a comma; nothing if the row is empty."""
+        return f", such as {self.example}" if self.example else ""
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from capplan.errors import InputError
+from capplan.observe._observation import Dropped, ObserveOptions
 from capplan.observe._source import Field, Kind, Source, listed, quoted
 from capplan.spec import MAX_TOKENS, TimeUnit
 from capplan.workload import EPOCH_S, PER_S, UNIT_WORDS, WHOLE, TimeColumn, defined_unit, time_unit_of
 
 if TYPE_CHECKING:
     import duckdb
-
-    from capplan.observe._observation import ObserveOptions
 
 
 TIMESTAMP: Final = "timestamp"
@@ -239,20 +238,6 @@ REASONS: Final = (
     "a time far from those of all others",
 )
 _USABLE, _NO_TIME, _PROMPT, _FAILED, _OUTPUT, _EMPTY, _NAME, _FAR_TIME = range(len(REASONS))
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """Rows that were left out for one reason."""
-
-    reason: str
-    rows: int
-    example: str
-
-    @property
-    def like(self) -> str:
-        """The example in words, after a comma; nothing if the row is empty."""
-        return f", such as {self.example}" if self.example else ""
 
 
 @dataclass(frozen=True)

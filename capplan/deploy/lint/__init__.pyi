@@ -1,5 +1,5 @@
 from ._lint import FORMATS, lint
-from ._parts import Finding, Rule
+from ._rule import Finding, Rule
 from ._rules import RULES
 
 __all__ = ["FORMATS", "RULES", "Finding", "Rule", "lint"]

@@ -16,15 +16,13 @@ from capplan.deploy._deployed import served_by
 from capplan.deploy.lint._parts import (
     AdapterFolder,
     BrokenFile,
-    Context,
-    Finding,
     Part,
     PlanFile,
-    Rule,
     RunningServer,
     TextFile,
     WorkloadFile,
 )
+from capplan.deploy.lint._rule import Context, Finding, Rule
 from capplan.deploy.lint._rules import RULES
 from capplan.deploy.lint._schemas import Schemas, read_schemas
 from capplan.deploy.lint._servers import ENGINE, deployment_parts, script_servers

@@ -15,15 +15,9 @@ from capplan.deploy.lint._parts import (
     AdapterFolder,
     BrokenFile,
     ChartModel,
-    Check,
-    Context,
     Document,
-    Hit,
-    Level,
-    P,
     PlanFile,
     RayModel,
-    Rule,
     RunningServer,
     Server,
     TextFile,
@@ -32,6 +26,7 @@ from capplan.deploy.lint._parts import (
     mapping,
     mappings,
 )
+from capplan.deploy.lint._rule import Check, Context, Hit, Level, P, Rule
 from capplan.errors import InputError
 from capplan.spec import (
     LORA_RANKS,

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from capplan.deploy.lint import RULES
-from capplan.deploy.lint._parts import REFERENCE
+from capplan.deploy.lint._rule import REFERENCE
 
 PAGE = Path(__file__).resolve().parents[3] / REFERENCE
 KINDS = {
