@@ -17,7 +17,7 @@ from capplan.reports.pages._figures import (
     plan_charts,
 )
 from capplan.reports.tables import _plan as tables
-from capplan.reports.tables._scheduling import queues_table, scheduling_words, sizes_table
+from capplan.reports.tables._scheduling import SIZES_HEAD, queues_table, scheduling_words, sizes_table
 from capplan.spec import describe_latency
 
 if TYPE_CHECKING:
@@ -165,8 +165,7 @@ def _scheduling(groups: Sequence[Group]) -> list[page.Section]:
     if not facts:
         return []
     rows = [(group.id, *row) for group in groups if (table := sizes_table(group)) for row in table.rows]
-    head = ("group", "requests by size", "TTFT p99, s", "queueing, share of E2E")
-    sizes = [Table(head, rows, numbers_from=2)] if rows else []
+    sizes = [Table(("group", *SIZES_HEAD), rows, numbers_from=2)] if rows else []
     return [page.section("Scheduler and cache", page.definitions(facts), *sizes)]
 
 
