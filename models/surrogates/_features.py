@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from capplan._jit import jit
 from capplan.errors import InputError
-from capplan.models._fluid import FluidEngine, batch_limit, fluid_state
+from capplan.models._fluid import FluidEngine, FluidLoad, batch_limit, fluid_state
 from capplan.models._memory import KvBudget, kv_budget
-from capplan.models._slot_sharing import FluidLoad
 from capplan.models._step_latency import coefficient_array, latency_code
 from capplan.spec import Adapter, Arrivals, EngineArgs, EngineLimits, Lengths, Profile, Workload
 
