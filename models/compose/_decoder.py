@@ -19,9 +19,7 @@ from capplan.datasets import (
     weight_format,
 )
 from capplan.errors import InputError
-from capplan.models.compose._attention import Heads
-from capplan.models.compose._gemm import INT4_BYTES
-from capplan.models.compose._moe import SPREADS
+from capplan.models.compose._operators import INT4_BYTES, SPREADS, Heads
 from capplan.spec import ModelArch
 
 DENSE: Final = (
@@ -65,7 +63,7 @@ class Decoder:
     quantization: str | None = None
     """See `quantized_on_loading`."""
     expert_spread: float = 1.0
-    """See `capplan.models.compose._moe`."""
+    """See `SPREADS`."""
 
     @property
     def window_layers(self) -> int:

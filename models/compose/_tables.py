@@ -169,7 +169,7 @@ def _fastest(table: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
 
 
 def _full_attention(table: pd.DataFrame, length: str) -> pd.DataFrame:
-    """Return attention without a window; a window is a shorter context, see `attention`."""
+    """Return attention without a window; a window is a shorter context, see `ForwardPass`."""
     chosen = table[table["window_size"] == 0] if "window_size" in table else table
     heads = ["kv_cache_dtype", "head_dim", "num_heads", "num_key_value_heads"]
     return _fastest(chosen, [*heads, "batch_size", length])
