@@ -11,8 +11,13 @@ from hypothesis import strategies as st
 from capplan import InputError
 from capplan.models import ADDITIVE
 from capplan.models.calibration import MeasuredSteps, _candidates, calibrate_steps
-from capplan.models.calibration._candidates import TERM_GROUPS, candidate_named, candidates
-from capplan.models.calibration._step_model import predict_left_out, step_ranges
+from capplan.models.calibration._step_model import (
+    TERM_GROUPS,
+    candidate_named,
+    candidates,
+    predict_left_out,
+    step_ranges,
+)
 from capplan.models.calibration._tables import step_table
 from capplan.spec import Coefficient, Kernel
 from tests.models.calibration.step_tables import (
