@@ -45,9 +45,16 @@ from capplan.models.surrogates._outputs import (
 )
 from capplan.models.surrogates._surrogate import Domain, Surrogate, fit_domain
 from capplan.models.surrogates._tree import Tree
-from capplan.models.training._candidates import FAMILIES, Task, candidate_model, monotone_constraints
+from capplan.models.training._candidates import (
+    FAMILIES,
+    SearchOptions,
+    candidate_model,
+    monotone_constraints,
+    tune,
+)
 from capplan.models.training._data import TrainingTable
 from capplan.models.training._evaluation import (
+    Task,
     coverage,
     fit_calibration,
     fit_intervals,
@@ -65,7 +72,6 @@ from capplan.models.training._refinement import (
     starvation_objective,
     throughput_objective,
 )
-from capplan.models.training._search import SearchOptions, tune
 from capplan.spec import STARVED_BELOW, Profile
 
 if TYPE_CHECKING:
