@@ -241,13 +241,7 @@ def _is_of(config: Mapping[str, Any], names: Iterable[str]) -> bool:
 
 
 def experts_of(config: Mapping[str, Any], location: str) -> Experts | None:
-    """Return the experts that the fields of a language model describe; None for a dense model.
-
-    Raises
-    ------
-    InputError
-        If a size is missing, or only some layers have experts.
-    """
+    """Return the experts that the fields of a language model describe; None for a dense model."""
     number = next((key for key in _EXPERTS if config.get(key) is not None), None)
     if number is None or config[number] == 1:
         return None
@@ -493,19 +487,7 @@ def language_model(config: Mapping[str, Any], location: str) -> Mapping[str, Any
 def vision_bytes(config: Mapping[str, Any], hidden_size: int, location: str) -> int:
     """Return the bytes of the vision tower and its projector; 0 without one.
 
-    Parameters
-    ----------
-    config
-        Fields of the whole model.
-    hidden_size
-        Width of its language model.
-    location
-        Place of the fields, for messages.
-
-    Raises
-    ------
-    InputError
-        For a tower that is not known.
+    `config` has the fields of the whole model, `hidden_size` is the width of its language model.
     """
     given = config.get("vision_config")
     if not isinstance(given, Mapping):

@@ -73,17 +73,7 @@ class FluidState(NamedTuple):
 def fluid_state(
     engine: FluidEngine, load: FluidLoad, horizon_s: float, scratch: NDArray[np.float64]
 ) -> FluidState:
-    """Return the state over a horizon.
-
-    Parameters
-    ----------
-    engine, load
-        Engine and workload.
-    horizon_s
-        Simulated time in seconds.
-    scratch
-        Work array, shape (rates,).
-    """
+    """Return the state over a horizon of simulated time; `scratch` is a work array of shape (rates,)."""
     limit = batch_limit(engine, load)
     total = max(load.total_rps, _MIN_RPS)
     step_s, batch, rotation, active = _under_load(engine, load, limit, horizon_s, scratch)
@@ -354,14 +344,8 @@ def busy_periods(load: FluidLoad, life_s: float, busy_s: NDArray[np.float64]) ->
     """Write the busy period of an adapter of each rate for requests that run for `life_s`.
 
     A busy period is one request lifetime and all shorter gaps before it. With exponential gaps it is the busy
-    period of an M/G/inf queue.
-
-    Returns
-    -------
-    float
-        Adapters with a request within a request lifetime.
-    float
-        Slots in use if no adapter waits.
+    period of an M/G/inf queue. Return the adapters with a request within a request lifetime, and the slots in
+    use if no adapter waits.
     """
     if load.arrivals_cv == 1.0:
         return _poisson_busy_periods(load, life_s, busy_s)
@@ -405,17 +389,8 @@ def slot_rotation(
     An adapter keeps its slot until none of its requests runs. It returns after the period or with its next
     request, whichever is later. An adapter without a slot at the end of the horizon has waited half of its
     wait, or all of it if waits exceed the horizon.
-
-    Parameters
-    ----------
-    load
-        Workload with a total rate above 0.
-    busy_s
-        Busy periods by `busy_periods`.
-    backlog_s
-        Extension of a busy period per e-fold of waiting requests.
-    period_s, horizon_s
-        Rotation period and simulated time.
+    `load` has a total rate above 0, `busy_s` is by `busy_periods`, and `backlog_s` extends a busy period per
+    e-fold of waiting requests.
     """
     lost, waited, loads = _rotation_sums(load, busy_s, backlog_s, period_s, horizon_s)
     return SlotRotation(period_s, waited / load.total_rps, 1.0 - lost / load.total_rps, loads)
@@ -506,15 +481,7 @@ def full_loads_per_step(load: FluidLoad, batch: float, slots: float) -> float:
 
 @jit
 def gamma_gaps(cv: float, length: float) -> tuple[float, float]:
-    """Return P(gap > length) and E[gap; gap <= length] for gamma-distributed gaps of mean 1.
-
-    Parameters
-    ----------
-    cv
-        Coefficient of variation of the gaps.
-    length
-        In units of the mean gap.
-    """
+    """Return P(gap > length) and E[gap; gap <= length] for gamma-distributed gaps of mean 1, by their cv."""
     shape = 1.0 / max(cv, _LEAST_CV) ** 2
     x = shape * length
     if x <= 0.0:

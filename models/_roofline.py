@@ -349,13 +349,7 @@ def _check(sheet: GpuSheet, arch: ModelArch, tp: int) -> None:
 
 
 def require_weights_fit(sheet: GpuSheet, arch: ModelArch, tp: int) -> None:
-    """Check that a GPU holds its share of the weights.
-
-    Raises
-    ------
-    InputError
-        If it does not.
-    """
+    """Check that a GPU holds its share of the weights."""
     if weight_bytes(arch, tp) >= sheet.memory_bytes:
         size, room = weight_bytes(arch, tp) / 2**30, sheet.memory_bytes / 2**30
         rule = f"must be more: {size:.1f} GiB of weights per GPU do not fit into {room:.1f} GiB"

@@ -574,21 +574,12 @@ _KV_CELL: Final = 5
 
 @functools.lru_cache(maxsize=32)
 def pack_tables(tokens_ms: StepTable, requests_ms: StepTable, start: int) -> NDArray[np.float64]:
-    """Return the tables of a step model as one array, for `kv_line`; not to be changed.
+    """Return the tables of a step model (`capplan.spec._profile.TABLE_AXES`) as one array, for `kv_line`.
 
-    Parameters
-    ----------
-    tokens_ms, requests_ms
-        The tables of `capplan.spec._profile.TABLE_AXES`.
-    start
-        Position of the result in the array of the step model.
-
-    Returns
-    -------
-    ndarray
-        The index of each axis, the cells over tokens, those over requests, and for each of the latter the
-        cells over KV tokens. Axes begin at 0; a point at infinity ends every list of cells. Positions are
-        those in the array of the step model; the index of KV tokens is relative to the first cell of a list.
+    It holds the index of each axis, the cells over tokens, those over requests, and for each of the latter
+    the cells over KV tokens. Axes begin at 0; a point at infinity ends every list of cells. Positions are
+    those in the array of the step model, where the result begins at `start`; the index of KV tokens is
+    relative to the first cell of a list. The array is shared between calls: not to be changed.
     """
     axes = [np.array(axis.points) for axis in (*tokens_ms.axes, *requests_ms.axes)]
     line = _line_cells(axes[0], tokens_ms.grid_ms)

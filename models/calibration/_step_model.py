@@ -125,13 +125,7 @@ class StepModelCandidate:
         return StepModelFit(self, problem.names, values, covariance)
 
     def _require_linear(self, table: MeasuredSteps, columns: Mapping[str, NDArray[np.float64]]) -> None:
-        """Check that the form is the sum of its regressors, as the fit takes it to be.
-
-        Raises
-        ------
-        TypeError
-            If it has a constant, or is not linear in its coefficients.
-        """
+        """Check that the form is the sum of its regressors, as the fit takes it to be."""
         first, *others = self.form.names
         code = latency_code(self.form.name, self.kernel)
         whole = unit_columns(code, self.form.names, table, dict.fromkeys(others, 1.0))[first]
@@ -265,13 +259,7 @@ def _unknown_terms(table: MeasuredSteps, groups: Mapping[str, tuple[str, ...]]) 
 
 
 def candidate_named(label: str, table: MeasuredSteps, kernel: Kernel) -> StepModelCandidate:
-    """Return one candidate.
-
-    Raises
-    ------
-    InputError
-        For an unknown name, or a form that requires columns which the table does not have.
-    """
+    """Return one candidate, if the table has the columns that its form requires."""
     known = {each.label: each for each in candidates(table, kernel)}
     if label not in known:
         raise InputError(f"must be one of {', '.join(known)}", label, "--form")

@@ -212,23 +212,9 @@ class ForwardPass:
 def forward_pass(
     tables: OperatorTables, decoder: Decoder, tp: int = 1, *, expert_parallel: bool = False
 ) -> ForwardPass:
-    """Return the times of a decoder on a GPU type.
+    """Return the times of a decoder on `tp` GPUs of a type, by its measured operators.
 
-    Parameters
-    ----------
-    tables
-        Measured operators of the GPU.
-    decoder
-        The model.
-    tp
-        GPUs per copy of the model.
-    expert_parallel
-        Whether each GPU has some of the experts, and not a share of each.
-
-    Raises
-    ------
-    InputError
-        If `tp` does not divide the heads or was not measured, or no product of the model's dtype was.
+    With `expert_parallel`, each GPU has some of the experts, and not a share of each.
     """
     _check_tp(tables, decoder, tp)
     sheet, heads = tables.system.sheet, decoder.heads(tp)

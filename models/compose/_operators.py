@@ -93,13 +93,7 @@ class GemmTimes:
 
 
 def gemm_times(table: pd.DataFrame, sheet: GpuSheet, dtype: str) -> GemmTimes:
-    """Return the products of one dtype from an operator table; of `CARRIED` ones by their bytes.
-
-    Raises
-    ------
-    InputError
-        If no product of that dtype was measured; the message lists those that were.
-    """
+    """Return the products of one dtype from an operator table; of `CARRIED` ones by their bytes."""
     measured = CARRIED.get(dtype, dtype)
     chosen = table[
         (table["gemm_dtype"] == measured) & (table["n"] >= _LEAST_SIZE) & (table["k"] >= _LEAST_SIZE)
@@ -214,21 +208,9 @@ def expert_times(
     expert_parallel: bool = False,
     spread: float = 1.0,
 ) -> ExpertTimes:
-    """Return the times of a model's experts from an operator table.
+    """Return the times of a model's experts, with weights of a dtype, from an operator table.
 
-    Parameters
-    ----------
-    dtype
-        Of their weights.
-    tp
-        GPUs per copy of the model, which share each expert, or the experts if `expert_parallel`.
-    spread
-        See `ExpertTimes`.
-
-    Raises
-    ------
-    InputError
-        If experts of these sizes, dtype and `tp` were not measured on this GPU.
+    The `tp` GPUs share each expert, or the experts if `expert_parallel`.
     """
     shape = {
         "hidden_size": hidden_size,
@@ -356,13 +338,7 @@ def prefill_ms_per_mpair(table: pd.DataFrame, heads: Heads) -> float:
 
 
 def ms_per_mpair(tokens: Floats, ms: Floats) -> float:
-    """Return the slope of prefill attention over million pairs, by prompts of `_PAIR_PROMPTS` tokens.
-
-    Raises
-    ------
-    InputError
-        If fewer than two prompts are that long.
-    """
+    """Return the slope of prefill attention over million pairs, by prompts of `_PAIR_PROMPTS` tokens."""
     first, last = _PAIR_PROMPTS
     chosen = (tokens >= first) & (tokens <= last)
     if chosen.sum() < 2:
@@ -389,13 +365,7 @@ def _nearest(table: pd.DataFrame, heads: Heads) -> tuple[pd.DataFrame, int, int]
 
 
 def _ms_per_token(times: Floats, batches: Floats, contexts: Floats, token_bytes: int) -> float:
-    """Return the median slope between the two longest contexts of each batch that exceed every cache.
-
-    Raises
-    ------
-    InputError
-        If no batch has such contexts.
-    """
+    """Return the median slope between the two longest contexts of each batch that exceed every cache."""
     slopes = []
     for batch, row in zip(batches, times, strict=True):
         last = int(np.flatnonzero(np.isfinite(row))[-1])

@@ -133,11 +133,6 @@ def host_terms(version: str, dtype: str, parts: str = "operators", is_async: boo
 
     Terms of the same scheduling are nearer: asynchronous from vLLM 0.14 on, unless given. Measured layers
     hold the starts of their kernels and the sampler, so that their terms are others.
-
-    Raises
-    ------
-    InputError
-        If the version is not one of numbers.
     """
     asked = _numbers(version)
     scheduling = _is_async(asked) if is_async is None else is_async
@@ -382,16 +377,7 @@ def lora_coefficients(
 ) -> dict[str, Coefficient]:
     """Return LoRA terms of the step model in milliseconds, with standard errors.
 
-    Parameters
-    ----------
-    sheet
-        The GPU.
-    arch
-        Base model.
-    tp
-        GPUs per copy of the model.
-    small_product_ratio
-        Time of products of LoRA's shapes over that on an H100.
+    `small_product_ratio` is the time of products of LoRA's shapes over that on an H100.
     """
     carried, measured = VllmLora(), gpu_sheet(_MEASURED_SHEET)
     bandwidth = measured.bytes_per_s / sheet.bytes_per_s

@@ -55,13 +55,7 @@ SYSTEMS: Final = (
 
 
 def system_of(gpu: str) -> System:
-    """Return the measured GPU type of a name: the package's, or one that `gpu_sheet` knows.
-
-    Raises
-    ------
-    InputError
-        For an unknown name; the message lists the known ones.
-    """
+    """Return the measured GPU type of a name: the package's, or one that `gpu_sheet` knows."""
     sheet = find_gpu(gpu)
     for system in SYSTEMS:
         if gpu.lower() == system.key or (sheet is not None and sheet.key == system.sheet_key):

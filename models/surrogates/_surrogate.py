@@ -32,11 +32,8 @@ _SLACK: Final = 1.02
 class Intervals:
     """Conformal intervals with one width per regime (Mondrian).
 
-    Attributes
-    ----------
-    low, high
-        Trees of the same regimes; leaves are the 5 % and 95 % quantiles of the logarithm of true over
-        predicted throughput on held-out scenarios.
+    The trees have the same regimes; their leaves are the 5 % and 95 % quantiles of the logarithm of true over
+    predicted throughput on held-out scenarios.
     """
 
     low: Tree

@@ -189,13 +189,7 @@ class CandidateModel:
 
 
 def candidate_model(family: str, task: Task) -> CandidateModel:
-    """Return the candidate of a family.
-
-    Raises
-    ------
-    InputError
-        For an unknown family.
-    """
+    """Return the candidate of a family."""
     if family not in FAMILIES:
         raise InputError(f"must be one of {', '.join(FAMILIES)}", family, "family")
     classifies = task == "starvation"
@@ -326,20 +320,8 @@ def tune(
 ) -> Tuned:
     """Return the candidate with the hyper-parameters of least loss on held-out groups.
 
-    The result depends on data and seed only.
-
-    Parameters
-    ----------
-    candidate, options, progress
-        Model family and search space, size of the search, and callback.
-    features, target, groups
-        Feature vectors, shape (rows, features); throughput in tokens per second, or whether the GPU starved,
-        shape (rows,); and groups of near-duplicate scenarios, shape (rows,).
-
-    Raises
-    ------
-    InputError
-        For a budget below 1, data that cannot be split, or a damaged journal.
+    The result depends on data and seed only. The target is throughput in tokens per second, or whether the
+    GPU starved, shape (rows,); near-duplicate scenarios share a group, shape (rows,).
     """
     if options.budget < 1:
         raise InputError("must be at least 1", options.budget, "budget")
@@ -413,17 +395,9 @@ class _NoLock:
 
 @contextmanager
 def quiet_storage(path: Path | None) -> Iterator[BaseStorage]:
-    """Open the storage of studies, with Optuna's messages silenced.
+    """Open the storage of studies, with Optuna's messages silenced: a journal of JSON lines, or memory.
 
-    Parameters
-    ----------
-    path
-        Journal of JSON lines, created if missing; None: in memory.
-
-    Raises
-    ------
-    InputError
-        If the journal cannot be opened, is damaged, or is in use by another process.
+    The journal is created if it is missing. One that is damaged, or in use by another process, is an error.
     """
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)

@@ -453,20 +453,10 @@ def refine(
     folds: int = 5,
     seed: int = 0,
 ) -> Refinement:
-    """Return small trees of one objective.
+    """Return small trees of one objective, by default with at most the rules of the paper's (`_LIMIT`).
 
-    Parameters
-    ----------
-    objective
-        By `throughput_objective` or `starvation_objective`.
-    groups
-        Near-duplicate scenarios share a group, shape (n,).
-    limit
-        Most rules of the chosen tree; None: that of the paper's small trees.
-    labels
-        Soft-label model; None: trees are fitted to the twin's results only.
-    folds, seed
-        Of the cross-validation; the seed also draws the synthetic scenarios.
+    Near-duplicate scenarios share a group, shape (n,). Without `labels`, trees are fitted to the twin's
+    results only. The seed is of the cross-validation, and draws the synthetic scenarios.
     """
     limit = _LIMIT[objective.answer] if limit is None else limit
     classes = objective.target >= 0.5 if objective.answer == PROBABILITY else None

@@ -101,16 +101,8 @@ def flatten_boosted(model: XGBModel | Booster) -> Forest:
     ``x <= threshold``; both compare float32, so the threshold becomes the next smaller float32. Missing
     values do not occur in features.
 
-    Parameters
-    ----------
-    model
-        A fitted single-output model of plain trees (booster ``gbtree``). Trees after the best iteration of
-        early stopping are dropped, as XGBoost's scikit-learn interface does.
-
-    Raises
-    ------
-    InputError
-        For several outputs, categorical splits or an unknown objective.
+    The model has a single output and plain trees (booster ``gbtree``). Trees after the best iteration of
+    early stopping are dropped, as XGBoost's scikit-learn interface does.
     """
     booster = model if not hasattr(model, "get_booster") else model.get_booster()
     if booster.attr("best_iteration") is not None:
@@ -172,16 +164,9 @@ def _flat_tree(tree: Mapping[str, Any]) -> Forest:
 
 @dataclass(eq=False, repr=False)
 class _Boosted(BaseEstimator):  # type: ignore[misc]
-    """Shared hyper-parameters; defaults chosen on both designs of both shipped profiles.
+    """XGBoost's hyper-parameters under its names; defaults chosen on both designs of both shipped profiles.
 
-    Parameters
-    ----------
-    n_estimators, learning_rate, max_depth, min_child_weight, subsample, colsample_bytree, max_bin
-        As XGBoost's.
-    random_state
-        Seed.
-    n_jobs
-        Threads; predictions do not depend on it.
+    Predictions do not depend on `n_jobs`, the number of threads.
     """
 
     n_estimators: int = 400
