@@ -439,7 +439,10 @@ def coefficient_array(model: FittedModel) -> NDArray[np.float64]:
     """
     form = latency_form(model.form)
     values = [model.value(name) for name in form.coefficients]
-    _require_known(model, form)
+    for name in model.coefficients:
+        if name not in form.names:
+            rule = unknown_key(name, form.names)
+            raise InputError(rule, location=f"profile: step_latency.coefficients.{name}")
     if form is TABLE or model.coefficients.keys() & form.optional.keys():
         for name, instead in form.optional.items():
             if name in model.coefficients:
@@ -450,13 +453,6 @@ def coefficient_array(model: FittedModel) -> NDArray[np.float64]:
         packed = pack_tables(model.tables["tokens_ms"], model.tables["requests_ms"], len(values))
         return np.concatenate([values, packed])
     return np.array(values)
-
-
-def _require_known(model: FittedModel, form: LatencyForm) -> None:
-    for name in model.coefficients:
-        if name not in form.names:
-            rule = unknown_key(name, form.names)
-            raise InputError(rule, location=f"profile: step_latency.coefficients.{name}")
 
 
 def uses_ranks(form: int, k: NDArray[np.float64]) -> bool:

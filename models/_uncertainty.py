@@ -83,9 +83,10 @@ def drawn_profiles(profile: Profile, count: int = DRAWS) -> tuple[Profile, ...]:
 
 
 def _drawn(profile: Profile, normal: Mapping[str, NDArray[np.float64]], factor: float) -> Profile:
-    factors = {"step_latency": factor, "loading": 1.0}
-    parts = {part: _scaled(_moved(getattr(profile, part), normal[part]), factors[part]) for part in _PARTS}
-    return profile.replace(**parts)
+    return profile.replace(
+        step_latency=_scaled(_moved(profile.step_latency, normal["step_latency"]), factor),
+        loading=_moved(profile.loading, normal["loading"]),
+    )
 
 
 def _moved(model: FittedModel, normal: NDArray[np.float64]) -> FittedModel:

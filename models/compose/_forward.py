@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,9 +40,6 @@ from capplan.models.compose._operators import (
 from capplan.models.compose._tables import OperatorTables
 from capplan.spec import read_columns
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 Floats = NDArray[np.float64]
 
 KERNEL_MS: Final = 0.003
@@ -51,53 +48,11 @@ KERNEL_MS: Final = 0.003
 ELEMENTWISE_BANDWIDTH: Final = 0.8
 """Share of the memory's peak that memory-bound kernels reach."""
 
-
 _ALL_REDUCES: Final = 2
 """Of a layer: after attention and after the MLP. Another one follows the embedding."""
 
 _AFTER_ATTENTION: Final = 1
 """Position of o in `Decoder.products`: attention does not quantize its output."""
-
-
-class StepTimes(Protocol):
-    """Times of the forward passes of a decoder on `tp` GPUs, from measurements of its parts."""
-
-    @property
-    def decoder(self) -> Decoder:
-        """The model."""
-
-    @property
-    def tp(self) -> int:
-        """GPUs per copy of the model."""
-
-    @property
-    def sheet(self) -> GpuSheet:
-        """Data sheet of the GPU."""
-
-    @property
-    def source(self) -> str:
-        """Source of the measurements, in words."""
-
-    @property
-    def parts(self) -> str:
-        """Kind of the measured parts: operators or layers."""
-
-    @property
-    def small_product_ratio(self) -> float:
-        """Time of products of LoRA's shapes over that on an H100."""
-
-    @property
-    def ms_per_prefill_mpair(self) -> float:
-        """Prefill attention of all layers, per million pairs of query and key."""
-
-    def tokens_ms(self, tokens: Floats) -> Floats:
-        """Return the milliseconds that depend on tokens of the step, of their shape."""
-
-    def requests_ms(self, requests: Floats, kv_tokens: Floats) -> Floats:
-        """Return the milliseconds that depend on requests and their KV tokens, of their common shape."""
-
-    def beyond(self, max_tokens: int) -> tuple[str, ...]:
-        """Return in words what lies beyond the measured range, and how far."""
 
 
 @dataclass(frozen=True)
@@ -197,13 +152,10 @@ class ForwardPass:
     def _all_reduce_ms(self, elements: Floats) -> Floats:
         if self.tp == 1:
             return np.zeros_like(elements)
-        rows = self.tables.all_reduce[self.tables.all_reduce["num_gpus"] == self.tp].sort_values(
-            "message_size"
-        )
-        size, ms = (
-            rows["message_size"].to_numpy(dtype=float),
-            np.maximum.accumulate(rows["latency"].to_numpy()),
-        )
+        table = self.tables.all_reduce
+        rows = table[table["num_gpus"] == self.tp].sort_values("message_size")
+        size = rows["message_size"].to_numpy(dtype=float)
+        ms = np.maximum.accumulate(rows["latency"].to_numpy())
         inside = np.clip(elements, size[0], size[-1])
         log_ms = np.interp(np.log(np.maximum(inside, 1.0)), np.log(size), np.log(ms))
         return np.asarray(np.exp(log_ms) * np.maximum(1.0, elements / size[-1]))
@@ -217,9 +169,9 @@ def forward_pass(
     With `expert_parallel`, each GPU has some of the experts, and not a share of each.
     """
     _check_tp(tables, decoder, tp)
-    sheet, heads = tables.system.sheet, decoder.heads(tp)
+    sheet, heads, arch = tables.system.sheet, decoder.heads(tp), decoder.arch
     products = gemm_times(tables.gemm, sheet, decoder.dtype)
-    arch, experts = decoder.arch, None
+    experts = None
     if arch.experts is not None:
         experts = expert_times(
             tables.experts,
@@ -238,7 +190,7 @@ def forward_pass(
         experts=experts,
         head=products if decoder.dtype == "bfloat16" else gemm_times(tables.gemm, sheet, "bfloat16"),
         attention=decode_attention(tables.decode, heads),
-        ms_per_prefill_mpair=decoder.arch.layers * prefill_ms_per_mpair(tables.prefill, heads),
+        ms_per_prefill_mpair=arch.layers * prefill_ms_per_mpair(tables.prefill, heads),
     )
 
 
@@ -311,6 +263,10 @@ class LayerTimes:
         return tuple(found)
 
 
+StepTimes: TypeAlias = ForwardPass | LayerTimes
+"""Times of the forward passes of a decoder on `tp` GPUs, from measurements of its parts."""
+
+
 def layer_times(folder: str | os.PathLike[str], gpu: str, decoder: Decoder) -> LayerTimes:
     """Return step times from the tables of a folder.
 
@@ -331,7 +287,7 @@ def layer_times(folder: str | os.PathLike[str], gpu: str, decoder: Decoder) -> L
     import pandas as pd
 
     _require_plain(decoder)
-    dense, attention, sequences = (_read(Path(folder), name) for name in _COLUMNS)
+    dense, attention, sequences = (read_columns(Path(folder) / name, _COLUMNS[name]) for name in _COLUMNS)
     by_layer = dense.pivot_table(index="tokens", columns="layer", values="time_us") / 1e3
     if set(by_layer.columns) != {*_PER_LAYER, *_ONCE} or by_layer.isna().any(axis=None):
         rule = f"must have the layers {', '.join([*_PER_LAYER, *_ONCE])} at the same numbers of tokens"
@@ -369,7 +325,3 @@ def _line(points: Floats, ms: Floats, at: Floats) -> Floats:
     """Return values between points by lines, and beyond them along the last one."""
     inside = interp1d(points, ms, fill_value="extrapolate")(np.maximum(at, points[0]))
     return np.asarray(inside, dtype=float)
-
-
-def _read(folder: Path, name: str) -> pd.DataFrame:
-    return read_columns(folder / name, _COLUMNS[name])

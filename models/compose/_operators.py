@@ -112,11 +112,8 @@ def gemm_times(table: pd.DataFrame, sheet: GpuSheet, dtype: str) -> GemmTimes:
         for each in (cube.index, chosen["n"].unique(), chosen["k"].unique())
     )
     times = cube.reindex(columns=[(i, j) for i in n for j in k]).to_numpy().reshape(m.size, n.size, k.size)
-    weight_bytes, bytes_per_ms, flop_per_ms = (
-        WEIGHT_BYTES[measured],
-        sheet.bytes_per_s / 1e3,
-        sheet.flop_per_s / 1e3 * (1.0 if measured == "bfloat16" else 2.0),
-    )
+    weight_bytes, bytes_per_ms = WEIGHT_BYTES[measured], sheet.bytes_per_s / 1e3
+    flop_per_ms = sheet.flop_per_s / 1e3 * (1.0 if measured == "bfloat16" else 2.0)
     rows, outputs, inputs = np.meshgrid(m, n, k, indexing="ij")
     logs = np.log(times / _roofline_ms(rows, outputs, inputs, weight_bytes, bytes_per_ms, flop_per_ms))
     return GemmTimes(
@@ -332,9 +329,8 @@ def prefill_ms_per_mpair(table: pd.DataFrame, heads: Heads) -> float:
     nearest = query[np.argmin(np.abs(np.log(query / (heads.query * kv / heads.kv))))]
     rows = chosen[chosen["num_heads"] == nearest]
     work = heads.query * heads.head_dim / (nearest * head_dim)
-    return float(work) * ms_per_mpair(
-        rows["isl"].to_numpy(dtype=float), rows["latency"].to_numpy(dtype=float)
-    )
+    tokens, ms = (rows[name].to_numpy(dtype=float) for name in ("isl", "latency"))
+    return float(work) * ms_per_mpair(tokens, ms)
 
 
 def ms_per_mpair(tokens: Floats, ms: Floats) -> float:
@@ -399,9 +395,8 @@ _ROWS: Final = (1, 64)
 
 def small_product_ratio(tables: OperatorTables) -> float:
     """Return the time of products of LoRA's shapes on a GPU over that on an H100: their geometric mean."""
-    ratio = _small_products(tables) / _small_products(
-        operator_tables(REFERENCE_GPU)
-    )  # NaN where one is missing
+    reference = operator_tables(REFERENCE_GPU)
+    ratio = _small_products(tables) / _small_products(reference)  # NaN where one is missing
     return float(np.exp(np.log(ratio).mean()))
 
 
