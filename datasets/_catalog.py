@@ -38,12 +38,7 @@ _FUSED: Final = ("Phi3ForCausalLM",)
 
 _POSITIONS: Final = "max_position_embeddings"
 _MOST: Final = MappingProxyType(
-    {
-        "num_hidden_layers": 2**10,
-        "num_attention_heads": 2**10,
-        "num_key_value_heads": 2**10,
-        "head_dim": 2**10,
-    }
+    dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"), 2**10)
     | {"hidden_size": 2**17, "intermediate_size": 2**20, "vocab_size": 2**24, _POSITIONS: 2**24}
 )
 """Largest sizes of a model, far above those of any; products of a few of them stay far inside int64."""
@@ -173,8 +168,7 @@ def model_arch(name: str) -> ModelArch:
     for arch in model_archs():
         if name.lower() == arch.name.lower() or name in arch.hf_ids:
             return arch
-    known = ", ".join(arch.name.lower() for arch in model_archs())
-    raise InputError(f"must be one of {known}; others by --model-config", name, "--model")
+    raise InputError(f"must be one of {', '.join(model_names())}; others by --model-config", name, "--model")
 
 
 def read_arch(path: str | os.PathLike[str], hf_id: str) -> ModelArch:
@@ -201,9 +195,10 @@ def arch_of(config: Mapping[str, Any], hf_id: str, location: str) -> ModelArch:
     require_known_experts(config, hf_id, location)
     stored = weight_format(config, location)
     experts = experts_of(config, location)
+    if experts is not None:
+        experts = experts.replace(dtype_bytes=stored.expert_bytes or stored.bytes_per_weight)
     heads = whole_number(config, "num_attention_heads", location)
     hidden = whole_number(config, "hidden_size", location)
-    architectures = architectures_of(config, location)
     kv_heads = whole_number(config, "num_key_value_heads", location, heads)
     if heads % kv_heads:
         rule = f"must divide num_attention_heads, {heads}"
@@ -217,14 +212,12 @@ def arch_of(config: Mapping[str, Any], hf_id: str, location: str) -> ModelArch:
         kv_heads=kv_heads,
         head_dim=whole_number(config, "head_dim", location, hidden // heads),
         intermediate_size=whole_number(config, "intermediate_size", location),
-        experts=None
-        if experts is None
-        else experts.replace(dtype_bytes=stored.expert_bytes or stored.bytes_per_weight),
+        experts=experts,
         vocab_size=whole_number(config, "vocab_size", location),
         tied_embeddings=flag(config, "tie_word_embeddings", location, default=_is_of(config, _TIED)),
-        lora_on_embeddings=any(each in _EMBEDDING_ADAPTERS for each in architectures),
-        fused_layers=any(each in _FUSED for each in architectures),
-        qk_norm=any(each in _QK_NORM for each in architectures),
+        lora_on_embeddings=_is_of(config, _EMBEDDING_ADAPTERS),
+        fused_layers=_is_of(config, _FUSED),
+        qk_norm=_is_of(config, _QK_NORM),
         linear_dtype_bytes=stored.bytes_per_weight,
         kv_dtype_bytes=stored.kv_bytes,
         other_weight_bytes=vision_bytes(whole, hidden, location),
@@ -368,7 +361,7 @@ def gpu_sheet(key: str) -> GpuSheet:
     """
     if (sheet := find_gpu(key)) is not None:
         return sheet
-    rule = f"must be one of {', '.join(sheet.key for sheet in gpu_sheets())}; {other_gpu(key)}"
+    rule = f"must be one of {', '.join(gpu_names())}; {other_gpu(key)}"
     raise InputError(rule, key, "--gpu")
 
 
@@ -405,15 +398,14 @@ def _is_about(memory_gb: str | None, sheet: GpuSheet) -> bool:
 
 def other_gpu(key: str) -> str:
     """Return how to get a profile of a GPU that none ships of, and that no operators were measured on."""
-    keys = [sheet.key for sheet in gpu_sheets()]
+    keys = gpu_names()
     if key.lower() in keys:
         command = f"`capplan profile roofline --gpu {key.lower()} --model NAME -o profile.json`"
         return f"{command} computes one from its data sheet"
     near = [each for each in keys if key and each.startswith(key.lower())]
     near = near or difflib.get_close_matches(key.lower(), keys, n=1)
     hint = f"`capplan profile roofline` has data sheets of {', '.join(near)}; " if near else ""
-    measured = "`capplan profile server URL -o DIR` measures a running server, for `capplan calibrate DIR`"
-    return f"{hint}{measured}"
+    return f"{hint}`capplan profile server URL -o DIR` measures a running server, for `capplan calibrate DIR`"
 
 
 def other_model(gpu: str | None = None) -> str:
