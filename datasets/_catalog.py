@@ -615,5 +615,4 @@ def _require_whole_layers(fields: Mapping[str, Any], where: str) -> None:
 
 
 def _is_of_a_layer(name: str) -> bool:
-    is_other = _OTHER.search(name)
-    return bool(_LAYER.search(name)) and not is_other
+    return bool(_LAYER.search(name)) and not _OTHER.search(name)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import difflib
 import functools
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 from pydantic import Field
 
@@ -110,10 +110,15 @@ def best_profile(gpu: str, model: str, tp: int = 1, dtype: str | None = None) ->
     given = {name: value for name, value in options.items() if value is not None}
     words = " ".join(f"--{name} {shlex.quote(value)}" for name, value in given.items())
     try:
-        return _composed(sheet, decoder, tp, f"capplan profile compose {words}")
+        command = f"capplan profile compose {words}"
+        rules, version = rules_of_engine(None, None)
+        times = operator_times(sheet.key, decoder, tp)
+        return ProfileRoute(profile_of_times(times, rules, version, command=command), command)
     except InputError as error:
         command = f"capplan profile roofline {words}"
-        return ProfileRoute(_roofline(sheet, decoder, tp, dtype, command), command, _reason(sheet, error))
+        is_measured = sheet.key in {each.sheet_key for each in SYSTEMS}
+        without = str(error) if is_measured else "no operators were measured on this GPU"
+        return ProfileRoute(_roofline(sheet, decoder, tp, dtype, command), command, without)
 
 
 def _sheet(gpu: str) -> GpuSheet:
@@ -158,24 +163,11 @@ def _shipped(sheet: GpuSheet, decoder: Decoder, tp: int) -> Profile | None:
     return min(newest_first, key=lambda each: _BEST_FIRST.index(each.provenance.kind), default=None)
 
 
-def _composed(sheet: GpuSheet, decoder: Decoder, tp: int, command: str) -> ProfileRoute:
-    rules, version = rules_of_engine(None, None)
-    times = operator_times(sheet.key, decoder, tp)
-    return ProfileRoute(profile_of_times(times, rules, version, command=command), command)
-
-
 def _roofline(sheet: GpuSheet, decoder: Decoder, tp: int, dtype: str | None, command: str) -> Profile:
     files = known_arch(decoder.arch.hf_ids)
     engine = EngineChoice(quantization=None if files is None else quantized_on_loading(files, dtype))
     assumptions = Assumptions(physics=efficiencies_of(sheet))
     return roofline_profile(sheet, decoder.arch, engine, tp, assumptions, command)
-
-
-def _reason(sheet: GpuSheet, error: InputError) -> str:
-    """Return in words why a profile cannot be composed."""
-    if sheet.key not in {each.sheet_key for each in SYSTEMS}:
-        return "no operators were measured on this GPU"
-    return str(error)
 
 
 ACCURACY_FILE: Final = Path(capplan.datasets.__file__).parent / "composed" / "accuracy.json"
@@ -242,31 +234,27 @@ def comparable_rows(profile: Profile) -> Sequence[MeasuredRows]:
     first that left it out.
     """
     rows = [each for each in measured_accuracy().rows if each.kind == profile.provenance.kind]
-    return sorted(rows, key=_distance_from(profile))
+    return sorted(rows, key=lambda each: _distance(profile, each))
 
 
-def _distance_from(profile: Profile) -> Callable[[MeasuredRows], Any]:
-    gpu, model = profile.name.removeprefix("roofline/").split("/")[0], profile.model.name
+def _distance(profile: Profile, rows: MeasuredRows) -> tuple[float, ...]:
+    gpu = profile.name.removeprefix("roofline/").split("/")[0]
+    is_same = {"gpu": rows.gpu == gpu, "model": rows.model == profile.model.name}
+    left_out = rows.basis.removesuffix(LEFT_OUT)
     experts = profile.model.experts is not None
     has_16_bits = (profile.model.linear_dtype_bytes or profile.model.dtype_bytes) >= 2
-    version = _minor(profile.engine.version)
-
-    def distance(rows: MeasuredRows) -> tuple[float, ...]:
-        is_same = {"gpu": rows.gpu == gpu, "model": rows.model == model}
-        left_out = rows.basis.removesuffix(LEFT_OUT)
-        return (
-            rows.experts != experts,
-            not experts and rows.dtype.endswith("float16") != has_16_bits,
-            bool(rows.version) and abs(_minor(rows.version) - version) > _FAR_MINORS,
-            not is_same["model"],
-            not is_same["gpu"],
-            is_same.get(left_out, rows.is_fitted != all(is_same.values())),
-            rows.tp != profile.tp,
-            abs(_minor(rows.version) - version),
-            -rows.rows,
-        )
-
-    return distance
+    minors = abs(_minor(rows.version) - _minor(profile.engine.version))
+    return (
+        rows.experts != experts,
+        not experts and rows.dtype.endswith("float16") != has_16_bits,
+        bool(rows.version) and minors > _FAR_MINORS,
+        not is_same["model"],
+        not is_same["gpu"],
+        is_same.get(left_out, rows.is_fitted != all(is_same.values())),
+        rows.tp != profile.tp,
+        minors,
+        -rows.rows,
+    )
 
 
 def _minor(version: str) -> float:

@@ -134,26 +134,20 @@ def host_terms(version: str, dtype: str, parts: str = "operators", is_async: boo
     Terms of the same scheduling are nearer: asynchronous from vLLM 0.14 on, unless given. Measured layers
     hold the starts of their kernels and the sampler, so that their terms are others.
     """
-    asked = _numbers(version)
-    scheduling = _is_async(asked) if is_async is None else is_async
+    major, minor = _numbers(version)
+    scheduling = _is_async((major, minor)) if is_async is None else is_async
     of_parts = [each for each in fitted_terms() if each.parts == parts]
-    fitted = [each for each in of_parts if each.dtype == dtype] or of_parts
-    return min(
-        fitted,
-        key=lambda each: (
-            _is_async(_numbers(each.engine_version)) != scheduling,
-            _distance(asked, _numbers(each.engine_version)),
-        ),
-    )
+
+    def distance(terms: HostTerms) -> tuple[bool, int]:
+        fitted = _numbers(terms.engine_version)
+        return _is_async(fitted) != scheduling, abs(100 * (major - fitted[0]) + minor - fitted[1])
+
+    return min([each for each in of_parts if each.dtype == dtype] or of_parts, key=distance)
 
 
 def composition_terms() -> HostTerms:
     """Return the terms whose errors hold for other GPUs and models: those with most rows of several."""
     return max((each for each in fitted_terms() if each.spans_hardware), key=lambda each: each.rows)
-
-
-def _distance(one: tuple[int, int], other: tuple[int, int]) -> int:
-    return abs(100 * (one[0] - other[0]) + one[1] - other[1])
 
 
 def _is_async(version: tuple[int, int]) -> bool:

@@ -28,7 +28,8 @@ MAX_IN_FLIGHT: Final = 25_000
 """Requests that the front end holds, as the client of the published runs did. Without a bound, an overloaded
 engine would be slowed by the scan of a queue far longer than any that a profile was fitted on."""
 
-_MAX_RUNNING_SHARE: Final = 0.98
+MAX_RUNNING_SHARE: Final = 0.98
+"""Largest share of the load that still runs at the end of the horizon, and so is not completed."""
 
 
 class FeatureVector(NamedTuple):
@@ -194,7 +195,7 @@ def _vector(
     state = fluid_state(gpu, load, HORIZON_S, scratch)
     limit = batch_limit(gpu, load)
     life_s = state.step_s * load.output_tokens
-    in_time = 1.0 - min(_MAX_RUNNING_SHARE, life_s / HORIZON_S)  # those at the end are not completed
+    in_time = 1.0 - min(MAX_RUNNING_SHARE, life_s / HORIZON_S)  # those at the end are not completed
     total_rps = max(load.total_rps, 1e-12)
     rate_max_rps = ascending_rps[ascending_rps.size - 1]
     outside_rps = 0.0
@@ -312,8 +313,6 @@ def _load_s(common: CommonInputs, load: FluidLoad, rates_rps: Floats, ranks: Flo
 
 
 FEATURES = FeatureVector._fields
-
-PAPER_FEATURES = FEATURES[:7]
 
 
 def offered_tok_s(workload: Workload) -> float:
@@ -434,7 +433,7 @@ def steady_share(features: NDArray[np.float32]) -> NDArray[np.float64]:
 
     Features have shape (..., features), the result shape (...).
     """
-    in_time = 1.0 - np.minimum(_MAX_RUNNING_SHARE, feature_of(features, "request_life_s") / HORIZON_S)
+    in_time = 1.0 - np.minimum(MAX_RUNNING_SHARE, feature_of(features, "request_life_s") / HORIZON_S)
     return np.asarray(feature_of(features, "expected_share") / in_time)
 
 

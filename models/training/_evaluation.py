@@ -201,6 +201,6 @@ def importance(forests: tuple[Forest, ...]) -> dict[str, float]:
     return {FEATURES[i]: float(total[i] / total.sum()) for i in order if total[i] > 0.0}
 
 
-def rounded(scores: Mapping[str, Any], digits: int = 4) -> dict[str, float]:
+def rounded(scores: Mapping[str, Any]) -> dict[str, float]:
     """Return scores rounded for a report."""
-    return {name: round(float(value), digits) for name, value in scores.items()}
+    return {name: round(float(value), 4) for name, value in scores.items()}

@@ -187,10 +187,10 @@ def grow(problem: GrowthProblem, leaves: int, sweeps: int = 4) -> Node:
     return root
 
 
-def prune(problem: GrowthProblem, root: Node, sweeps: int = 1) -> Iterator[Node]:
+def prune(problem: GrowthProblem, root: Node) -> Iterator[Node]:
     """Yield ever smaller trees: the weakest split is merged, the others are optimized."""
     while isinstance(root, SplitNode):
-        root = optimize(problem, _merge_weakest(problem, root), sweeps)
+        root = optimize(problem, _merge_weakest(problem, root), sweeps=1)
         yield root
 
 
