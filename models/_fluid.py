@@ -134,7 +134,8 @@ def _under_load(
                 period_s = rotation_period_s(
                     load, scratch, backlog_s, engine.limits.max_loras, horizon_s, start_s
                 )
-                before, change = change, _log_ratio(period_s, rotation.period_s)
+                before = change
+                change = np.log(period_s / rotation.period_s) if rotation.period_s > 0.0 else 0.0
                 guess_s = period_s * np.exp(change * _decline(change, before))
             rotation = slot_rotation(load, scratch, backlog_s, period_s, horizon_s)
             if period_s > horizon_s:
@@ -151,11 +152,6 @@ def _under_load(
             loading_s = min(_MAX_LOADING_S, load_s)
         step_s = _step_s(engine, load, max(1.0, batch), max(running, min(1.0, batch)), 0.0) + loading_s
     return step_s, batch, rotation, active
-
-
-@jit
-def _log_ratio(period_s: float, before_s: float) -> float:
-    return float(np.log(period_s / before_s)) if before_s > 0.0 else 0.0
 
 
 @jit
