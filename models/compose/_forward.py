@@ -29,6 +29,7 @@ from capplan.models.compose._operators import (
     DecodeAttention,
     ExpertTimes,
     GemmTimes,
+    OperatorTables,
     decode_attention,
     decode_times,
     expert_times,
@@ -37,7 +38,6 @@ from capplan.models.compose._operators import (
     prefill_ms_per_mpair,
     small_product_ratio,
 )
-from capplan.models.compose._tables import OperatorTables
 from capplan.spec import read_columns
 
 Floats = NDArray[np.float64]

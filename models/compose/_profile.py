@@ -39,8 +39,7 @@ from capplan.models._step_latency import GRAPH_TOKENS
 from capplan.models._uncertainty import DEFAULT_SCATTER
 from capplan.models.compose._decoder import Decoder
 from capplan.models.compose._forward import ForwardPass, StepTimes, forward_pass
-from capplan.models.compose._operators import EXPERTS_ERROR
-from capplan.models.compose._tables import operator_tables
+from capplan.models.compose._operators import EXPERTS_ERROR, operator_tables
 from capplan.serving import VLLM_ENGINE, ServingRules, lora_elements_per_rank
 from capplan.spec import (
     TABLE_FORM,
