@@ -253,14 +253,13 @@ class LayerTimes:
 
     def beyond(self, max_tokens: int) -> tuple[str, ...]:
         """Return in words what lies beyond the measured range, and how far."""
-        found = []
-        for name, measured, asked in (
-            ("dense layers", self.dense[0][-1], max_tokens),
-            ("output head", self.per_sequence[0][-1], 1024),
-        ):
-            if asked > measured:
-                found.append(f"{name}: {asked} rows, {asked / measured:.2f} times the largest measured")
-        return tuple(found)
+        dense = ("dense layers", self.dense[0][-1], max_tokens)
+        head = ("output head", self.per_sequence[0][-1], 1024)
+        return tuple(
+            f"{name}: {asked} rows, {asked / measured:.2f} times the largest measured"
+            for name, measured, asked in (dense, head)
+            if asked > measured
+        )
 
 
 StepTimes: TypeAlias = ForwardPass | LayerTimes

@@ -32,10 +32,10 @@ from capplan.models.surrogates._features import (
 )
 from capplan.models.surrogates._outputs import (
     LEAST_PROBABILITY,
-    LOG_ODDS,
     LOG_SERVED,
     OVER_EXPECTED,
     PROBABILITY,
+    STARVATION,
     Forest,
     forest_value,
     joined,
@@ -67,7 +67,7 @@ LOAD_FEATURES: Final = (
 STARVED_PROBABILITY: Final = 0.5
 """Probability of starvation from which a GPU counts as starved."""
 
-_STARVATION: Final = (PROBABILITY, LOG_ODDS, LOG_SERVED)
+_STARVATION: Final = tuple(STARVATION)
 _GIVES_PROBABILITY: Final = _STARVATION.index(PROBABILITY)
 _GIVES_LOG_SERVED: Final = _STARVATION.index(LOG_SERVED)
 _OFFERED: Final = FEATURES.index("offered_tok_s")
@@ -156,9 +156,24 @@ class CompiledSurrogate:
         return self._predict(vectors_alone(self.common, limits, rates_rps, ranks))
 
     def _predict(self, vectors: Vectors) -> Predictions:
-        if self.packed is None:
-            return predict_numpy(self.surrogate, vectors)
-        return predict_compiled(self.packed, vectors)
+        request_s = vectors[:, _SLOT_WAIT].astype(np.float64) + vectors[:, _LIFE]
+        if self.packed is None:  # in NumPy, for any form of output
+            answers, domain = self.surrogate.predict_many(vectors), self.surrogate.domain
+            is_lighter = replace(domain, low=_without_load(domain.low)).contains(vectors)
+            return Predictions(**vars(answers), is_lighter=is_lighter, request_s=request_s)
+        rows = np.empty((len(PREDICTED), len(vectors)))
+        fill_predictions(rows, self.packed, vectors, np.empty((2, vectors.shape[1])))
+        throughput, low, high, probability, novelty, in_range, is_lighter = rows
+        return Predictions(
+            throughput_tok_s=throughput,
+            low_tok_s=low,
+            high_tok_s=high,
+            starvation_probability=probability,
+            novelty=novelty,
+            in_range=in_range > 0.0,
+            is_lighter=is_lighter > 0.0,
+            request_s=request_s,
+        )
 
 
 def compile_surrogate(
@@ -179,7 +194,7 @@ def compile_surrogate(
 def pack_trees(surrogate: Surrogate) -> PackedTrees | None:
     """Return the arrays of a surrogate; None if an output needs more than one forest."""
     throughput, starvation, domain = surrogate.throughput, surrogate.starvation, surrogate.domain
-    if throughput.form != OVER_EXPECTED or starvation.form not in _STARVATION:
+    if throughput.form != OVER_EXPECTED:
         return None
     forests = (*throughput.forests, *starvation.forests)
     ends = (surrogate.intervals.low.forest, surrogate.intervals.high.forest)
@@ -195,35 +210,6 @@ def pack_trees(surrogate: Surrogate) -> PackedTrees | None:
         whitening=domain.whitening,
         farthest=domain.farthest,
     )
-
-
-def predict_compiled(packed: PackedTrees, vectors: Vectors) -> Predictions:
-    """Predict vectors in the order of `FEATURES`, shape (n, features)."""
-    rows = np.empty((len(PREDICTED), len(vectors)))
-    fill_predictions(rows, packed, vectors, np.empty((2, vectors.shape[1])))
-    throughput, low, high, probability, novelty, in_range, is_lighter = rows
-    return Predictions(
-        throughput_tok_s=throughput,
-        low_tok_s=low,
-        high_tok_s=high,
-        starvation_probability=probability,
-        novelty=novelty,
-        in_range=in_range > 0.0,
-        is_lighter=is_lighter > 0.0,
-        request_s=_request_s(vectors),
-    )
-
-
-def predict_numpy(surrogate: Surrogate, vectors: Vectors) -> Predictions:
-    """Predict vectors in NumPy, for any form of output."""
-    answers = surrogate.predict_many(vectors)
-    without_load = replace(surrogate.domain, low=_without_load(surrogate.domain.low))
-    is_lighter = without_load.contains(vectors)
-    return Predictions(**vars(answers), is_lighter=is_lighter, request_s=_request_s(vectors))
-
-
-def _request_s(vectors: Vectors) -> Floats:
-    return vectors[:, _SLOT_WAIT].astype(np.float64) + vectors[:, _LIFE]
 
 
 def _without_load(lowest: Vectors) -> Vectors:

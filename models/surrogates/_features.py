@@ -97,14 +97,6 @@ class CommonInputs(NamedTuple):
     """Load into a slot: constant, per rank, and extra time of a rank below the slot's."""
 
 
-class _Mix(NamedTuple):
-    """Moments of rates and ranks over adapters."""
-
-    rate_std_rps: float
-    rank_mean: float
-    rank_std: float
-
-
 def feature_vectors(
     common: CommonInputs, limits: Sequence[Sequence[float]], rates_rps: Floats, ranks: Floats
 ) -> NDArray[np.float32]:
@@ -152,7 +144,7 @@ def fill_vectors(
     """Write the rows of `feature_vectors`; `scratch` has shape (4, adapters) or more columns."""
     _, rate_std = _moments(rates_rps)
     rank_mean, rank_std = _moments(ranks)
-    mix = _Mix(rate_std, rank_mean, rank_std)
+    moments = (rate_std, rank_mean, rank_std)
     load = _fluid_load(common, rates_rps, ranks, ascending_rps, scratch)
     for row in range(limits.shape[0]):
         gpu = FluidEngine(
@@ -163,7 +155,7 @@ def fill_vectors(
             adapter_load_s=_load_s(common, load, rates_rps, ranks, limits[row, 1]),
             max_in_flight=float(MAX_IN_FLIGHT),
         )
-        vector = _vector(common, limits[row, 3], mix, gpu, load, ascending_rps, scratch[3])
+        vector = _vector(common, limits[row, 3], moments, gpu, load, ascending_rps, scratch[3])
         for number, value in enumerate(vector):
             vectors[row, number] = value
 
@@ -186,12 +178,13 @@ def _fill_alone(
 def _vector(
     common: CommonInputs,
     kv_tokens: float,
-    mix: _Mix,
+    moments: tuple[float, float, float],
     gpu: FluidEngine,
     load: FluidLoad,
     ascending_rps: Floats,
     scratch: Floats,
 ) -> FeatureVector:
+    rate_std_rps, rank_mean, rank_std = moments
     state = fluid_state(gpu, load, HORIZON_S, scratch)
     limit = batch_limit(gpu, load)
     life_s = state.step_s * load.output_tokens
@@ -204,10 +197,10 @@ def _vector(
     return FeatureVector(
         adapters=load.adapters,
         rate_sum_rps=load.total_rps,
-        rate_std_rps=mix.rate_std_rps,
+        rate_std_rps=rate_std_rps,
         rank_max=load.max_rank,
-        rank_mean=mix.rank_mean,
-        rank_std=mix.rank_std,
+        rank_mean=rank_mean,
+        rank_std=rank_std,
         a_max=gpu.limits.max_loras,
         s_max=gpu.limits.max_lora_rank,
         rate_max_rps=rate_max_rps,
