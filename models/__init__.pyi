@@ -1,3 +1,4 @@
+from ._accuracy import ACCURACY_FILE, LEFT_OUT, Accuracy, MeasuredRows, comparable_rows, measured_accuracy
 from ._kernel_fits import (
     ADDITIVE_KERNEL,
     COLUMNS,
@@ -21,16 +22,7 @@ from ._memory import (
     load_share,
     require_kv_tokens,
 )
-from ._profile_for import (
-    ACCURACY_FILE,
-    LEFT_OUT,
-    Accuracy,
-    MeasuredRows,
-    ProfileRoute,
-    best_profile,
-    comparable_rows,
-    measured_accuracy,
-)
+from ._profile_for import ProfileRoute, best_profile
 from ._roofline import Assumptions, Efficiencies, EngineChoice, efficiencies_of, roofline_profile
 from ._step_latency import (
     ADDITIVE,
