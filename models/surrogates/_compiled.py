@@ -159,8 +159,8 @@ class CompiledSurrogate:
         request_s = vectors[:, _SLOT_WAIT].astype(np.float64) + vectors[:, _LIFE]
         if self.packed is None:  # in NumPy, for any form of output
             answers, domain = self.surrogate.predict_many(vectors), self.surrogate.domain
-            is_lighter = replace(domain, low=_without_load(domain.low)).contains(vectors)
-            return Predictions(**vars(answers), is_lighter=is_lighter, request_s=request_s)
+            lighter = replace(domain, low=_without_load(domain.low)).contains(vectors)
+            return Predictions(**vars(answers), is_lighter=lighter, request_s=request_s)
         rows = np.empty((len(PREDICTED), len(vectors)))
         fill_predictions(rows, self.packed, vectors, np.empty((2, vectors.shape[1])))
         throughput, low, high, probability, novelty, in_range, is_lighter = rows
