@@ -320,5 +320,4 @@ def _solve(
 ) -> NDArray[np.float64]:
     if form == ADDITIVE_KERNEL:
         return fit_linear(LinearProblem(names, design, y)).values  # noqa: PD011 - no table
-    found: NDArray[np.float64] = np.asarray(np.linalg.lstsq(design, y, rcond=None)[0], np.float64)
-    return found
+    return np.asarray(np.linalg.lstsq(design, y, rcond=None)[0], np.float64)

@@ -331,8 +331,7 @@ def feature_vector(workload: Workload, profile: Profile, args: EngineArgs) -> ND
     ranks = np.array([a.rank for a in workload.adapters], float)
     common = common_inputs(workload, profile)
     limits = gpu_limits(kv_budget(profile, args.gpu_memory_utilization), args)
-    vector: NDArray[np.float32] = feature_vectors(common, [limits], rates_rps, ranks)[0]
-    return vector
+    return np.asarray(feature_vectors(common, [limits], rates_rps, ranks)[0])
 
 
 def gpu_limits(budget: KvBudget, args: EngineArgs | EngineLimits) -> tuple[float, ...]:
@@ -408,8 +407,7 @@ def held_tokens(
 
 def feature_of(features: NDArray[np.float32], name: str) -> NDArray[np.float64]:
     """Return one feature by its name, as float64; shape (...)."""
-    column: NDArray[np.float64] = features[..., FEATURES.index(name)].astype(float)
-    return column
+    return np.asarray(features[..., FEATURES.index(name)].astype(float))
 
 
 def expected_tok_s(features: NDArray[np.float32]) -> NDArray[np.float64]:

@@ -56,8 +56,7 @@ class SigmoidCalibration:
 
     def probability(self, score: Floats) -> Floats:
         """Return the probability of starvation, shape (n,)."""
-        chance: Floats = 0.5 * (1.0 + np.tanh(0.5 * (self.slope * score + self.offset)))
-        return chance
+        return np.asarray(0.5 * (1.0 + np.tanh(0.5 * (self.slope * score + self.offset))))
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,7 @@ def fit_domain(features: Features) -> Domain:
 
 
 def _scaled(features: Features) -> Floats:
-    scaled: Floats = np.arcsinh(features.astype(float))
-    return scaled
+    return np.asarray(np.arcsinh(features.astype(float)))
 
 
 @dataclass(frozen=True)

@@ -163,8 +163,7 @@ class RelativeRegressor(RegressorMixin, MetaEstimatorMixin, BaseEstimator):  # t
 def _baseline_tok_s(features: NDArray[np.float32]) -> NDArray[np.float64]:
     if features.shape[1] != len(FEATURES):
         raise InputError(f"must have {len(FEATURES)} features", features.shape[1], "X")
-    baseline: NDArray[np.float64] = np.maximum(expected_tok_s(features), _LEAST_TOK_S)
-    return baseline
+    return np.asarray(np.maximum(expected_tok_s(features), _LEAST_TOK_S))
 
 
 @dataclass(frozen=True)

@@ -145,8 +145,7 @@ class GrowthProblem:
 
     def goes_left(self, node: SplitNode | _Choice, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
         """Return whether each of `rows` goes left at a split."""
-        left: NDArray[np.bool_] = self.cuts.codes[rows, node.feature] <= node.cut
-        return left
+        return np.asarray(self.cuts.codes[rows, node.feature] <= node.cut)
 
 
 @dataclass(frozen=True)
@@ -238,8 +237,7 @@ def _swept(problem: GrowthProblem, node: Node, rows: NDArray[np.intp]) -> Node:
 def _losses(problem: GrowthProblem, node: Node, rows: NDArray[np.intp]) -> NDArray[np.float64]:
     """Return the weighted loss of each of `rows` in a subtree."""
     if isinstance(node, LeafNode):
-        own: NDArray[np.float64] = problem.loss[node.value][problem.bins[rows]] * problem.weight[rows]
-        return own
+        return np.asarray(problem.loss[node.value][problem.bins[rows]] * problem.weight[rows])
     goes_left = problem.goes_left(node, rows)
     losses = np.empty(rows.size)
     losses[goes_left] = _losses(problem, node.left, rows[goes_left])
@@ -280,8 +278,7 @@ def _best_split(problem: GrowthProblem, rows: NDArray[np.intp]) -> _Choice:
 def _allowed(problem: GrowthProblem, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
     """Return the splits that leave enough rows on both sides, shape (features, cuts)."""
     lefts = problem.cuts.histogram(rows, np.ones(rows.size)).cumsum(axis=1)[:, :-1]
-    allowed: NDArray[np.bool_] = (lefts >= problem.min_rows) & (rows.size - lefts >= problem.min_rows)
-    return allowed
+    return np.asarray((lefts >= problem.min_rows) & (rows.size - lefts >= problem.min_rows))
 
 
 def _least(losses: NDArray[np.float64]) -> _Choice:
@@ -414,8 +411,7 @@ def starvation_objective(features: Features, starved: NDArray[np.bool_]) -> Tree
 
 def _smape_loss(predicted: Floats, targets: Floats) -> Floats:
     """Return |p - a| / (p + a) of logarithms, shape (predicted, targets)."""
-    loss: Floats = np.abs(np.tanh((predicted[:, None] - targets) / 2.0))
-    return loss
+    return np.asarray(np.abs(np.tanh((predicted[:, None] - targets) / 2.0)))
 
 
 @dataclass(frozen=True)

@@ -255,8 +255,7 @@ class ServedEdge(ClassifierMixin, _Boosted):  # type: ignore[misc]
 def starvation_target(served_fraction: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the target of `ServedEdge`: 0.5 at the edge of starvation, 1 far below, 0 far above it."""
     distance = np.log(STARVED_BELOW / np.maximum(served_fraction, LEAST_SERVED))
-    target: NDArray[np.float64] = 0.5 * (1.0 + np.tanh(0.5 * distance / SERVED_SCATTER))
-    return target
+    return np.asarray(0.5 * (1.0 + np.tanh(0.5 * distance / SERVED_SCATTER)))
 
 
 OnStage: TypeAlias = Callable[[str, int, int], None]
