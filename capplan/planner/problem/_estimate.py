@@ -23,8 +23,14 @@ from capplan.models.surrogates import (
 )
 from capplan.planner.problem._deadline import NEVER, Deadline
 from capplan.planner.problem._evaluate import SAFE_SERVED_FRACTION, Evaluation, evaluate
-from capplan.planner.problem._parallel import estimate_all
-from capplan.planner.problem._problem import AdapterShare, Assignment, Estimate, Estimator, Problem
+from capplan.planner.problem._problem import (
+    AdapterShare,
+    Assignment,
+    Estimate,
+    Estimator,
+    Problem,
+    estimate_all,
+)
 from capplan.planner.problem._queues import with_queues
 from capplan.spec import STARVED_BELOW, Workload
 from capplan.twin import SimulationResult

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
-from capplan.planner.problem._parallel import estimate_all
-from capplan.planner.problem._problem import KnobSearch
+from capplan.planner.problem._problem import KnobSearch, estimate_all
 from capplan.spec import EngineArgs, EngineConfig, Profile
 from capplan.twin.instance import MODELS, SLACK
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from os import cpu_count
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from capplan.planner.problem._deadline import Deadline, OutOfTimeError
-
-if TYPE_CHECKING:
-    from capplan.planner.problem._problem import Assignment, Estimate, Estimator
-
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -21,15 +17,6 @@ Progress = Callable[[str, int, int], None]
 
 def no_progress(*_: object) -> None:
     """Report nothing."""
-
-
-def estimate_all(estimator: Estimator, assignments: Sequence[Assignment]) -> list[Estimate]:
-    """Return the estimates of several instances, in their order.
-
-    An estimator may have a batch method ``estimate_all(assignments)``; any other is called in threads.
-    """
-    own: Callable[[Sequence[Assignment]], list[Estimate]] | None = getattr(estimator, "estimate_all", None)
-    return parallel_map(estimator, assignments) if own is None else own(assignments)
 
 
 def parallel_map(

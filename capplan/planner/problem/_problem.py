@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -18,6 +18,7 @@ from typing import Final, Protocol, Self
 from capplan.errors import InfeasibleError, InfeasibleReason, InputError
 from capplan.models import KvBudget, kv_budget, pessimistic_profile
 from capplan.planner.problem._deadline import NEVER, Deadline
+from capplan.planner.problem._parallel import parallel_map
 from capplan.serving import VLLM_ENGINE, adapter_bytes, adapter_tokens, vllm_rank
 from capplan.spec import (
     Adapter,
@@ -287,6 +288,15 @@ class Estimator(Protocol):
     def __call__(self, assignment: Assignment) -> Estimate:
         """Return the estimate of one instance."""
         ...
+
+
+def estimate_all(estimator: Estimator, assignments: Sequence[Assignment]) -> list[Estimate]:
+    """Return the estimates of several instances, in their order.
+
+    An estimator may have a batch method ``estimate_all(assignments)``; any other is called in threads.
+    """
+    own: Callable[[Sequence[Assignment]], list[Estimate]] | None = getattr(estimator, "estimate_all", None)
+    return parallel_map(estimator, assignments) if own is None else own(assignments)
 
 
 class KnobSearch(StrEnum):

@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from capplan.planner.problem._parallel import estimate_all
 from capplan.planner.problem._problem import (
     GRID,
     AdapterShare,
@@ -15,6 +14,7 @@ from capplan.planner.problem._problem import (
     Estimator,
     Problem,
     distinct_adapters,
+    estimate_all,
 )
 
 _TWIN_CANDIDATES = 4

@@ -13,8 +13,14 @@ from capplan.errors import InfeasibleError
 from capplan.planner.problem._bound import lower_bound_instances
 from capplan.planner.problem._evaluate import describe_failure
 from capplan.planner.problem._knobs import has_open_knobs, tune_knobs
-from capplan.planner.problem._parallel import estimate_all
-from capplan.planner.problem._problem import AdapterShare, Assignment, Estimator, Problem, infeasible
+from capplan.planner.problem._problem import (
+    AdapterShare,
+    Assignment,
+    Estimator,
+    Problem,
+    estimate_all,
+    infeasible,
+)
 from capplan.spec import Adapter
 
 _KIND: Final = attrgetter("rank", "prompt_tokens", "output_tokens")

@@ -10,8 +10,8 @@ from typing import Final, NamedTuple
 
 from capplan.planner.problem._deadline import NEVER, Deadline
 from capplan.planner.problem._knobs import fallback_running_requests, knob_grid, knobs_of, tune_knobs
-from capplan.planner.problem._parallel import estimate_all, parallel_map
-from capplan.planner.problem._problem import Assignment, Estimator
+from capplan.planner.problem._parallel import parallel_map
+from capplan.planner.problem._problem import Assignment, Estimator, estimate_all
 from capplan.planner.problem._slots import best_slots, neighbouring_slots, rank_slots
 from capplan.planner.search._data import SearchData
 from capplan.planner.search._placement import PlacementState

@@ -36,7 +36,6 @@ from capplan.models.surrogates import (
 from capplan.models.surrogates import fill_gpu as fill_gpu_compiled
 from capplan.planner.problem._estimate import SurrogateEstimator
 from capplan.planner.problem._evaluate import describe_failure
-from capplan.planner.problem._parallel import estimate_all
 from capplan.planner.problem._problem import (
     GRID,
     AdapterShare,
@@ -44,6 +43,7 @@ from capplan.planner.problem._problem import (
     Estimator,
     Problem,
     distinct_adapters,
+    estimate_all,
     infeasible,
 )
 from capplan.planner.search._shortage import broken_when_spread
