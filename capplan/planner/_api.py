@@ -10,10 +10,9 @@ from capplan.errors import InfeasibleError, InputError
 from capplan.planner._choices import verified_choices
 from capplan.planner.document._assemble import build_plan
 from capplan.planner.problem._bound import lower_bound_gpus
-from capplan.planner.problem._deadline import OutOfTimeError, TimeBudget
 from capplan.planner.problem._estimate import TwinEstimator
 from capplan.planner.problem._evaluate import evaluate, evaluate_cluster
-from capplan.planner.problem._parallel import Progress, no_progress
+from capplan.planner.problem._execution import OutOfTimeError, Progress, TimeBudget, no_progress
 from capplan.planner.problem._previous import PreviousInstance, previous_instances, read_previous
 from capplan.planner.problem._problem import (
     OPEN_FACTOR,

@@ -10,8 +10,7 @@ from pydantic import JsonValue
 
 from capplan.errors import InfeasibleError
 from capplan.planner.document._assemble import fleet_totals, move_sizes
-from capplan.planner.problem._deadline import OutOfTimeError
-from capplan.planner.problem._parallel import Progress
+from capplan.planner.problem._execution import OutOfTimeError, Progress
 from capplan.planner.problem._previous import PreviousInstance, count_moves, name_groups
 from capplan.planner.problem._problem import Assignment
 from capplan.planner.search._local_search import fleet_cost, fleet_size_of

@@ -13,7 +13,7 @@ from capplan.planner import SOLVERS
 from capplan.planner.problem._bound import lower_bound_gpus
 from capplan.planner.problem._estimate import TwinEstimator
 from capplan.planner.problem._evaluate import known_values
-from capplan.planner.problem._parallel import Progress, no_progress
+from capplan.planner.problem._execution import Progress, no_progress
 from capplan.planner.problem._previous import read_previous
 from capplan.planner.problem._problem import Assignment, Problem, distinct_adapters
 from capplan.planner.problem._setup import make_problem, require_folders

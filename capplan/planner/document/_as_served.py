@@ -11,7 +11,7 @@ from typing import Any
 
 from capplan.planner.document._assemble import build_plan
 from capplan.planner.problem._estimate import TwinEstimator, make_estimator
-from capplan.planner.problem._parallel import Progress, no_progress
+from capplan.planner.problem._execution import Progress, no_progress
 from capplan.planner.problem._problem import AdapterShare, Assignment, Estimator, Problem
 from capplan.planner.problem._rebuild import rebuild, search_seed
 from capplan.planner.problem._slots import choose_slots, most_slots

@@ -16,8 +16,8 @@ from pydantic import JsonValue
 from scipy.special import ndtri, stdtrit
 
 from capplan.planner.problem._bound import lower_bound, lower_bound_gpus
-from capplan.planner.problem._deadline import NEVER, Deadline
 from capplan.planner.problem._evaluate import find_bottlenecks, known_values
+from capplan.planner.problem._execution import NEVER, Deadline
 from capplan.planner.problem._previous import (
     PreviousInstance,
     moved_adapters,

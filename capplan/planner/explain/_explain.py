@@ -22,7 +22,7 @@ from capplan.planner.explain._headroom import Headroom, find_headroom
 from capplan.planner.explain._loading import LoadingPoint, loading_points
 from capplan.planner.explain._queue_gains import SizeGain, size_gains
 from capplan.planner.explain._what_if import PlanOutcome, WhatIf, plan_outcome, what_if
-from capplan.planner.problem._parallel import Progress, no_progress, parallel_map
+from capplan.planner.problem._execution import Progress, no_progress, parallel_map
 from capplan.planner.problem._rebuild import RebuiltGroup, rebuild, search_seed
 from capplan.planner.problem._slots import best_slots
 from capplan.planner.verification._verify import fresh_seeds

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from capplan.planner.problem._evaluate import evaluate
-from capplan.planner.problem._parallel import parallel_map
+from capplan.planner.problem._execution import parallel_map
 from capplan.planner.problem._problem import Assignment, Problem
 from capplan.spec import Scheduler
 

@@ -12,7 +12,7 @@ from capplan.errors import InfeasibleError
 from capplan.planner._api import PlanOptions, plan_problem
 from capplan.planner.problem._estimate import TwinEstimator
 from capplan.planner.problem._evaluate import evaluate
-from capplan.planner.problem._parallel import Progress, parallel_map
+from capplan.planner.problem._execution import Progress, parallel_map
 from capplan.planner.problem._problem import Assignment, Problem, infeasible
 from capplan.planner.problem._rebuild import RebuiltPlan
 from capplan.planner.problem._setup import make_problem

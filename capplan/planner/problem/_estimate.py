@@ -21,8 +21,8 @@ from capplan.models.surrogates import (
     compile_surrogate,
     unsupported_workload,
 )
-from capplan.planner.problem._deadline import NEVER, Deadline
 from capplan.planner.problem._evaluate import SAFE_SERVED_FRACTION, Evaluation, evaluate
+from capplan.planner.problem._execution import NEVER, Deadline
 from capplan.planner.problem._problem import (
     AdapterShare,
     Assignment,

@@ -10,8 +10,7 @@ from typing import Any, Final, Literal, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.planner.problem._deadline import NEVER, Deadline, OutOfTimeError, interrupt_at
-from capplan.planner.problem._parallel import parallel_until
+from capplan.planner.problem._execution import NEVER, Deadline, OutOfTimeError, interrupt_at, parallel_until
 from capplan.planner.problem._problem import Assignment, Problem, distinct_adapters
 from capplan.planner.problem._queues import with_queues
 from capplan.spec import (

@@ -9,9 +9,8 @@ from functools import cached_property
 from typing import Final
 
 from capplan.errors import InputError
-from capplan.planner.problem._deadline import NEVER, Deadline
 from capplan.planner.problem._estimate import TwinEstimator
-from capplan.planner.problem._parallel import parallel_map
+from capplan.planner.problem._execution import NEVER, Deadline, parallel_map
 from capplan.planner.problem._problem import (
     SIMULATED_S,
     AdapterShare,

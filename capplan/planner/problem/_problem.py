@@ -17,8 +17,7 @@ from typing import Final, Protocol, Self
 
 from capplan.errors import InfeasibleError, InfeasibleReason, InputError
 from capplan.models import KvBudget, kv_budget, pessimistic_profile
-from capplan.planner.problem._deadline import NEVER, Deadline
-from capplan.planner.problem._parallel import parallel_map
+from capplan.planner.problem._execution import NEVER, Deadline, parallel_map
 from capplan.serving import VLLM_ENGINE, adapter_bytes, adapter_tokens, vllm_rank
 from capplan.spec import (
     Adapter,

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from capplan.planner.problem._deadline import interrupt_at
+from capplan.planner.problem._execution import interrupt_at
 from capplan.planner.problem._problem import Assignment, Problem
 from capplan.serving.pooled import PoolSetup, RequestSample, design_queues
 from capplan.spec import Queues, Slo, Workload

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
-from capplan.planner.problem._deadline import NEVER, Deadline
+from capplan.planner.problem._execution import NEVER, Deadline, parallel_map
 from capplan.planner.problem._knobs import fallback_running_requests, knob_grid, knobs_of, tune_knobs
-from capplan.planner.problem._parallel import parallel_map
 from capplan.planner.problem._problem import Assignment, Estimator, estimate_all
 from capplan.planner.problem._slots import best_slots, neighbouring_slots, rank_slots
 from capplan.planner.search._data import SearchData

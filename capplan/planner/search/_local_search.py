@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from capplan.planner.problem._parallel import no_progress, parallel_map
+from capplan.planner.problem._execution import no_progress, parallel_map
 from capplan.planner.problem._previous import PreviousInstance, count_moves
 from capplan.planner.problem._problem import Assignment, Problem
 from capplan.planner.search._data import SearchData

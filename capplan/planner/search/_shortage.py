@@ -7,8 +7,8 @@ from typing import Final
 
 import numpy as np
 
-from capplan.planner.problem._deadline import OutOfTimeError
 from capplan.planner.problem._evaluate import NOTHING_BREAKS, failure_of
+from capplan.planner.problem._execution import OutOfTimeError
 from capplan.planner.problem._problem import AdapterShare, Assignment, Problem, distinct_adapters
 from capplan.planner.problem._slots import max_fitting_slots
 from capplan.planner.search._data import build_search_data

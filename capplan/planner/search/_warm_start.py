@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from capplan.planner.problem._parallel import parallel_map
+from capplan.planner.problem._execution import parallel_map
 from capplan.planner.problem._previous import PreviousInstance
 from capplan.planner.problem._problem import AdapterShare, Problem
 from capplan.planner.search._data import SearchData

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from capplan.errors import InfeasibleError, InputError
-from capplan.planner.problem._deadline import OutOfTimeError
 from capplan.planner.problem._estimate import (
     ESTIMATORS,
     TwinEstimator,
@@ -15,6 +14,7 @@ from capplan.planner.problem._estimate import (
     make_estimator,
     make_surrogate,
 )
+from capplan.planner.problem._execution import OutOfTimeError
 from capplan.planner.problem._problem import Assignment, Estimator, Problem, infeasible, require_valid
 from capplan.planner.problem._splitting import require_memory, split_hot_adapters
 from capplan.planner.search._local_search import fleet_cost, fleet_size_of

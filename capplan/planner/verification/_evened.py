@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from capplan.planner.problem._bound import lower_bound_instances
-from capplan.planner.problem._deadline import OutOfTimeError
-from capplan.planner.problem._parallel import no_progress
+from capplan.planner.problem._execution import OutOfTimeError, no_progress
 from capplan.planner.problem._problem import Assignment, Estimator, Problem, distinct_adapters, whole_adapters
 from capplan.planner.problem._slots import max_fitting_slots, slot_candidates
 from capplan.planner.search._data import build_search_data

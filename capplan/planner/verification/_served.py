@@ -17,8 +17,8 @@ from scipy.stats import t as student_t
 from capplan.datasets import load_profile
 from capplan.errors import InfeasibleError, InputError
 from capplan.planner.problem._evaluate import violated_bounds
+from capplan.planner.problem._execution import parallel_map
 from capplan.planner.problem._operating_points import OperatingPoints, rebalancing_of
-from capplan.planner.problem._parallel import parallel_map
 from capplan.planner.problem._problem import AdapterShare, Problem
 from capplan.planner.problem._rebuild import rebuild
 from capplan.planner.problem._setup import make_problem

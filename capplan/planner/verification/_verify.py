@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from capplan.errors import InputError
 from capplan.models import DRAWS, drawn_profiles
-from capplan.planner.problem._deadline import NEVER, Deadline, OutOfTimeError
 from capplan.planner.problem._estimate import TwinEstimator
 from capplan.planner.problem._evaluate import (
     SAFE_SERVED_FRACTION,
@@ -22,8 +21,15 @@ from capplan.planner.problem._evaluate import (
     known_values,
     simulate_instances,
 )
+from capplan.planner.problem._execution import (
+    NEVER,
+    Deadline,
+    OutOfTimeError,
+    no_progress,
+    parallel_map,
+    parallel_until,
+)
 from capplan.planner.problem._operating_points import rebalancing_of
-from capplan.planner.problem._parallel import no_progress, parallel_map, parallel_until
 from capplan.planner.problem._problem import (
     Assignment,
     Estimate,
