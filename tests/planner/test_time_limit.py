@@ -13,7 +13,7 @@ from capplan.planner.problem import Assignment, Problem
 from capplan.planner.problem._estimate import TwinEstimator
 from capplan.planner.problem._evaluate import Evaluation, evaluate, evaluate_cluster
 from capplan.planner.problem._execution import NEVER, Deadline, OutOfTimeError, TimeBudget, parallel_until
-from capplan.planner.problem._queues import with_queues
+from capplan.planner.problem._settings import with_queues
 from capplan.planner.problem._setup import make_problem
 from capplan.planner.search._shortage import broken_when_spread
 from capplan.planner.solvers import find_solver

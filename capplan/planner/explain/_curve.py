@@ -13,9 +13,8 @@ from typing import Final
 from capplan.models import kv_budget
 from capplan.planner.problem._evaluate import Evaluation, evaluate, known_value
 from capplan.planner.problem._execution import parallel_map
-from capplan.planner.problem._knobs import KNOBS, knob_variants, with_knob
 from capplan.planner.problem._problem import GRID, Assignment, Estimate, Problem, distinct_adapters
-from capplan.planner.problem._slots import best_slots, max_fitting_slots
+from capplan.planner.problem._settings import KNOBS, best_slots, knob_variants, max_fitting_slots, with_knob
 from capplan.twin.instance import PAIRED_SEEDS
 
 MAX_POINTS: Final = 8

@@ -31,7 +31,7 @@ from capplan.planner.problem._problem import (
     Problem,
     estimate_all,
 )
-from capplan.planner.problem._queues import with_queues
+from capplan.planner.problem._settings import with_queues
 from capplan.spec import STARVED_BELOW, Workload
 from capplan.twin import SimulationResult
 from capplan.twin.instance import bound_value

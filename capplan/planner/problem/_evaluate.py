@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from capplan.planner.problem._execution import NEVER, Deadline, OutOfTimeError, interrupt_at, parallel_until
 from capplan.planner.problem._problem import Assignment, Problem, distinct_adapters
-from capplan.planner.problem._queues import with_queues
+from capplan.planner.problem._settings import with_queues
 from capplan.spec import (
     PLAN_ROUTER,
     STABLE_TTFT_P99_S,

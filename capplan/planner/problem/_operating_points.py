@@ -19,7 +19,7 @@ from capplan.planner.problem._problem import (
     infeasible,
     whole_adapters,
 )
-from capplan.planner.problem._slots import most_slots
+from capplan.planner.problem._settings import most_slots
 from capplan.spec import Adapter, Arrivals, BaseTraffic, LengthPairs, RebalanceSettings, Renewal, Workload
 from capplan.twin.cluster import Rebalancing
 from capplan.workload import draw_requests

@@ -8,8 +8,8 @@ from itertools import product
 
 from capplan.datasets import list_profiles
 from capplan.errors import InputError
-from capplan.planner.problem._knobs import knobs_of
 from capplan.planner.problem._problem import AdapterShare, Assignment, KnobSearch, Problem
+from capplan.planner.problem._settings import knobs_of
 from capplan.planner.problem._setup import make_problem
 from capplan.spec import Group, Plan, Profile, QueueConfig, Workload
 

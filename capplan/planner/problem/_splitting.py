@@ -12,7 +12,6 @@ from typing import Final
 from capplan.errors import InfeasibleError
 from capplan.planner.problem._bound import lower_bound_instances
 from capplan.planner.problem._evaluate import describe_failure
-from capplan.planner.problem._knobs import has_open_knobs, tune_knobs
 from capplan.planner.problem._problem import (
     AdapterShare,
     Assignment,
@@ -21,6 +20,7 @@ from capplan.planner.problem._problem import (
     estimate_all,
     infeasible,
 )
+from capplan.planner.problem._settings import has_open_knobs, tune_knobs
 from capplan.spec import Adapter
 
 _KIND: Final = attrgetter("rank", "prompt_tokens", "output_tokens")

@@ -9,9 +9,16 @@ from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from capplan.planner.problem._execution import NEVER, Deadline, parallel_map
-from capplan.planner.problem._knobs import fallback_running_requests, knob_grid, knobs_of, tune_knobs
 from capplan.planner.problem._problem import Assignment, Estimator, estimate_all
-from capplan.planner.problem._slots import best_slots, neighbouring_slots, rank_slots
+from capplan.planner.problem._settings import (
+    best_slots,
+    fallback_running_requests,
+    knob_grid,
+    knobs_of,
+    neighbouring_slots,
+    rank_slots,
+    tune_knobs,
+)
 from capplan.planner.search._data import SearchData
 from capplan.planner.search._placement import PlacementState
 from capplan.spec import EngineArgs, EngineConfig

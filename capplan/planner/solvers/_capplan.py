@@ -19,9 +19,9 @@ from typing import Final
 from capplan.errors import InfeasibleError, InfeasibleReason
 from capplan.planner.problem._bound import lower_bound, lower_bound_gpus
 from capplan.planner.problem._execution import OutOfTimeError, no_progress
-from capplan.planner.problem._knobs import has_open_knobs
 from capplan.planner.problem._previous import previous_instances
 from capplan.planner.problem._problem import Assignment, Estimator, Problem, infeasible
+from capplan.planner.problem._settings import has_open_knobs
 from capplan.planner.search._data import SearchData, build_search_data, split_heavy_adapters
 from capplan.planner.search._evaluator import Evaluator, frequent_settings
 from capplan.planner.search._local_search import (

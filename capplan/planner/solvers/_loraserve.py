@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from capplan.planner.problem._operating_points import OperatingPoints
 from capplan.planner.problem._previous import previous_instances
 from capplan.planner.problem._problem import AdapterShare, Assignment, Problem, infeasible
-from capplan.planner.problem._slots import most_slots
+from capplan.planner.problem._settings import most_slots
 from capplan.planner.solvers._base import RequiredEstimator, Requirement, Solver, SolverContext
 from capplan.serving.rebalancing import AdapterDemand, place
 from capplan.spec import Plan

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from capplan.errors import InfeasibleReason, InputError
 from capplan.planner.problem._bound import busy_gpus
 from capplan.planner.problem._problem import AdapterShare, Assignment, Problem, infeasible
-from capplan.planner.problem._slots import choose_slots
+from capplan.planner.problem._settings import choose_slots
 from capplan.planner.search._shortage import broken_when_spread
 from capplan.planner.solvers._base import RequiredEstimator, Solver, SolverContext
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from capplan.planner.problem._problem import AdapterShare, Assignment, Problem, distinct_adapters
-from capplan.planner.problem._slots import slot_candidates
+from capplan.planner.problem._settings import slot_candidates
 from capplan.planner.problem._splitting import in_input_order
 from capplan.planner.solvers._base import RequiredEstimator, Solver, SolverContext
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Final, TypeAlias
 
-from capplan.planner.problem._knobs import KNOBS, has_open_knobs, tune_knobs
 from capplan.planner.problem._problem import AdapterShare, Assignment, Estimator, Problem, broken_rules
-from capplan.planner.problem._slots import choose_slots, slot_candidates
+from capplan.planner.problem._settings import KNOBS, choose_slots, has_open_knobs, slot_candidates, tune_knobs
 from capplan.planner.search._data import AdapterGroup, adapter_groups
 from capplan.planner.verification._verify import InstanceVerification, Verifier
 

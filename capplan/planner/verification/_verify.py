@@ -35,7 +35,7 @@ from capplan.planner.problem._problem import (
     Estimate,
     Problem,
 )
-from capplan.planner.problem._queues import with_queues
+from capplan.planner.problem._settings import with_queues
 from capplan.spec import OUT_OF_TIME, Profile, Verdict, require_seed_count
 from capplan.twin import SimulationResult
 from capplan.twin.cluster import Rebalancing
