@@ -26,9 +26,8 @@ from capplan.planner.explain._explain import explain_slots
 from capplan.planner.explain._what_if import one_fewer, one_more
 from capplan.planner.problem import Estimate
 from capplan.planner.problem._evaluate import evaluate
-from capplan.planner.problem._rebuild import rebuild
 from capplan.planner.problem._settings import best_slots
-from capplan.planner.problem._setup import make_problem
+from capplan.planner.problem._setup import make_problem, rebuild
 from capplan.spec import QueueConfig, Trace
 from capplan.twin.instance import PAIRED_SEEDS
 from tests.planner.conftest import MODEL, PROFILE

@@ -23,8 +23,8 @@ from capplan.planner.explain._loading import LoadingPoint, loading_points
 from capplan.planner.explain._queue_gains import SizeGain, size_gains
 from capplan.planner.explain._what_if import PlanOutcome, WhatIf, plan_outcome, what_if
 from capplan.planner.problem._execution import Progress, no_progress, parallel_map
-from capplan.planner.problem._rebuild import RebuiltGroup, rebuild, search_seed
 from capplan.planner.problem._settings import best_slots
+from capplan.planner.problem._setup import RebuiltGroup, rebuild, search_seed
 from capplan.planner.verification._verify import fresh_seeds
 from capplan.spec import Displayed, Group, Plan, Profile, Workload
 from capplan.twin.instance import paired_difference

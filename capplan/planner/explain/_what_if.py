@@ -14,9 +14,8 @@ from capplan.planner.problem._estimate import TwinEstimator
 from capplan.planner.problem._evaluate import evaluate
 from capplan.planner.problem._execution import Progress, parallel_map
 from capplan.planner.problem._problem import Assignment, Problem, infeasible
-from capplan.planner.problem._rebuild import RebuiltPlan
 from capplan.planner.problem._settings import rank_slots
-from capplan.planner.problem._setup import make_problem
+from capplan.planner.problem._setup import RebuiltPlan, make_problem
 from capplan.planner.search._data import build_search_data
 from capplan.planner.search._placement import balanced
 from capplan.planner.solvers import find_solver

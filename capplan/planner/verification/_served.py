@@ -20,8 +20,7 @@ from capplan.planner.problem._evaluate import violated_bounds
 from capplan.planner.problem._execution import parallel_map
 from capplan.planner.problem._operating_points import OperatingPoints, rebalancing_of
 from capplan.planner.problem._problem import AdapterShare, Problem
-from capplan.planner.problem._rebuild import rebuild
-from capplan.planner.problem._setup import make_problem
+from capplan.planner.problem._setup import make_problem, rebuild
 from capplan.serving import adapter_bytes
 from capplan.serving.rebalancing import AdapterDemand, Rebalancer, Replan
 from capplan.spec import (
@@ -265,7 +264,7 @@ def fleet_of_plan(
     Parameters
     ----------
     plan, workload, profile, source
-        As for `capplan.planner.problem._rebuild.rebuild`.
+        As for `capplan.planner.problem._setup.rebuild`.
     router, rebalance
         Router and re-balancing instead of the plan's. Instances to re-balance have the engine settings of the
         group with the largest slots, as `capplan serve PLAN` starts them.
