@@ -16,8 +16,7 @@ from capplan.planner.problem._execution import Progress, parallel_map
 from capplan.planner.problem._problem import Assignment, Problem, infeasible
 from capplan.planner.problem._settings import rank_slots
 from capplan.planner.problem._setup import RebuiltPlan, make_problem
-from capplan.planner.search._data import build_search_data
-from capplan.planner.search._placement import balanced
+from capplan.planner.search._placement import balanced, build_search_data
 from capplan.planner.solvers import find_solver
 from capplan.spec import Objective, Plan, Workload
 

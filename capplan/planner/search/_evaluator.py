@@ -19,8 +19,7 @@ from capplan.planner.problem._settings import (
     rank_slots,
     tune_knobs,
 )
-from capplan.planner.search._data import SearchData
-from capplan.planner.search._placement import PlacementState
+from capplan.planner.search._placement import PlacementState, SearchData
 from capplan.spec import EngineArgs, EngineConfig
 
 InstanceContent = tuple[frozenset[int], int]

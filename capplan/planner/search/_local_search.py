@@ -19,9 +19,8 @@ import numpy as np
 from capplan.planner.problem._execution import no_progress, parallel_map
 from capplan.planner.problem._previous import PreviousInstance, count_moves
 from capplan.planner.problem._problem import Assignment, Problem
-from capplan.planner.search._data import SearchData
 from capplan.planner.search._evaluator import Evaluator, are_too_many
-from capplan.planner.search._placement import INITIAL_SOLUTIONS, InitialSolution, PlacementState
+from capplan.planner.search._placement import INITIAL_SOLUTIONS, InitialSolution, PlacementState, SearchData
 from capplan.spec import Objective
 
 _LATENCY_GAIN: Final = 0.05

@@ -11,8 +11,7 @@ from capplan.planner.problem._evaluate import NOTHING_BREAKS, failure_of
 from capplan.planner.problem._execution import OutOfTimeError
 from capplan.planner.problem._problem import AdapterShare, Assignment, Problem, distinct_adapters
 from capplan.planner.problem._settings import max_fitting_slots
-from capplan.planner.search._data import build_search_data
-from capplan.planner.search._placement import balanced
+from capplan.planner.search._placement import balanced, build_search_data
 
 _MAX_INSTANCES: Final = 64
 """Instances up to which the load is spread."""

@@ -22,7 +22,6 @@ from capplan.planner.problem._execution import OutOfTimeError, no_progress
 from capplan.planner.problem._previous import previous_instances
 from capplan.planner.problem._problem import Assignment, Estimator, Problem, infeasible
 from capplan.planner.problem._settings import has_open_knobs
-from capplan.planner.search._data import SearchData, build_search_data, split_heavy_adapters
 from capplan.planner.search._evaluator import Evaluator, frequent_settings
 from capplan.planner.search._local_search import (
     LocalSearch,
@@ -32,9 +31,20 @@ from capplan.planner.search._local_search import (
     fleet_size_of,
     fleet_sizes,
 )
-from capplan.planner.search._placement import INITIAL_SOLUTIONS, InitialSolution, PlacementState, placement_of
+from capplan.planner.search._placement import (
+    INITIAL_SOLUTIONS,
+    InitialSolution,
+    PlacementState,
+    SearchData,
+    build_search_data,
+    keep_shares,
+    levelled_start,
+    placement_of,
+    relieved_start,
+    split_heavy_adapters,
+    warm_start,
+)
 from capplan.planner.search._shortage import broken_when_spread
-from capplan.planner.search._warm_start import keep_shares, levelled_start, relieved_start, warm_start
 from capplan.planner.solvers._base import RequiredEstimator, Requirement, Solver, SolverContext
 from capplan.planner.solvers._greedy import solve_greedy
 from capplan.spec import Objective

@@ -14,8 +14,7 @@ from capplan.planner.problem._bound import lower_bound_instances
 from capplan.planner.problem._execution import OutOfTimeError, no_progress
 from capplan.planner.problem._problem import Assignment, Estimator, Problem, distinct_adapters, whole_adapters
 from capplan.planner.problem._settings import max_fitting_slots, slot_candidates
-from capplan.planner.search._data import build_search_data
-from capplan.planner.search._placement import balanced, balanced_by_rank
+from capplan.planner.search._placement import balanced, balanced_by_rank, build_search_data
 from capplan.planner.verification._repair import RepairResult
 from capplan.planner.verification._verify import Verifier
 from capplan.spec import Objective

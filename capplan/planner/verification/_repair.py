@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 
 from capplan.planner.problem._problem import AdapterShare, Assignment, Estimator, Problem, broken_rules
 from capplan.planner.problem._settings import KNOBS, choose_slots, has_open_knobs, slot_candidates, tune_knobs
-from capplan.planner.search._data import AdapterGroup, adapter_groups
+from capplan.planner.search._placement import AdapterGroup, adapter_groups
 from capplan.planner.verification._verify import InstanceVerification, Verifier
 
 Placement: TypeAlias = frozenset[tuple[frozenset[AdapterShare], int, int]]
