@@ -17,8 +17,7 @@ from capplan.planner.problem import Estimate, Estimator
 from capplan.planner.problem._problem import KnobSearch
 from capplan.planner.problem._setup import make_problem
 from capplan.planner.problem._splitting import split_evenly
-from capplan.planner.search._evaluator import Evaluator
-from capplan.planner.search._local_search import improve
+from capplan.planner.search._local_search import Evaluator, improve
 from capplan.planner.search._placement import (
     INITIAL_SOLUTIONS,
     InitialSolution,

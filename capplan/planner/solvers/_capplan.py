@@ -22,14 +22,15 @@ from capplan.planner.problem._execution import OutOfTimeError, no_progress
 from capplan.planner.problem._previous import previous_instances
 from capplan.planner.problem._problem import Assignment, Estimator, Problem, infeasible
 from capplan.planner.problem._settings import has_open_knobs
-from capplan.planner.search._evaluator import Evaluator, frequent_settings
 from capplan.planner.search._local_search import (
+    Evaluator,
     LocalSearch,
     MoveSearch,
     fleet_cost,
     fleet_gpus,
     fleet_size_of,
     fleet_sizes,
+    frequent_settings,
 )
 from capplan.planner.search._placement import (
     INITIAL_SOLUTIONS,
