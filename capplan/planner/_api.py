@@ -25,8 +25,7 @@ from capplan.planner.problem._problem import (
 from capplan.planner.problem._setup import make_problem, require_folders
 from capplan.planner.search._local_search import fleet_size_of, placement_cost
 from capplan.planner.solvers import find_solver
-from capplan.planner.solvers._base import DEFAULT_TIME_LIMIT_S, Solver
-from capplan.planner.solvers._solve import SolverRun, solve
+from capplan.planner.solvers._base import DEFAULT_TIME_LIMIT_S, Solver, SolverRun, solve
 from capplan.planner.verification._evened import evened_out
 from capplan.planner.verification._repair import RepairResult, fit_slots_in_memory, repair
 from capplan.planner.verification._verify import (

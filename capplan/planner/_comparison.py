@@ -18,8 +18,7 @@ from capplan.planner.problem._previous import read_previous
 from capplan.planner.problem._problem import Assignment, Problem, distinct_adapters
 from capplan.planner.problem._setup import make_problem, require_folders
 from capplan.planner.solvers import find_solver
-from capplan.planner.solvers._base import DEFAULT_TIME_LIMIT_S, Solver
-from capplan.planner.solvers._solve import SolverRun, solve
+from capplan.planner.solvers._base import DEFAULT_TIME_LIMIT_S, Solver, SolverRun, solve
 from capplan.planner.verification._verify import (
     FRESH_SEEDS,
     InstanceVerification,

@@ -45,8 +45,13 @@ from capplan.planner.search._placement import (
     split_heavy_adapters,
     warm_start,
 )
-from capplan.planner.search._shortage import broken_when_spread
-from capplan.planner.solvers._base import RequiredEstimator, Requirement, Solver, SolverContext
+from capplan.planner.solvers._base import (
+    RequiredEstimator,
+    Requirement,
+    Solver,
+    SolverContext,
+    broken_when_spread,
+)
 from capplan.planner.solvers._greedy import solve_greedy
 from capplan.spec import Objective
 

@@ -46,8 +46,7 @@ from capplan.planner.problem._problem import (
     estimate_all,
     infeasible,
 )
-from capplan.planner.search._shortage import broken_when_spread
-from capplan.planner.solvers._base import RequiredEstimator, Solver, SolverContext
+from capplan.planner.solvers._base import RequiredEstimator, Solver, SolverContext, broken_when_spread
 from capplan.spec import EngineLimits
 
 _NO_LIMIT: Final = 2**31

@@ -28,8 +28,7 @@ from capplan.errors import InfeasibleReason, InputError
 from capplan.planner.problem._bound import busy_gpus
 from capplan.planner.problem._problem import AdapterShare, Assignment, Problem, infeasible
 from capplan.planner.problem._settings import choose_slots
-from capplan.planner.search._shortage import broken_when_spread
-from capplan.planner.solvers._base import RequiredEstimator, Solver, SolverContext
+from capplan.planner.solvers._base import RequiredEstimator, Solver, SolverContext, broken_when_spread
 
 MOST_PARTS: Final = 24
 MOST_GPUS: Final = 4
