@@ -26,14 +26,16 @@ from capplan.planner.problem._setup import make_problem, require_folders
 from capplan.planner.search._local_search import fleet_size_of, placement_cost
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers._base import DEFAULT_TIME_LIMIT_S, Solver, SolverRun, solve
-from capplan.planner.verification._evened import evened_out
-from capplan.planner.verification._repair import RepairResult, fit_slots_in_memory, repair
 from capplan.planner.verification._verify import (
     FRESH_SEEDS,
     InstanceVerification,
+    RepairResult,
     Verifier,
+    evened_out,
+    fit_slots_in_memory,
     further_seeds,
     make_verifier,
+    repair,
     require_seeds,
 )
 from capplan.spec import Objective, Plan, Profile, Workload

@@ -15,8 +15,7 @@ from capplan.planner.problem._execution import Progress, no_progress
 from capplan.planner.problem._problem import AdapterShare, Assignment, Estimator, Problem
 from capplan.planner.problem._settings import choose_slots, most_slots
 from capplan.planner.problem._setup import rebuild, search_seed
-from capplan.planner.verification._repair import RepairResult
-from capplan.planner.verification._verify import FRESH_SEEDS, make_verifier
+from capplan.planner.verification._verify import FRESH_SEEDS, RepairResult, make_verifier
 from capplan.spec import BY_SHARES, Plan, Profile, RouterOptions, Workload, stores_everywhere
 
 

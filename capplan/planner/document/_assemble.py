@@ -26,8 +26,7 @@ from capplan.planner.problem._previous import (
     previous_instances,
 )
 from capplan.planner.problem._problem import Assignment, GpuPool, Problem
-from capplan.planner.verification._repair import RepairResult
-from capplan.planner.verification._verify import InstanceVerification, PlanVerdict, Verifier
+from capplan.planner.verification._verify import InstanceVerification, PlanVerdict, RepairResult, Verifier
 from capplan.spec import (
     MEAN_LENGTHS,
     Binds,
