@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 from pydantic import JsonValue
 
 from capplan.errors import InfeasibleError, InputError
-from capplan.planner.document._assemble import build_plan, fleet_totals, move_sizes
+from capplan.planner._document import build_plan, fleet_totals, move_sizes
 from capplan.planner.problem._bound import lower_bound_gpus
 from capplan.planner.problem._estimate import TwinEstimator, make_estimator
 from capplan.planner.problem._evaluate import evaluate, evaluate_cluster
