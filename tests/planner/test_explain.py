@@ -21,8 +21,7 @@ from capplan import (
     plan,
 )
 from capplan.planner.explain import CurvePoint, CurveRuns, Explanation, SlotCurve, slot_curve
-from capplan.planner.explain._curve import MAX_POINTS
-from capplan.planner.explain._explain import explain_slots
+from capplan.planner.explain._curve import MAX_POINTS, explain_slots
 from capplan.planner.explain._what_if import one_fewer, one_more
 from capplan.planner.problem import Estimate
 from capplan.planner.problem._evaluate import evaluate
