@@ -22,7 +22,7 @@ from capplan import (
 )
 from capplan.planner.explain import CurvePoint, CurveRuns, Explanation, SlotCurve, slot_curve
 from capplan.planner.explain._curve import MAX_POINTS, explain_slots
-from capplan.planner.explain._what_if import one_fewer, one_more
+from capplan.planner.explain._explain import one_fewer, one_more
 from capplan.planner.problem import Estimate
 from capplan.planner.problem._evaluate import evaluate
 from capplan.planner.problem._settings import best_slots
