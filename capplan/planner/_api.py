@@ -379,21 +379,10 @@ def verified_choices(
     old: Sequence[PreviousInstance],
     progress: Progress,
 ) -> list[JsonValue]:
-    """Return the alternatives to a plan that are verified, cheapest first, as documents.
+    """Return the alternatives to a plan that are verified, as documents; both are cheapest first.
 
     ``move_cost`` of an alternative is the price of a move from which it costs less than the plan. One that is
     never the cheapest is left out.
-
-    Parameters
-    ----------
-    verifier
-        Verifier of the plan.
-    plan, alternatives
-        Placement of the plan, and placements with fewer moves, cheapest first.
-    old
-        Instances of the plan in force.
-    progress
-        Called with (stage, done, total).
     """
     problem = verifier.problem
 

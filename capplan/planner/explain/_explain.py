@@ -84,13 +84,7 @@ def find_headroom(
     seed: int,
     bottleneck_seed: int,
 ) -> Headroom:
-    """Return the headroom of an instance, from its bottleneck in the plan, which was found on another seed.
-
-    Raises
-    ------
-    InfeasibleError
-        If the instance does not start.
-    """
+    """Return the headroom of an instance, from its bottleneck in the plan, which another seed gave."""
     now = evaluate(problem, assignment, seed).result
     holds_until = 1.0 / load_over_capacity if load_over_capacity else None
     if holds_until is None or binds is None:
@@ -384,13 +378,7 @@ class FleetChange:
 
     @property
     def workload(self) -> Workload:
-        """The workload with these instances only.
-
-        Raises
-        ------
-        InfeasibleError
-            If an adapter is pinned to a pool without an instance.
-        """
+        """The workload with these instances only; infeasible if an adapter is pinned to none of them."""
         workload = self.problem.workload
         if self.problem.pools[0].name is None:
             return workload

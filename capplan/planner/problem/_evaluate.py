@@ -86,14 +86,8 @@ def evaluate(
 ) -> Evaluation:
     """Simulate one instance with every rate times `scale`; of a trace, the busiest window.
 
-    `duration_s` replaces the simulated time of the problem.
-
-    Raises
-    ------
-    InfeasibleError
-        If the instance does not start.
-    OutOfTimeError
-        If the deadline passes, or that of the problem.
+    `duration_s` replaces the simulated time of the problem. Raises `InfeasibleError` if the instance does not
+    start, and `OutOfTimeError` at the deadline, or that of the problem.
     """
     interrupt = interrupt_at(problem.deadline, deadline)
     slo = problem.workload.slo
@@ -264,12 +258,7 @@ def describe_failure(problem: Problem, assignment: Assignment) -> str:
 def failure_of(problem: Problem, assignment: Assignment) -> str:
     """Return the bound that an instance breaks by the twin at the load over (1 - headroom), as text.
 
-    Empty if nothing breaks on one seed.
-
-    Raises
-    ------
-    OutOfTimeError
-        If the deadline of the problem passes.
+    Empty if nothing breaks on one seed. Raises `OutOfTimeError` at the deadline of the problem.
     """
     scale = 1.0 / (1.0 - problem.workload.headroom)
     evaluation = evaluate(problem.pessimistic, with_queues(problem, assignment), 0, scale)
@@ -298,15 +287,8 @@ def evaluate_cluster(
 ) -> list[Evaluation]:
     """Simulate all instances under one clock, with requests routed as `capplan serve PLAN` does.
 
-    Every rate is multiplied by `scale`. Instances to re-balance have equal settings, as `capplan serve PLAN`
-    starts them. `duration_s` replaces the simulated time of the problem.
-
-    Raises
-    ------
-    InfeasibleError
-        If an instance does not start.
-    OutOfTimeError
-        If the deadline passes, or that of the problem.
+    Instances to re-balance have equal settings, as `capplan serve PLAN` starts them. The other options are
+    those of `evaluate`.
     """
     workload = problem.busiest_workload.at_load(scale)
     instances = [
@@ -347,13 +329,7 @@ def simulate_instances(
     deadline: Deadline = NEVER,
     rebalance: Rebalancing | None = None,
 ) -> list[SimulationResult]:
-    """Simulate the instances of a plan as its verification does, without a judgement of bounds.
-
-    Raises
-    ------
-    OutOfTimeError
-        If the deadline passes, or that of the problem.
-    """
+    """Simulate the instances of a plan as its verification does, without a judgement of bounds."""
     unbounded = replace(problem, workload=problem.workload.model_copy(update={"slo": Slo()}))
     if len(assignments) == 1:
         return [evaluate(unbounded, assignments[0], seed, deadline=deadline).result]
@@ -385,21 +361,8 @@ def find_bottlenecks(
     All rates are scaled up together until a bound breaks, with the simulated time and the criteria of the
     verification, and the seed of its estimate with headroom. The bottleneck is the exhausted resource there.
     It is None if the largest scale breaks no bound or there is no load. Instances that store all adapters
-    are simulated together behind their router, and have one load.
-
-    Parameters
-    ----------
-    problem, assignments
-        Placement with its queues.
-    seed
-        Seed of the simulations.
-    holds
-        Multiple of the load that is known to hold.
-
-    Returns
-    -------
-    list
-        None for an instance on which the deadline of the problem ends the search.
+    are simulated together behind their router, and have one load. `holds` is the multiple of the load that is
+    known to hold. An instance on which the deadline of the problem ends the search has no pair, but None.
     """
     if problem.workload.stores_everywhere and len(assignments) > 1:
         return _bottlenecks_together(problem, assignments, seed, holds)

@@ -54,10 +54,7 @@ class OperatingPoints:
     def __call__(self, ranks: Iterable[int]) -> dict[int, float]:
         """Return the highest token rate (input and output) that a server sustains, by rank.
 
-        Raises
-        ------
-        InfeasibleError
-            If a rank does not hold at the lowest rate.
+        Infeasible if a rank does not hold at the lowest rate.
         """
         ordered = sorted(set(ranks))
         new = [rank for rank in ordered if rank not in self._measured]
@@ -149,15 +146,7 @@ class OperatingPoints:
 
 
 def rebalancing_of(problem: Problem, settings: RebalanceSettings, seed: int = 0) -> Rebalancing:
-    """Return the re-balancing of a problem's instances, with operating points that are measured once.
-
-    Raises
-    ------
-    InfeasibleError
-        If a rank has no operating point.
-    InputError
-        If the instances are of several pools.
-    """
+    """Return the re-balancing of a problem's instances, with operating points that are measured once."""
     if len(problem.pools) > 1:
         raise InputError("needs equal GPUs, and there are several pools", len(problem.pools), "rebalance")
     ranks = {adapter.rank for adapter in problem.traffic}

@@ -43,15 +43,10 @@ _TOLERANCE: Final = 1e-6
 
 
 def require_valid(problem: Problem, assignments: Sequence[Assignment], solver: str) -> None:
-    """Check the placement of a solver.
+    """Refuse a placement of a solver for the first rule that it breaks.
 
     A single instance is simulated with the adapters that it has, so an adapter that is placed nowhere would
     not show in the simulation.
-
-    Raises
-    ------
-    InputError
-        For the first rule that is broken.
     """
     broken = next(broken_rules(problem, assignments), None)
     if broken is not None:
@@ -59,15 +54,10 @@ def require_valid(problem: Problem, assignments: Sequence[Assignment], solver: s
 
 
 def require_one_kind(problem: Problem) -> None:
-    """Check that all pools have a scheduler and an adapter cache, or none has, and that engines have them.
+    """Refuse pools of which only some have a scheduler and an adapter cache, and what only the twin merges.
 
     The cluster twin, which verifies a plan, simulates one kind of memory. Without this rule the search would
     end in its refusal.
-
-    Raises
-    ------
-    InputError
-        For the first pool that differs, or a scheduler of the twin alone.
     """
     scheduler = problem.workload.scheduler
     if scheduler is not None and scheduler.merging is not None:
@@ -141,12 +131,9 @@ class Constraints:
 
 
 def read_constraints(adapters: Sequence[Adapter], traffic: Sequence[Adapter]) -> Constraints:
-    """Return the constraints of adapters; `traffic` also has the base model as one of rank 0 if it has any.
+    """Return the constraints of adapters, which must not contradict each other.
 
-    Raises
-    ------
-    InputError
-        If constraints contradict each other.
+    `traffic` also has the base model as an adapter of rank 0 if it has any.
     """
     leader = _group_leaders(traffic)
     conflicts = _conflicts(adapters)
@@ -310,13 +297,7 @@ class KnobSearch(StrEnum):
 
     @classmethod
     def named(cls, name: str) -> KnobSearch:
-        """Return the member of a name.
-
-        Raises
-        ------
-        InputError
-            If there is none.
-        """
+        """Return the member of a name; an unknown one is an `InputError`."""
         if name not in (*cls,):
             raise InputError(f"must be one of {', '.join(cls)}", name, "knobs")
         return cls(name)

@@ -309,10 +309,7 @@ section 5.1)."""
 def with_queues(problem: Problem, assignment: Assignment) -> Assignment:
     """Return an instance with its initial queues, as it is simulated and planned.
 
-    Raises
-    ------
-    OutOfTimeError
-        If the deadline of the problem passes.
+    Raises `OutOfTimeError` at the deadline of the problem.
     """
     if assignment.queues is not None:
         return assignment

@@ -48,11 +48,7 @@ def make_problem(
     """Return the problem of a workload; `gpus` and `profile` override those of the workload.
 
     A pool of an open number of GPUs gets `OPEN_FACTOR` times the lower bound of the load on this pool alone.
-
-    Raises
-    ------
-    InputError
-        If one of them is missing or invalid, or constraints contradict each other.
+    Whatever is missing, invalid or contradictory in the workload is an `InputError`.
     """
     if workload.pools and (gpus is not None or profile is not None):
         rule = "does not go with pools: the workload says which GPUs there are"
@@ -80,13 +76,7 @@ def _require_rank(rank: int | None, engine: ProfileEngine) -> None:
 
 
 def require_folders(problem: Problem) -> None:
-    """Check the adapters whose folders are on this machine against the workload and the models of its pools.
-
-    Raises
-    ------
-    InputError
-        As `capplan.spec._peft_folder.require_adapter`.
-    """
+    """Check adapters whose folders are on this machine against the workload and the models of its pools."""
     base_model = problem.workload.base_model
     for model in dict.fromkeys(pool.profile.model for pool in problem.pools):
         for adapter in problem.workload.adapters:
@@ -213,12 +203,8 @@ class RebuiltPlan:
 def rebuild(plan: Plan, workload: Workload, profile: Profile | None, source: str) -> RebuiltPlan:
     """Return the placement problem of a plan.
 
-    `profile` replaces the plan's if the workload has no pools. Errors call the workload `source`.
-
-    Raises
-    ------
-    InputError
-        If the workload or the profile is not the plan's.
+    `profile` replaces the plan's if the workload has no pools. Errors call the workload `source`: it is an
+    `InputError` if the workload or the profile is not the plan's.
     """
     problem = _rebuild_problem(plan, planned_workload(plan, workload, source), profile)
     knobs = KnobSearch.named(str(plan.provenance.get("knobs", KnobSearch.FITTED)))

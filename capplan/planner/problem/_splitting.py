@@ -75,13 +75,7 @@ def split_evenly(share: AdapterShare, count: int) -> tuple[AdapterShare, ...]:
 
 
 def require_memory(problem: Problem) -> None:
-    """Check that an instance of some pool starts with the adapter of the largest rank alone.
-
-    Raises
-    ------
-    InfeasibleError
-        If none does.
-    """
+    """Raise `InfeasibleError` unless an instance of some pool starts with the adapter of the largest rank."""
     largest = max(problem.shares, key=_RANK)
     alone = Assignment((largest,), problem.fixed_a_max or 1)
     pools = range(len(problem.pools))

@@ -161,15 +161,8 @@ def solve(
     """Run a solver on whole adapters, or on shares of hot ones if it supports them.
 
     `estimator` is the name selected by the user; the other options are passed to the solver. If a deadline
-    ends the search, the best answer that it has reported is returned.
-
-    Raises
-    ------
-    InputError
-        If the estimator is unknown or not the solver's, the solver does not support the problem, or its
-        placement breaks a rule.
-    InfeasibleError
-        If there is no answer.
+    ends the search, the best answer that it has reported is returned. A problem that the solver does not
+    support is an `InputError`, and so is a placement that breaks a rule.
     """
     _require_match(problem, solver, estimator)
     _require_supported(problem.workload, solver)

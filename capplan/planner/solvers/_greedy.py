@@ -132,13 +132,7 @@ PAPER_GRID: Final = GRID[3:]
 
 
 def solve_greedy(problem: Problem, estimator: Estimator, *, strict: bool = False) -> tuple[Assignment, ...]:
-    """Place all shares; `strict` follows the paper to the letter.
-
-    Raises
-    ------
-    InfeasibleError
-        If the GPUs do not suffice.
-    """
+    """Place all shares; `strict` follows the paper to the letter."""
     grid = PAPER_GRID if strict else GRID
     queue = priority_order(problem.shares)
     compiled = compiled_fill(problem, estimator, queue, grid)

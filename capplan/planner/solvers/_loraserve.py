@@ -38,15 +38,7 @@ def solve_loraserve(
     operating_points: Mapping[int, float],
     stored: Sequence[Collection[str]] | None = None,
 ) -> tuple[Assignment, ...]:
-    """Place all adapters on all instances of a problem with one pool; other parameters as for `place`.
-
-    Raises
-    ------
-    InfeasibleError
-        If the instances do not sustain the demand.
-    InputError
-        If a rank has no operating point.
-    """
+    """Place all adapters on all instances of a problem with one pool; other parameters as for `place`."""
     demands = [
         AdapterDemand(
             adapter.name,

@@ -261,10 +261,7 @@ class PlacementProgram:
     def solve(self, gpus: int, cuts: Sequence[Cut], deadline_s: float) -> list[int] | None:
         """Return the GPU of every share, or None if there is no placement.
 
-        Raises
-        ------
-        SolverTimeout
-            At the deadline, by `time.monotonic`.
+        Raises `SolverTimeout` at the deadline, by `time.monotonic`.
         """
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array

@@ -140,14 +140,9 @@ class Verifier:
     def __call__(
         self, assignments: Sequence[Assignment], progress: Callable[[int, int], None] = no_progress
     ) -> list[InstanceVerification]:
-        """Verify assignments, each simulated by itself.
+        """Verify assignments that fit in memory, each simulated by itself.
 
-        Raises
-        ------
-        InfeasibleError
-            If an assignment does not fit in memory.
-        OutOfTimeError
-            If the deadline passes.
+        Raises `OutOfTimeError` at the deadline.
         """
 
         def verify(assignment: Assignment) -> InstanceVerification:
@@ -168,12 +163,7 @@ class Verifier:
         """Verify a complete plan: all instances under one clock, with its router and re-balancing.
 
         A single instance is simulated alone. Seeds that the deadline ends are left out, which makes the
-        verdict undecided.
-
-        Raises
-        ------
-        OutOfTimeError
-            If it ends all of them.
+        verdict undecided; `OutOfTimeError` if it ends all of them.
         """
         assignments = self.as_served(assignments)
         rebalance = self._rebalancing(assignments)
@@ -307,18 +297,10 @@ class Verifier:
         missing: int,
         window: int,
     ) -> InstanceVerification:
-        """Return the verdict on an instance.
+        """Return the verdict on an instance whose worst window is number `window`.
 
-        Parameters
-        ----------
-        by_seed, elsewhere
-            Evaluations in the worst window by seed, and on the first seed by the start of other windows.
-        at_headroom
-            Estimate at the load over (1 - headroom); None if the deadline prevented it.
-        missing
-            Simulations that the deadline prevented.
-        window
-            Number of the worst window.
+        Evaluations in it are by seed, those on the first seed `elsewhere` by the start of the window. The
+        deadline prevented `missing` simulations, and that `at_headroom` if it is None.
         """
         violations = [f"seed {seed}: {words}" for seed, each in by_seed for words in each.violations]
         violations += [
