@@ -68,23 +68,13 @@ def interrupt_at(*deadlines: Deadline) -> Callable[[], None] | None:
 
 
 _SEARCH_SHARE: Final = 0.5
-
-
 _FIRST_ANSWER_SHARE: Final = 0.7
 """Shares of the time limit at which the search ends, with an answer and without."""
-
-
 _VERIFICATION_SHARE: Final = 0.85
-
-
 _UNVERIFIED_SHARE: Final = 0.8
 """Shares at which the verification ends, and a search without verification."""
-
-
 _SHORTAGE_SHARE: Final = 0.9
 """Share at which the search for a number of GPUs that would hold ends."""
-
-
 _SHORTAGE_S: Final = 15.0
 """Time for the number of GPUs that would hold, without a time limit."""
 
