@@ -18,11 +18,11 @@ from capplan.datasets import load_profile
 from capplan.errors import InfeasibleError, InputError
 from capplan.planner.problem._evaluate import evaluations_of, violated_bounds
 from capplan.planner.problem._execution import parallel_map
-from capplan.planner.problem._operating_points import OperatingPoints, rebalancing_of
-from capplan.planner.problem._problem import AdapterShare, Problem
+from capplan.planner.problem._operating_points import OperatingPoints, adapter_demand, rebalancing_of
+from capplan.planner.problem._problem import Problem
 from capplan.planner.problem._setup import make_problem, rebuild
 from capplan.serving import adapter_bytes
-from capplan.serving.rebalancing import AdapterDemand, Rebalancer, Replan
+from capplan.serving.rebalancing import Rebalancer, Replan
 from capplan.spec import (
     BY_SHARES,
     PLAN_ROUTER,
@@ -107,15 +107,10 @@ def served_rebalancer(
     if workload is not None:
         _require_traffic(workload, names, any(group.base is not None for group in groups))
     traffic = [each for each in problem.traffic if each.rank == 0 or each.name in names]
+    demands = [adapter_demand(problem, each) for each in traffic]
     demands = [
-        AdapterDemand(
-            each.name,
-            each.rank,
-            problem.offered_tok_s(AdapterShare.of(each)),
-            0 if each.rank == 0 else size_bytes.get(each.name, problem.adapter_bytes(each)),
-            each.max_replicas,
-        )
-        for each in traffic
+        replace(each, size_bytes=size_bytes.get(each.name, each.size_bytes)) if each.rank else each
+        for each in demands
     ]
     points = OperatingPoints(problem)(each.rank for each in traffic)
     return Rebalancer(demands, sum(group.replicas for group in groups), points, settings, replan)
