@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -148,13 +148,9 @@ def _sizes(plans: Iterable[Plan]) -> dict[str, int]:
     found = {}
     for plan in plans:
         arch = known_arch([plan.base_model])
-        for adapter in plan.adapters.values():
-            bytes_known = arch is not None
-            found[adapter.name] = (
-                adapter_bytes(arch, adapter.rank, adapter.target_modules)  # type: ignore[arg-type]
-                if bytes_known
-                else adapter.rank
-            )
+        for name, adapter in plan.adapters.items():
+            modules = adapter.target_modules
+            found[name] = adapter.rank if arch is None else adapter_bytes(arch, adapter.rank, modules)
     return found
 
 
@@ -234,28 +230,20 @@ def _facts(plan: Plan) -> dict[str, Any]:
 
 def _predicted(old: Plan, new: Plan) -> dict[str, tuple[float | None, float | None]]:
     """Return the predicted metrics of both plans: latencies that one of them bounds, and the defaults."""
-    plans, latencies = (
-        (old, new),
-        dict.fromkeys((*_LATENCIES, *old.slo.latency_bounds(), *new.slo.latency_bounds())),
-    )
+    latencies = dict.fromkeys((*_LATENCIES, *old.slo.latency_bounds(), *new.slo.latency_bounds()))
 
-    def both(value: Callable[[Plan], float | None]) -> tuple[float | None, float | None]:
-        return value(plans[0]), value(plans[1])
-
-    def worst(name: str) -> Callable[[Plan], float | None]:
-        def of(plan: Plan) -> float | None:
+    def metrics(plan: Plan) -> dict[str, float | None]:
+        found: dict[str, float | None] = {
+            "throughput_tok_s": sum(g.replicas * g.predicted.throughput_tok_s for g in plan.groups)
+        }
+        for name in latencies:
             known = (group.predicted.latency(name) for group in plan.groups)
-            return max((each for each in known if each is not None), default=None)
+            found[name] = max((each for each in known if each is not None), default=None)
+        found["served_fraction"] = min(group.predicted.served_fraction for group in plan.groups)
+        return found
 
-        return of
-
-    return {
-        "throughput_tok_s": both(
-            lambda plan: sum(g.replicas * g.predicted.throughput_tok_s for g in plan.groups)
-        ),
-        **{name: both(worst(name)) for name in latencies},
-        "served_fraction": both(lambda plan: min(group.predicted.served_fraction for group in plan.groups)),
-    }
+    before, after = metrics(old), metrics(new)
+    return {name: (value, after[name]) for name, value in before.items()}
 
 
 def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
