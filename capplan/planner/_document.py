@@ -163,7 +163,7 @@ def _bottlenecks(
     """Return the bottlenecks in the worst window; a verified plan is known to hold with its headroom."""
     problem = replace(verifier.problem_of(verifications[0]), deadline=deadline)
     ok = verified and all(each.ok for each in verifications)
-    holds = 1.0 / (1.0 - problem.workload.headroom) if ok else 0.0
+    holds = problem.load_with_headroom if ok else 0.0
     together = problem.workload.stores_everywhere and len(planned) > 1
     seed = verifier.seeds[0] if together else verifier.with_headroom.seed
     return find_bottlenecks(problem, planned, seed, holds)
@@ -412,11 +412,10 @@ def _latency_intervals(
 
 
 def _percentiles(results: Sequence[SimulationResult], pattern: str) -> Percentiles:
-    means = {}
-    for statistic in Percentiles.model_fields:
-        values = known_values(bound_value(r, pattern.format(statistic)) for r in results)
-        means[statistic] = fmean(values) if values else None
-    return Percentiles(**means)
+    names = {statistic: pattern.format(statistic) for statistic in Percentiles.model_fields}
+    return Percentiles(
+        **{statistic: _mean(bound_value(r, name) for r in results) for statistic, name in names.items()}
+    )
 
 
 def _group_verification(name: str, verification: InstanceVerification) -> GroupVerification:

@@ -112,7 +112,7 @@ class CurveRuns:
     @property
     def scale(self) -> float:
         """Simulated multiple of the planned load."""
-        return 1.0 / (1.0 - self.problem.workload.headroom)
+        return self.problem.load_with_headroom
 
     def slot_values(self) -> tuple[list[int], list[int]]:
         """Return the numbers of slots to simulate, and those on the curve that do not fit in memory."""

@@ -172,9 +172,7 @@ class LoadingPoint:
     """Broken bounds."""
 
 
-def loading_points(
-    problem: Problem, assignment: Assignment, seed: int, answered: Callable[[int], None] | None = None
-) -> tuple[LoadingPoint, ...]:
+def loading_points(problem: Problem, assignment: Assignment, seed: int) -> tuple[LoadingPoint, ...]:
     """Return the policies that go with an instance's scheduler, its own first; none if it has no choice.
 
     Assistance is among them where the profile knows the CPU's cores. A policy with which the instance does
@@ -201,7 +199,7 @@ def loading_points(
         means = (result.ttft_s_mean, result.tpt_ms_mean, result.interruption_share_mean)
         return None if any(map(math.isnan, means)) else LoadingPoint(own.loading, *means, found.violations)
 
-    points = parallel_map(simulated, list(caches.values()), answered)
+    points = parallel_map(simulated, list(caches.values()))
     return tuple(point for point in points if point is not None)
 
 

@@ -113,7 +113,7 @@ class TwinEstimator:
         key = (frozenset(assignment.shares), limits, assignment.pool, seed)
         if key not in self._cache:
             self.deadline.check()
-            scale = 1.0 / (1.0 - self.problem.workload.headroom)
+            scale = self.problem.load_with_headroom
             try:
                 planned = with_queues(self.problem, assignment)
                 problem = self.problem.pessimistic

@@ -260,8 +260,8 @@ def failure_of(problem: Problem, assignment: Assignment) -> str:
 
     Empty if nothing breaks on one seed. Raises `OutOfTimeError` at the deadline of the problem.
     """
-    scale = 1.0 / (1.0 - problem.workload.headroom)
-    evaluation = evaluate(problem.pessimistic, with_queues(problem, assignment), 0, scale)
+    planned, scale = with_queues(problem, assignment), problem.load_with_headroom
+    evaluation = evaluate(problem.pessimistic, planned, 0, scale)
     return describe_violation(problem, evaluation)
 
 

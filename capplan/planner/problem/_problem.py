@@ -24,6 +24,7 @@ from capplan.spec import (
     EngineArgs,
     EngineConfig,
     EngineLimits,
+    Lengths,
     Profile,
     Queues,
     Workload,
@@ -418,6 +419,11 @@ class Problem:
         )
 
     @property
+    def load_with_headroom(self) -> float:
+        """Multiple of the planned load at which the bounds must hold, too."""
+        return 1.0 / (1.0 - self.workload.headroom)
+
+    @property
     def bounds_latency(self) -> bool:
         """Whether the workload bounds a latency."""
         slo = self.workload.slo
@@ -555,6 +561,11 @@ class Problem:
         return traffic_of(self.workload if self.workload.trace is None else self.busiest_workload)
 
     @cached_property
+    def lengths(self) -> Mapping[str, tuple[Lengths, Lengths]]:
+        """Prompt and output lengths of all traffic, by name."""
+        return {each.name: self.workload.lengths_of(each) for each in self.traffic}
+
+    @cached_property
     def has_common_lengths(self) -> bool:
         """Whether all traffic has the lengths of the workload, and adapters differ in rank and rate only."""
         own = any(each.prompt_tokens is not None or each.output_tokens is not None for each in self.traffic)
@@ -581,8 +592,7 @@ class Problem:
 
     @cached_property
     def _tokens_per_request(self) -> Mapping[str, float]:
-        of = self.workload.lengths_of
-        return {a.name: sum(lengths.mean_tokens for lengths in of(a)) for a in self.traffic}
+        return {name: sum(part.mean_tokens for part in both) for name, both in self.lengths.items()}
 
 
 def infeasible(reason: InfeasibleReason, words: str) -> InfeasibleError:

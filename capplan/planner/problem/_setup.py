@@ -166,7 +166,7 @@ class RebuiltGroup:
     def kind(self) -> object:
         """Key that is equal for groups that perform alike in the twin."""
         workload = self.problem.workload
-        lengths = {each.name: workload.lengths_of(each) for each in self.problem.traffic}
+        lengths = self.problem.lengths
         traced = workload.trace is not None
         load = tuple(
             (share.rank, share.rate_rps, lengths[share.name], share.name if traced else None)

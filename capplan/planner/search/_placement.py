@@ -111,14 +111,13 @@ def build_search_data(problem: Problem) -> SearchData:
     groups = adapter_groups(problem)
     slots = [[problem.s_max([share]) for share in group.shares] for group in groups]
     ranks = tuple(sorted({rank for each in slots for rank in each}))
-    lengths = {a.name: problem.workload.lengths_of(a) for a in problem.traffic}
     adapters = {a.name: a for a in problem.traffic}
     loads = np.full((len(problem.pools), len(ranks), len(groups)), _MIN_LOAD)
     known: dict[object, float] = {}
 
     def load_per_rps(pool: int, rank: int, share: AdapterShare) -> float:
         s_max = max(rank, problem.s_max([share]))
-        key = (pool, s_max, share.rank, lengths[share.name])
+        key = (pool, s_max, share.rank, problem.lengths[share.name])
         if key not in known:
             known[key] = _load_per_rps(problem, pool, s_max, adapters[share.name])
         return known[key]
@@ -171,12 +170,11 @@ def _group_kinds(problem: Problem, groups: tuple[AdapterGroup, ...]) -> NDArray[
     """
     if problem.workload.trace is not None:
         return np.arange(len(groups))
-    lengths = {a.name: problem.workload.lengths_of(a) for a in problem.traffic}
     known: dict[object, int] = {}
 
     def key(share: AdapterShare) -> object:
         name = share.name if share.fraction < 1.0 else None
-        return share.rank, share.rate_rps, lengths[share.name], name
+        return share.rank, share.rate_rps, problem.lengths[share.name], name
 
     kinds = [tuple(map(key, group.shares)) for group in groups]
     return np.array([known.setdefault(kind, len(known)) for kind in kinds], dtype=np.int64)
@@ -201,7 +199,7 @@ def split_heavy_adapters(data: SearchData, only: str | None = None) -> Problem:
     adapters of a group are divided equally, into at most `max_replicas` shares and no fewer than before.
     """
     problem = data.problem
-    constraints, scale = problem.constraints, 1.0 / (1.0 - problem.workload.headroom)
+    constraints, scale = problem.constraints, problem.load_with_headroom
     load: dict[str, float] = {}
     count: dict[str, int] = {}
     for group, weight in zip(data.groups, data.weight.tolist(), strict=True):

@@ -121,7 +121,7 @@ def _minimal_failing_set(
 
 def _cut(problem: Problem, shares: Sequence[AdapterShare], core: Sequence[AdapterShare]) -> Cut:
     """Return the cut of a failing set, in which shares at least as heavy as all of the set replace any."""
-    lengths = {a.name: problem.workload.lengths_of(a) for a in problem.traffic}
+    lengths = problem.lengths
     kinds = {lengths[share.name] for share in core}
     comparable = len(kinds) == 1 and problem.workload.trace is None
     rate_rps, rank = max(share.rate_rps for share in core), max(share.rank for share in core)
@@ -160,7 +160,7 @@ def _program(problem: Problem, shares: Sequence[AdapterShare], slots: SlotChoose
 
 def _share_loads(problem: Problem, shares: Sequence[AdapterShare]) -> NDArray[np.float64]:
     """Return the load of every share: the least busy time of a GPU, or tokens if that is unknown."""
-    lengths = {a.name: problem.workload.lengths_of(a) for a in problem.traffic}
+    lengths = problem.lengths
     busy = {lengths[share.name]: _busy_per_rps(problem, share.name) for share in shares}
     if all(busy.values()):
         return np.array([share.rate_rps * busy[lengths[share.name]] for share in shares])

@@ -281,7 +281,7 @@ class Verifier:
             if problem.workload.trace is not None and problem.workload != estimator.problem.busiest_workload:
                 estimator = estimator.on(problem)
             return parallel_until(estimator, assignments, self.deadline)
-        scale = 1.0 / (1.0 - problem.workload.headroom)
+        scale = problem.load_with_headroom
         try:
             self.deadline.check()
             found = evaluate_cluster(problem.pessimistic, assignments, self.seeds[0], scale, self.deadline)
