@@ -38,7 +38,13 @@ from capplan.planner.problem._problem import (
 )
 from capplan.planner.problem._settings import choose_slots, most_slots
 from capplan.planner.problem._setup import make_problem, rebuild, require_folders, search_seed
-from capplan.planner.search._local_search import fleet_cost, fleet_size_of, placement_cost
+from capplan.planner.search._local_search import (
+    available_gpus,
+    fleet_cost,
+    fleet_gpus,
+    fleet_size_of,
+    placement_cost,
+)
 from capplan.planner.solvers import find_solver
 from capplan.planner.solvers._base import DEFAULT_TIME_LIMIT_S, Solver, SolverRun, solve
 from capplan.planner.verification._verify import (
@@ -167,23 +173,12 @@ def plan_problem(
     problem = replace(problem, deadline=budget.end)
     twin = TwinEstimator(problem, options.seed, deadline=budget.search)
 
-    def place(previous: Plan | None) -> SolverRun:
-        return solve(
-            problem,
-            options.solver,
-            twin,
-            estimator=options.estimator,
-            seed=options.seed,
-            time_limit_s=budget.search_s(DEFAULT_TIME_LIMIT_S),
-            previous=previous,
-        )
-
     def verified(answer: SolverRun) -> VerifiedRun:
         progress("placing", 1, 1)
         return _verified_run(answer, replace(twin, deadline=budget.verification), options, progress)
 
     try:
-        answer = place(previous)
+        answer = _solve(problem, options, budget, twin, previous)
     except InfeasibleError as error:
         progress("placing on more GPUs", 0, 1)
         raise _with_sufficient_gpus(error, problem, options, budget) from None
@@ -191,7 +186,7 @@ def plan_problem(
     alternatives = answer.alternatives if options.verify else ()
     run = verified(answer)
     if previous is not None and run.has_grown:
-        run = _cheaper(run, lambda: verified(place(None)), old)
+        run = _cheaper(run, lambda: verified(_solve(problem, options, budget, twin)), old)
     answer, verifier, outcome, _ = run
     choices = verified_choices(verifier, outcome.assignments, alternatives, old, progress)
     drawn = replace(verifier, deadline=budget.end).with_drawn_profiles(
@@ -215,6 +210,26 @@ def plan_problem(
             **({"choices": choices} if choices else {}),
         },
         deadline=budget.end,
+    )
+
+
+def _solve(
+    problem: Problem,
+    options: PlanOptions,
+    budget: TimeBudget,
+    twin: TwinEstimator,
+    previous: Plan | None = None,
+    insufficient_gpus: int = 0,
+) -> SolverRun:
+    return solve(
+        problem,
+        options.solver,
+        twin,
+        estimator=options.estimator,
+        seed=options.seed,
+        time_limit_s=budget.search_s(DEFAULT_TIME_LIMIT_S),
+        previous=previous,
+        insufficient_gpus=insufficient_gpus,
     )
 
 
@@ -333,7 +348,7 @@ def _with_sufficient_gpus(
     """
     if not options.finds_shortage or error.reason == "memory" or options.solver.uses_all_gpus:
         return error
-    available = _gpus(problem, [pool.instances for pool in problem.pools])
+    available = available_gpus(problem)
     most = max(available, lower_bound_gpus(problem)) * OPEN_FACTOR
     pools = tuple(replace(p, instances=most // p.profile.tp, is_open=True) for p in problem.pools)
     changes = {"objective": Objective.MIN_GPUS, "previous_plan": None, "move_cost": None}
@@ -341,15 +356,7 @@ def _with_sufficient_gpus(
     larger = replace(problem, pools=pools, workload=workload, deadline=budget.shortage)
     twin = TwinEstimator(larger, options.seed, deadline=budget.shortage)
     try:
-        answer = solve(
-            larger,
-            options.solver,
-            twin,
-            estimator=options.estimator,
-            seed=options.seed,
-            time_limit_s=budget.search_s(DEFAULT_TIME_LIMIT_S),
-            insufficient_gpus=available,
-        )
+        answer = _solve(larger, options, budget, twin, insufficient_gpus=available)
     except InputError:  # larger than the solver supports
         return error
     except InfeasibleError as other:
@@ -357,15 +364,11 @@ def _with_sufficient_gpus(
         if other.reason == "time":
             words = "no number that would hold was found in time"
     else:
-        used = fleet_size_of(larger, answer.assignments)
-        words = f"{_gpus(larger, used)} GPUs would hold"
+        used = fleet_gpus(larger, fleet_size_of(larger, answer.assignments))
+        words = f"{used} GPUs would hold"
         if error.reason == "time":
-            words = f"on {_gpus(larger, used)} GPUs one was found"
+            words = f"on {used} GPUs one was found"
     return InfeasibleError(f"{error.message}; {words}", error.reason)
-
-
-def _gpus(problem: Problem, instances: Sequence[int]) -> int:
-    return sum(count * pool.profile.tp for count, pool in zip(instances, problem.pools, strict=True))
 
 
 _DIGITS: Final = 3

@@ -498,6 +498,11 @@ def fleet_gpus(problem: Problem, fleet: FleetSize) -> int:
     return sum(count * pool.profile.tp for pool, count in zip(problem.pools, fleet, strict=True))
 
 
+def available_gpus(problem: Problem) -> int:
+    """Return the number of GPUs of all instances of a problem."""
+    return fleet_gpus(problem, tuple(pool.instances for pool in problem.pools))
+
+
 def fleet_size_of(problem: Problem, assignments: Iterable[Assignment]) -> FleetSize:
     """Return the fleet size that a placement uses."""
     used = Counter(assignment.pool for assignment in assignments)

@@ -20,12 +20,14 @@ from capplan.errors import InfeasibleError, InfeasibleReason
 from capplan.planner.problem._bound import lower_bound, lower_bound_gpus
 from capplan.planner.problem._execution import OutOfTimeError, no_progress
 from capplan.planner.problem._previous import previous_instances
-from capplan.planner.problem._problem import Assignment, Estimator, Problem, infeasible
+from capplan.planner.problem._problem import Estimator, Problem, infeasible
 from capplan.planner.problem._settings import has_open_knobs
 from capplan.planner.search._local_search import (
     Evaluator,
     LocalSearch,
     MoveSearch,
+    Placement,
+    available_gpus,
     fleet_cost,
     fleet_gpus,
     fleet_size_of,
@@ -63,8 +65,6 @@ _LOAD_STEPS: Final = 8
 _MAX_LOAD: Final = 100.0
 """Largest multiple of the load."""
 
-Placement = tuple[Assignment, ...]
-
 
 def _place(problem: Problem, context: SolverContext) -> Placement:
     deadline_s = time.monotonic() + context.time_limit_s
@@ -84,7 +84,8 @@ def _place_until(problem: Problem, context: SolverContext, deadline_s: float) ->
     if context.insufficient_gpus == 0 and objective is not Objective.MIN_LATENCY:
         _report_first(problem, context, deadline_s)
     place = _place_from_scratch if context.previous is None else _place_near
-    for twin in _margins(context):
+    # A twin with a large margin first; the one with a small margin is used if that fails.
+    for twin in (context.conservative_twin or context.twin, context.twin):
         answer = place(problem, context, deadline_s, twin)
         if answer is not None:
             return answer
@@ -99,10 +100,8 @@ def _report_first(problem: Problem, context: SolverContext, deadline_s: float) -
     """
     data = build_search_data(problem)
     search = _local_search(data, context, deadline_s, context.twin, opens_knobs=False)
-    fleets, least = (
-        fleet_sizes(problem, len(data.groups), problem.workload.objective),
-        lower_bound_gpus(problem),
-    )
+    fleets = fleet_sizes(problem, len(data.groups), problem.workload.objective)
+    least = lower_bound_gpus(problem)
     for number, fleet in enumerate(fleets):
         last = number == len(fleets) - 1
         if fleet_gpus(problem, fleet) < least and not last:
@@ -164,11 +163,6 @@ def _place_near(
                 context.on_alternative(_tune_slots(near.local, other))
     is_tuned = answer is from_scratch and answer is not first
     return answer if is_tuned else _tune_slots(near.local, answer)
-
-
-def _margins(context: SolverContext) -> tuple[Estimator, Estimator]:
-    """Return the twins with a large margin and with a small one, which is used if the large one fails."""
-    return context.conservative_twin or context.twin, context.twin
 
 
 def _knob_stages(problem: Problem) -> tuple[bool, ...]:
@@ -287,13 +281,13 @@ def _maximize_load(problem: Problem, context: SolverContext, deadline_s: float) 
                 return search, answer
         return None
 
-    holds = 1.0 / (1.0 - problem.workload.headroom)
+    holds = problem.load_with_headroom
     bound = lower_bound(problem).gpus
     best = search_at(problem.workload.headroom)
     if best is None:
         raise _too_few_gpus(problem, context, deadline_s)
     context.on_answer(best[1])
-    fails = holds * min(_MAX_LOAD, _available_gpus(problem) / bound if bound else _MAX_LOAD)
+    fails = holds * min(_MAX_LOAD, available_gpus(problem) / bound if bound else _MAX_LOAD)
     for _ in range(_LOAD_STEPS):
         middle = math.sqrt(holds * fails)
         better = search_at(1.0 - 1.0 / middle) if time.monotonic() < deadline_s else None
@@ -302,14 +296,10 @@ def _maximize_load(problem: Problem, context: SolverContext, deadline_s: float) 
     return _tune_slots(*best)
 
 
-def _available_gpus(problem: Problem) -> int:
-    return fleet_gpus(problem, tuple(pool.instances for pool in problem.pools))
-
-
 def _too_few_gpus(problem: Problem, context: SolverContext, deadline_s: float) -> InfeasibleError:
     """Return the error of a search without an answer, with the bound that breaks."""
     workload = problem.workload
-    gpus = f"{_available_gpus(problem)} GPU(s) with headroom {workload.headroom:g}"
+    gpus = f"{available_gpus(problem)} GPU(s) with headroom {workload.headroom:g}"
     words = f"{len(workload.adapters)} adapters at {workload.total_rate_rps:g} req/s do not fit on {gpus}"
     reason: InfeasibleReason = "slo" if problem.bounds_latency else "gpus"
     if time.monotonic() > deadline_s:
