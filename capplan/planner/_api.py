@@ -512,5 +512,5 @@ def _with_slots(
 ) -> Assignment:
     """Return an instance with the best number of slots, or the largest if it holds with none."""
     bare = replace(instance, queues=None)
-    slots = choose_slots(problem, bare.shares, estimator, twin, bare.pool, bare)
+    slots = choose_slots(problem, bare.shares, estimator, twin, bare)
     return replace(bare, a_max=most_slots(problem, bare.shares) if slots is None else slots)

@@ -436,11 +436,11 @@ def _even_spread(rebuilt: RebuiltPlan, fleet: FleetChange, seed: int) -> str:
     assignments = []
     for members, pool in zip(state.members, fleet.pools, strict=True) if state else ():
         if members:
-            shares = data.shares(frozenset(members))
-            ranked = rank_slots(problem, shares, twin, pool, near=near)
+            instance = Assignment(data.shares(frozenset(members)), near, pool)
+            ranked = rank_slots(problem, instance, twin, near)
             if not ranked:
                 return ""
-            assignments.append(Assignment(shares, next(iter(ranked)), pool=pool))
+            assignments.append(replace(instance, a_max=next(iter(ranked))))
     if not assignments:
         return ""
     evaluations = parallel_map(lambda each: evaluate(problem, each, seed), assignments)

@@ -41,6 +41,7 @@ from capplan.twin.instance import (
     scenario_of,
     with_buckets,
 )
+from capplan.workload import Requests
 
 _TWIN_CANDIDATES = 4
 """Numbers of slots that the twin simulates per instance."""
@@ -55,19 +56,19 @@ def choose_slots(
     shares: Sequence[AdapterShare],
     estimator: Estimator,
     twin: Estimator,
-    pool: int = 0,
     like: Assignment | None = None,
 ) -> int | None:
     """Return the best number of slots with which an instance holds these shares; None if there is none.
 
-    `like` is an instance with the other engine settings; None: the problem's.
+    `like` is an instance with its pool and other engine settings; None: the first pool and the problem's.
 
     An instance that keeps up serves the offered load with any number of slots. Among those that serve as
     much, the shortest mean time from arrival to last token decides: with too few slots requests wait, with
     too many every step is slow.
     """
-    promising = slot_candidates(problem, shares, estimator, pool, like)[:_TWIN_CANDIDATES]
-    return best_slots(_estimates(_settings_of(shares, pool, like), promising, twin))
+    instance = replace(like or Assignment((), 1), shares=tuple(shares))
+    promising = list(rank_slots(problem, instance, estimator))[:_TWIN_CANDIDATES]
+    return best_slots(_estimates(instance, promising, twin))
 
 
 def best_slots(estimates: Mapping[int, Estimate]) -> int | None:
@@ -76,37 +77,18 @@ def best_slots(estimates: Mapping[int, Estimate]) -> int | None:
     return _rank(holding)[0] if holding else None
 
 
-def slot_candidates(
-    problem: Problem,
-    shares: Sequence[AdapterShare],
-    estimator: Estimator,
-    pool: int = 0,
-    like: Assignment | None = None,
-) -> list[int]:
-    """Return the numbers of slots that fit in memory, best first; those that starve last.
-
-    `like` is an instance with the other engine settings; None: the problem's.
-    """
-    return list(rank_slots(problem, shares, estimator, pool, like=like))
-
-
 def rank_slots(
-    problem: Problem,
-    shares: Sequence[AdapterShare],
-    estimator: Estimator,
-    pool: int = 0,
-    near: int | None = None,
-    like: Assignment | None = None,
+    problem: Problem, instance: Assignment, estimator: Estimator, near: int | None = None
 ) -> dict[int, Estimate]:
-    """Return the estimates of all numbers of slots that fit in memory, best first.
+    """Return the estimates of an instance with all numbers of slots that fit in memory, best first.
 
-    With `near`, only of the neighbouring numbers: for shares that differ little from others with that number.
-    `like` is an instance with the other engine settings; None: the problem's.
+    Those that starve come last. With `near`, only the neighbouring numbers are tried: for shares that differ
+    little from others with that number.
     """
+    shares = instance.shares
     values = slot_grid(problem, shares) if near is None else neighbouring_slots(problem, shares, near)
-    settings = _settings_of(shares, pool, like)
-    fitting = [value for value in values if problem.fits_in_memory(replace(settings, a_max=value))]
-    estimates = _estimates(settings, fitting, estimator)
+    fitting = [value for value in values if problem.fits_in_memory(replace(instance, a_max=value))]
+    estimates = _estimates(instance, fitting, estimator)
     holding = {value: estimate for value, estimate in estimates.items() if not estimate.starved}
     starving = {value: estimate for value, estimate in estimates.items() if estimate.starved}
     return {value: estimates[value] for value in _rank(holding) + _rank(starving)}
@@ -129,13 +111,8 @@ def neighbouring_slots(problem: Problem, shares: Sequence[AdapterShare], slots: 
     return values[max(0, at - 1) : at + 2] or values[-1:]
 
 
-def _settings_of(shares: Sequence[AdapterShare], pool: int, like: Assignment | None) -> Assignment:
-    """Return an instance of a pool with these shares and one slot."""
-    return replace(like or Assignment((), 1), shares=tuple(shares), a_max=1, pool=pool)
-
-
-def _estimates(settings: Assignment, values: Sequence[int], estimator: Estimator) -> dict[int, Estimate]:
-    assignments = [replace(settings, a_max=value) for value in values]
+def _estimates(instance: Assignment, values: Sequence[int], estimator: Estimator) -> dict[int, Estimate]:
+    assignments = [replace(instance, a_max=value) for value in values]
     return dict(zip(values, estimate_all(estimator, assignments), strict=True))
 
 
@@ -332,16 +309,15 @@ def group_queues(problem: Problem, assignment: Assignment) -> Queues | None:
     scheduler = pair[0]
     config = scheduler.queues
     workload = problem.subworkload(assignment.shares).model_copy(update={"slo": Slo()})
-    sample = _simulate(problem, assignment, workload, rate_rps)
-    pool = sample.scenario.pool
-    if pool is None or np.isnan(sample.requests.isolated_s).all():
+    scenario, result, requests = _simulate(problem, assignment, workload, rate_rps)
+    if scenario.pool is None or np.isnan(requests.isolated_s).all():
         return None
     stated_s = stated_bound_s(problem.workload.slo)
-    isolated_s = float(np.nanmean(sample.requests.isolated_s))
+    isolated_s = float(np.nanmean(requests.isolated_s))
     queues = design_queues(
-        _sample(sample, pool),
+        _sample(scenario.requests, requests, scenario.pool),
         rate_rps=rate_rps,
-        kv_tokens=sample.result.kv_tokens,
+        kv_tokens=result.kv_tokens,
         bound_s=_BOUND_OVER_ISOLATED * isolated_s if stated_s is None else stated_s,
         config=config,
         static=scheduler.policy == "static",
@@ -355,15 +331,10 @@ def stated_bound_s(slo: Slo) -> float | None:
     return min(bounds, default=None)
 
 
-class _SampleRun(NamedTuple):
-    """Simulation that the queues are designed from."""
-
-    scenario: Scenario
-    result: SimulationResult
-    requests: RequestTable
-
-
-def _simulate(problem: Problem, assignment: Assignment, workload: Workload, rate_rps: float) -> _SampleRun:
+def _simulate(
+    problem: Problem, assignment: Assignment, workload: Workload, rate_rps: float
+) -> tuple[Scenario, SimulationResult, RequestTable]:
+    """Return the simulation that the queues are designed from."""
     duration_s = min(max(_SAMPLE_REQUESTS / rate_rps, _MIN_DURATION_S), _MAX_DURATION_S)
     length_s = workload.horizon_s(duration_s)
     options = problem.run(assignment, length_s, _QUEUE_SEED)
@@ -373,12 +344,11 @@ def _simulate(problem: Problem, assignment: Assignment, workload: Workload, rate
     trace = run(scenario, interrupt=interrupt)
     result = result_of(profile, scenario, trace)
     detailed = detailed_result(workload, profile, scenario, trace, result, interrupt)
-    return _SampleRun(scenario, result, detailed.requests)
+    return scenario, result, detailed.requests
 
 
-def _sample(sample: _SampleRun, pool: PoolSetup) -> RequestSample:
+def _sample(requests: Requests, table: RequestTable, pool: PoolSetup) -> RequestSample:
     """Return the requests that were not rejected, with predicted outputs, as the scheduler sees them."""
-    table, requests = sample.requests, sample.scenario.requests
     outputs = requests.predicted_tokens if requests.predicted_tokens.size else requests.output_tokens
     kept = table.status != REJECTED
     return RequestSample(

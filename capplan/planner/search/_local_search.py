@@ -213,7 +213,8 @@ class Evaluator:
         members, pool = content
         if not members:
             return InstanceEstimate((), holds=True, utilization=0.0)
-        ranked = rank_slots(self.data.problem, self.data.shares(members), self.surrogate, pool, near)
+        instance = Assignment(self.data.shares(members), 1, pool)
+        ranked = rank_slots(self.data.problem, instance, self.surrogate, near)
         if not ranked:
             return InstanceEstimate((), holds=False, utilization=_REFUSAL_PENALTY + len(members))
         best = next(iter(ranked.values()))
@@ -621,10 +622,6 @@ class LocalSearch:
     def tune_slots(self, assignments: tuple[Assignment, ...]) -> tuple[Assignment, ...]:
         """Return the placement with the best of the neighbouring numbers of slots on each instance."""
         return tuple(parallel_map(self.evaluator.tune_slots, assignments))
-
-    def tune_knobs(self, assignments: tuple[Assignment, ...]) -> tuple[Assignment, ...]:
-        """Return the placement with the knobs of the least utilization on each instance."""
-        return tuple(parallel_map(self.evaluator.tune_knobs, assignments))
 
     def mean_e2e_s(self, assignments: Sequence[Assignment]) -> float:
         """Return the mean time of all requests from arrival to last token, by the twin."""

@@ -18,7 +18,7 @@ from typing import Final
 
 from capplan.errors import InfeasibleError, InfeasibleReason
 from capplan.planner.problem._bound import lower_bound, lower_bound_gpus
-from capplan.planner.problem._execution import OutOfTimeError, no_progress
+from capplan.planner.problem._execution import OutOfTimeError, no_progress, parallel_map
 from capplan.planner.problem._previous import previous_instances
 from capplan.planner.problem._problem import Estimator, Problem, infeasible
 from capplan.planner.problem._settings import has_open_knobs
@@ -203,7 +203,7 @@ def _search(search: LocalSearch, bound: int, known: Placement | None) -> Placeme
         answer = search.search(order)
         return known if answer is None else _tune_slots(search, answer)
     answer = search.search(order) if known is None else search.shrink(order)
-    return known if answer is None else search.tune_knobs(answer)
+    return known if answer is None else tuple(parallel_map(search.evaluator.tune_knobs, answer))
 
 
 def _tune_slots(search: LocalSearch, answer: Placement) -> Placement:

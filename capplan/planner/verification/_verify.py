@@ -52,7 +52,7 @@ from capplan.planner.problem._settings import (
     choose_slots,
     has_open_knobs,
     max_fitting_slots,
-    slot_candidates,
+    rank_slots,
     tune_knobs,
     with_queues,
 )
@@ -403,7 +403,7 @@ def fit_slots_in_memory(
     for gpu, assignment in enumerate(assignments):
         if problem.fits_in_memory(assignment):
             continue
-        fitting = slot_candidates(problem, assignment.shares, twin, assignment.pool, assignment)
+        fitting = list(rank_slots(problem, assignment, twin))
         if fitting:
             fitted[gpu] = replace(assignment, a_max=fitting[0])
             changes.append(f"gpu {gpu}: {assignment.a_max} -> {fitting[0]} slots, for want of memory")
@@ -493,7 +493,7 @@ def _moved_adapters(before: _Fleet, after: _Fleet, source: int) -> str:
 def _other_slots(
     assignment: Assignment, verifier: Verifier, twin: Estimator
 ) -> tuple[Assignment, InstanceVerification] | None:
-    for a_max in slot_candidates(verifier.problem, assignment.shares, twin, assignment.pool, assignment):
+    for a_max in rank_slots(verifier.problem, assignment, twin):
         candidate = replace(assignment, a_max=a_max)
         if a_max != assignment.a_max and not twin(candidate).starved:
             (verification,) = verifier([candidate])
@@ -582,13 +582,12 @@ def _move(
         (failing, current[failing], staying),
         (target, there, (*there.shares, *moving)),
     ):
-        a_max = choose_slots(problem, shares, twin, twin, before.pool, before)
-        fitting = (
-            [a_max] if a_max is not None else slot_candidates(problem, shares, twin, before.pool, before)
-        )
+        after = replace(before, shares=shares)
+        a_max = choose_slots(problem, shares, twin, twin, before)
+        fitting = [a_max] if a_max is not None else list(rank_slots(problem, after, twin))
         if not fitting:
             return {}
-        moved[gpu] = replace(before, shares=shares, a_max=fitting[0])
+        moved[gpu] = replace(after, a_max=fitting[0])
     return moved
 
 
@@ -700,7 +699,7 @@ def _on_one_less(
             continue
         tried.append(state.members)
         placed = [replace(like, shares=data.shares(frozenset(members))) for members in state.members]
-        slots = [slot_candidates(problem, each.shares, twin, 0, like)[:1] for each in placed]
+        slots = [list(rank_slots(problem, each, twin))[:1] for each in placed]
         if all(slots):
             best = tuple(replace(each, a_max=own[0]) for each, own in zip(placed, slots, strict=True))
             yield best
