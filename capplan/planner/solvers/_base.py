@@ -33,7 +33,7 @@ from capplan.planner.problem._settings import max_fitting_slots
 from capplan.planner.problem._splitting import require_memory, split_hot_adapters
 from capplan.planner.search._local_search import fleet_cost, fleet_size_of
 from capplan.planner.search._placement import balanced, build_search_data
-from capplan.spec import Objective, Plan, Workload
+from capplan.spec import Objective, Plan
 
 DEFAULT_TIME_LIMIT_S = 60.0
 
@@ -165,8 +165,7 @@ def solve(
     support is an `InputError`, and so is a placement that breaks a rule.
     """
     _require_match(problem, solver, estimator)
-    _require_supported(problem.workload, solver)
-    _require_number_of_gpus(problem, solver)
+    _require_supported(problem, solver)
     required = solver.required_estimator
     name = solver.estimator if estimator == "auto" else estimator
     none = required is RequiredEstimator.NONE
@@ -267,9 +266,9 @@ def _require_match(problem: Problem, solver: Solver, estimator: str) -> None:
         raise InputError(rule, problem.fixed_a_max, "engine.max_loras")
 
 
-def _require_supported(workload: Workload, solver: Solver) -> None:
-    """Refuse requirements that the solver does not support."""
-    pools = workload.pools
+def _require_supported(problem: Problem, solver: Solver) -> None:
+    """Refuse requirements that the solver does not support, and an open number of GPUs if it uses all."""
+    workload, pools = problem.workload, problem.workload.pools
     plain = workload.objective is Objective.MIN_GPUS or len(pools) == 1
     required: list[tuple[Requirement, object]] = [
         (Requirement.POOLS, ", ".join(pool.name for pool in pools) if len(pools) > 1 else None),
@@ -286,10 +285,6 @@ def _require_supported(workload: Workload, solver: Solver) -> None:
         if value and requirement not in solver.supports:
             rule = f"not supported by solver {solver.name}; use --solver capplan"
             raise InputError(rule, value, requirement.value)
-
-
-def _require_number_of_gpus(problem: Problem, solver: Solver) -> None:
-    """Refuse an open number of GPUs for a solver that uses all."""
     if solver.uses_all_gpus and any(pool.is_open for pool in problem.pools):
         raise InputError(f"is required for solver {solver.name}, which uses all GPUs", location="gpus")
 
