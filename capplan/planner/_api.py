@@ -390,7 +390,7 @@ def verified_choices(
     problem = verifier.problem
 
     def cost(placement: Sequence[Assignment]) -> float:
-        return fleet_cost(problem, fleet_size_of(problem, placement), problem.workload.objective)[0]
+        return fleet_cost(problem, fleet_size_of(problem, placement))[0]
 
     moved, least = count_moves(problem, plan, old), cost(plan)
     found: list[tuple[float, Sequence[Assignment]]] = []

@@ -335,10 +335,9 @@ def placement_cost(
     problem: Problem, placement: Placement, old: Sequence[PreviousInstance]
 ) -> tuple[float, float, int]:
     """Return GPUs or price with the price of moves, the other of the two, and the number of moves."""
-    workload, moves = problem.workload, count_moves(problem, placement, old)
-    fleet = fleet_size_of(problem, placement)
-    first, second, _ = fleet_cost(problem, fleet, workload.objective)
-    return first + (workload.move_cost or 0.0) * moves, second, moves
+    moves = count_moves(problem, placement, old)
+    first, second, _ = fleet_cost(problem, fleet_size_of(problem, placement))
+    return first + (problem.workload.move_cost or 0.0) * moves, second, moves
 
 
 @dataclass(frozen=True)
@@ -413,10 +412,10 @@ class MoveSearch:
 
     def _costs(self, fleet: FleetSize) -> tuple[float, float]:
         """Return GPUs and price of a fleet, in the order of the objective."""
-        return fleet_cost(self.problem, fleet, self.problem.workload.objective)[:2]
+        return fleet_cost(self.problem, fleet)[:2]
 
     def _order(self) -> list[FleetSize]:
-        return fleet_sizes(self.problem, len(self.local.data.groups), self.problem.workload.objective)
+        return fleet_sizes(self.problem, len(self.local.data.groups))
 
     def _size_in_force(self) -> FleetSize:
         """Return the instances in force by pool, at most as many as there can be."""
@@ -471,26 +470,26 @@ _LIMIT_WEIGHT: Final = 10.0
 _MIN_GAIN: Final = 1e-9
 
 
-def fleet_sizes(problem: Problem, groups: int, objective: Objective) -> list[FleetSize]:
+def fleet_sizes(problem: Problem, groups: int) -> list[FleetSize]:
     """Return the fleet sizes to try, best first; all GPUs only, if the objective uses them all.
 
     The number of adapter groups is an upper bound on useful instances. MIN_COST orders by price, then GPUs;
     any other objective by GPUs, then price.
     """
     most = [min(pool.instances, groups) for pool in problem.pools]
-    if objective in (Objective.MIN_LATENCY, Objective.MAX_THROUGHPUT):
+    if problem.workload.objective in (Objective.MIN_LATENCY, Objective.MAX_THROUGHPUT):
         return [tuple(most)]
     steps = _fleet_steps(most)
     counts = [sorted({*range(0, count + 1, step), count}) for count, step in zip(most, steps, strict=True)]
     sizes = (fleet for fleet in itertools.product(*counts) if any(fleet))
-    return sorted(sizes, key=lambda fleet: fleet_cost(problem, fleet, objective))
+    return sorted(sizes, key=lambda fleet: fleet_cost(problem, fleet))
 
 
-def fleet_cost(problem: Problem, fleet: FleetSize, objective: Objective) -> tuple[float, float, FleetSize]:
+def fleet_cost(problem: Problem, fleet: FleetSize) -> tuple[float, float, FleetSize]:
     """Return the sort key of a fleet size, least for the best."""
     gpus = float(fleet_gpus(problem, fleet))
     price = sum(count * (pool.usd_per_hour or 0.0) for pool, count in zip(problem.pools, fleet, strict=True))
-    first = (price, gpus) if objective is Objective.MIN_COST else (gpus, price)
+    first = (price, gpus) if problem.workload.objective is Objective.MIN_COST else (gpus, price)
     return (*first, tuple(-count for count in fleet))
 
 

@@ -234,8 +234,7 @@ class _Answers:
             self.best = tuple(answer)
 
     def _cost(self, answer: Sequence[Assignment]) -> tuple[float, ...]:
-        fleet = fleet_size_of(self.problem, answer)
-        return fleet_cost(self.problem, fleet, self.problem.workload.objective)[:2]
+        return fleet_cost(self.problem, fleet_size_of(self.problem, answer))[:2]
 
 
 def _add_twins(context: SolverContext, problem: Problem, twin: TwinEstimator, name: str) -> SolverContext:

@@ -100,7 +100,7 @@ def _report_first(problem: Problem, context: SolverContext, deadline_s: float) -
     """
     data = build_search_data(problem)
     search = _local_search(data, context, deadline_s, context.twin, opens_knobs=False)
-    fleets = fleet_sizes(problem, len(data.groups), problem.workload.objective)
+    fleets = fleet_sizes(problem, len(data.groups))
     least = lower_bound_gpus(problem)
     for number, fleet in enumerate(fleets):
         last = number == len(fleets) - 1
@@ -117,7 +117,7 @@ def _report_unchanged(problem: Problem, context: SolverContext, deadline_s: floa
     """Report the first placement on all GPUs that the twin confirms as it is, for a search that is ended."""
     data = build_search_data(problem)
     search = _local_search(data, context, deadline_s, context.twin, opens_knobs=False)
-    (fleet,) = fleet_sizes(problem, len(data.groups), Objective.MAX_THROUGHPUT)
+    (fleet,) = fleet_sizes(problem, len(data.groups))
     search.search_unchanged(fleet)
 
 
@@ -187,9 +187,8 @@ def _search_data(problem: Problem) -> tuple[SearchData, ...]:
 def _search(search: LocalSearch, bound: int, known: Placement | None) -> Placement | None:
     """Return a placement better than the known one, or the known one."""
     problem = search.data.problem
-    objective = problem.workload.objective
-    order = fleet_sizes(problem, len(search.data.groups), objective)
-    if objective is Objective.MIN_LATENCY:
+    order = fleet_sizes(problem, len(search.data.groups))
+    if problem.workload.objective is Objective.MIN_LATENCY:
         if known is not None and search.evaluator.opens_knobs:
             return known
         found = search.min_latency(order[0])
@@ -197,8 +196,8 @@ def _search(search: LocalSearch, bound: int, known: Placement | None) -> Placeme
         return min(both, key=search.mean_e2e_s, default=None)
     order = [fleet for fleet in order if fleet_gpus(problem, fleet) >= bound]
     if known is not None:
-        best = fleet_cost(problem, fleet_size_of(problem, known), objective)
-        order = [fleet for fleet in order if fleet_cost(problem, fleet, objective) < best]
+        best = fleet_cost(problem, fleet_size_of(problem, known))
+        order = [fleet for fleet in order if fleet_cost(problem, fleet) < best]
     if not search.evaluator.opens_knobs:
         answer = search.search(order)
         return known if answer is None else _tune_slots(search, answer)
@@ -274,7 +273,7 @@ def _maximize_load(problem: Problem, context: SolverContext, deadline_s: float) 
                 return near.local, answer
         stages = itertools.product(_knob_stages(loaded), reversed(_search_data(loaded)))
         for opens_knobs, data in stages:
-            (fleet,) = fleet_sizes(loaded, len(data.groups), Objective.MAX_THROUGHPUT)
+            (fleet,) = fleet_sizes(loaded, len(data.groups))
             search = _local_search(data, scaled, deadline_s, scaled.twin, opens_knobs)
             answer = search.search_fleet(fleet)
             if answer is not None:
