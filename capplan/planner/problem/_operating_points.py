@@ -139,13 +139,16 @@ class OperatingPoints:
         return LengthPairs.from_arrays(drawn.prompt_tokens, drawn.output_tokens)
 
 
-def adapter_demand(problem: Problem, adapter: Adapter) -> AdapterDemand:
-    """Return the demand for an adapter, or for the base model, at its declared rate."""
+def adapter_demand(problem: Problem, adapter: Adapter, size_bytes: int | None = None) -> AdapterDemand:
+    """Return the demand for an adapter, or for the base model, at its declared rate.
+
+    None: the size follows from the rank.
+    """
     return AdapterDemand(
         adapter.name,
         adapter.rank,
         problem.offered_tok_s(AdapterShare.of(adapter)),
-        problem.adapter_bytes(adapter),
+        problem.adapter_bytes(adapter) if size_bytes is None else size_bytes,
         adapter.max_replicas,
     )
 

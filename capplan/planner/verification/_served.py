@@ -107,10 +107,8 @@ def served_rebalancer(
     if workload is not None:
         _require_traffic(workload, names, any(group.base is not None for group in groups))
     traffic = [each for each in problem.traffic if each.rank == 0 or each.name in names]
-    demands = [adapter_demand(problem, each) for each in traffic]
     demands = [
-        replace(each, size_bytes=size_bytes.get(each.name, each.size_bytes)) if each.rank else each
-        for each in demands
+        adapter_demand(problem, each, size_bytes.get(each.name) if each.rank else None) for each in traffic
     ]
     points = OperatingPoints(problem)(each.rank for each in traffic)
     return Rebalancer(demands, sum(group.replicas for group in groups), points, settings, replan)
