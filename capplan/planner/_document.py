@@ -16,7 +16,7 @@ from pydantic import JsonValue
 from scipy.special import ndtri, stdtrit
 
 from capplan.planner.problem._bound import lower_bound, lower_bound_gpus
-from capplan.planner.problem._evaluate import find_bottlenecks, known_values
+from capplan.planner.problem._evaluate import Bottleneck, find_bottlenecks, known_values
 from capplan.planner.problem._execution import NEVER, Deadline
 from capplan.planner.problem._previous import (
     PreviousInstance,
@@ -29,7 +29,6 @@ from capplan.planner.problem._problem import Assignment, GpuPool, Problem
 from capplan.planner.verification._verify import InstanceVerification, PlanVerdict, RepairResult, Verifier
 from capplan.spec import (
     MEAN_LENGTHS,
-    Binds,
     Group,
     GroupVerification,
     Move,
@@ -112,8 +111,7 @@ def build_plan(
     old = () if previous is None else previous_instances(previous)
     names, moves = name_groups(problem, assignments, old)
     planned = verifier.as_served(assignments)
-    found = _bottlenecks(verifier, planned, verifications, verified, deadline)
-    bottlenecks = [(None, None) if each is None else each for each in found]
+    bottlenecks = _bottlenecks(verifier, planned, verifications, verified, deadline)
     columns = zip(names, planned, verifications, bottlenecks, strict=True)
     bound = lower_bound(problem)
     price = f" and cost {bound.usd_per_hour:.3f} USD per hour" if bound.usd_per_hour else ""
@@ -159,7 +157,7 @@ def _bottlenecks(
     verifications: Sequence[InstanceVerification],
     verified: bool,
     deadline: Deadline,
-) -> list[tuple[Binds | None, float | None] | None]:
+) -> list[Bottleneck]:
     """Return the bottlenecks in the worst window; a verified plan is known to hold with its headroom."""
     problem = replace(verifier.problem_of(verifications[0]), deadline=deadline)
     ok = verified and all(each.ok for each in verifications)
@@ -291,7 +289,7 @@ def _group(
     name: str,
     assignment: Assignment,
     verification: InstanceVerification,
-    bottleneck: tuple[Binds | None, float | None],
+    bottleneck: Bottleneck,
 ) -> Group:
     pool = problem.pools[assignment.pool]
     profile = pool.profile

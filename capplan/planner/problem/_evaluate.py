@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, NamedTuple, Self
+from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -353,37 +353,36 @@ _EXHAUSTED = 0.95
 """Share of a resource in use, averaged over time, from which it counts as exhausted."""
 
 
+Bottleneck: TypeAlias = tuple[Binds | None, float | None]
+"""Bottleneck of an instance, and its load over the largest load that it sustains; None if unknown."""
+_UNKNOWN: Final[Bottleneck] = (None, None)
+
+
 def find_bottlenecks(
     problem: Problem, assignments: Sequence[Assignment], seed: int, holds: float = 0.0
-) -> list[tuple[Binds | None, float | None] | None]:
-    """Return the bottleneck of each instance, and its load over the largest load that it sustains.
+) -> list[Bottleneck]:
+    """Return the bottleneck of each instance.
 
     All rates are scaled up together until a bound breaks, with the simulated time and the criteria of the
     verification, and the seed of its estimate with headroom. The bottleneck is the exhausted resource there.
-    It is None if the largest scale breaks no bound or there is no load. Instances that store all adapters
-    are simulated together behind their router, and have one load. `holds` is the multiple of the load that is
-    known to hold. An instance on which the deadline of the problem ends the search has no pair, but None.
+    It is None if the largest scale breaks no bound or there is no load, and unknown where the deadline of the
+    problem ends the search. Instances that store all adapters are simulated together behind their router, and
+    have one load. `holds` is the multiple of the load that is known to hold.
     """
     if problem.workload.stores_everywhere and len(assignments) > 1:
-        return _bottlenecks_together(problem, assignments, seed, holds)
+        try:
+            load = _largest_load(lambda scale: evaluate_cluster(problem, assignments, seed, scale), holds)
+        except OutOfTimeError:
+            return [_UNKNOWN] * len(assignments)
+        return [_bottleneck_at(problem, each, load, number) for number, each in enumerate(assignments)]
 
-    def find(assignment: Assignment) -> tuple[Binds | None, float | None]:
+    def find(assignment: Assignment) -> Bottleneck:
         if sum(share.rate_rps for share in assignment.shares) == 0.0:
-            return None, None
+            return _UNKNOWN
         load = _largest_load(lambda scale: [evaluate(problem, assignment, seed, scale)], holds)
         return _bottleneck_at(problem, assignment, load, 0)
 
-    return parallel_until(find, assignments, problem.deadline)
-
-
-def _bottlenecks_together(
-    problem: Problem, assignments: Sequence[Assignment], seed: int, holds: float
-) -> list[tuple[Binds | None, float | None] | None]:
-    try:
-        load = _largest_load(lambda scale: evaluate_cluster(problem, assignments, seed, scale), holds)
-    except OutOfTimeError:
-        return [None] * len(assignments)
-    return [_bottleneck_at(problem, each, load, number) for number, each in enumerate(assignments)]
+    return [each or _UNKNOWN for each in parallel_until(find, assignments, problem.deadline)]
 
 
 class _LargestLoad(NamedTuple):
