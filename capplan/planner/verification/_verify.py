@@ -1,9 +1,4 @@
-"""Verification of assignments by the twin on fresh seeds, and their repair.
-
-A search by shares keeps every instance within the bounds by its own part of the traffic, with its bursts.
-Where all instances store all adapters, a router that reads their state sends the requests of a burst
-elsewhere, so that fewer instances may keep the bounds together; each is then beyond them at its shares.
-"""
+"""Verification of assignments by the twin on fresh seeds, and their repair."""
 
 from __future__ import annotations
 
@@ -646,6 +641,10 @@ def evened_out(
     progress: Callable[[int, int], None] = no_progress,
 ) -> RepairResult:
     """Return a placement with more slots if that of the outcome fails, and on the fewest instances.
+
+    A search by shares keeps every instance within the bounds by its own part of the traffic, with its bursts.
+    Where all instances store all adapters, a router that reads their state sends the requests of a burst
+    elsewhere, so that fewer instances may keep the bounds together; each is then beyond them at its shares.
 
     Requests come of adapters that are not placed, too. For the fewest GPUs of one pool, without a plan in
     force, one instance less at a time is tried, with a balanced placement, of equal ranks if it holds.
