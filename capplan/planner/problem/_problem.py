@@ -32,7 +32,6 @@ from capplan.spec import (
 from capplan.twin.instance import Run, choose_policies, chosen_rules
 from capplan.workload import (
     DecidingTime,
-    TraceWindow,
     busiest_window,
     deciding_time,
     is_modulated,
@@ -525,15 +524,11 @@ class Problem:
     @cached_property
     def windows(self) -> tuple[tuple[float, Problem], ...]:
         """Start and problem of each window of the trace in which the bounds hold; without a trace itself."""
-        if self.workload.trace is None:
-            return ((0.0, self),)
-        return tuple((start_s, replace(self, workload=part)) for start_s, part in self._parts)
-
-    @cached_property
-    def _parts(self) -> tuple[TraceWindow, ...]:
-        """Windows of the trace; none without one."""
         trace = self.workload.trace
-        return () if trace is None else tuple(trace_windows(self.workload, trace, self._window_s))
+        if trace is None:
+            return ((0.0, self),)
+        windows = trace_windows(self.workload, trace, self._window_s)
+        return tuple((start_s, replace(self, workload=part)) for start_s, part in windows)
 
     def resampled(self, seed: int) -> Problem:
         """Return the problem with a bootstrap sample of its trace; itself without a trace."""
@@ -553,12 +548,26 @@ class Problem:
             own = part.trace
             return 0 if own is None else int(own.prompt_tokens.sum() + own.output_tokens.sum())
 
-        return max((part for _, part in self._parts), key=tokens, default=self.workload)
+        return max((part.workload for _, part in self.windows), key=tokens, default=self.workload)
 
     @cached_property
     def traffic(self) -> tuple[Adapter, ...]:
-        """Adapters, and the base model as one of rank 0 if it has traffic, at the simulated rates."""
-        return traffic_of(self.workload if self.workload.trace is None else self.busiest_workload)
+        """Adapters, and the base model as one of rank 0 if it has traffic, at the simulated rates.
+
+        As an item of a placement the base model differs from an adapter: it needs no slot and no bytes.
+        """
+        workload = self.workload if self.workload.trace is None else self.busiest_workload
+        base = workload.base
+        if base is None:
+            return workload.adapters
+        item = Adapter.model_construct(  # without validation: no adapter has rank 0, or a name with spaces
+            name=workload.base_model,
+            rank=0,
+            rate_rps=base.rate_rps,
+            prompt_tokens=base.prompt_tokens,
+            output_tokens=base.output_tokens,
+        )
+        return (*workload.adapters, item)
 
     @cached_property
     def lengths(self) -> Mapping[str, tuple[Lengths, Lengths]]:
@@ -598,24 +607,6 @@ class Problem:
 def infeasible(reason: InfeasibleReason, words: str) -> InfeasibleError:
     """Return the error of a problem without an answer; its message begins with the reason."""
     return InfeasibleError(f"{reason}: {words}", reason)
-
-
-def traffic_of(workload: Workload) -> tuple[Adapter, ...]:
-    """Return the adapters, and the base model as one of rank 0 if it has traffic.
-
-    As an item of a placement the base model differs from an adapter in that it needs no slot and no bytes.
-    """
-    base = workload.base
-    if base is None:
-        return workload.adapters
-    item = Adapter.model_construct(  # without validation: no adapter has rank 0, or a name with spaces
-        name=workload.base_model,
-        rank=0,
-        rate_rps=base.rate_rps,
-        prompt_tokens=base.prompt_tokens,
-        output_tokens=base.output_tokens,
-    )
-    return (*workload.adapters, item)
 
 
 def whole_adapters(problem: Problem) -> tuple[AdapterShare, ...]:
