@@ -40,7 +40,8 @@ from capplan.profiling.load import BenchOptions, LoadSettings, Target, bench
 from capplan.profiling.server import EngineSetting, ServerProfilingOptions, profile_server
 from capplan.profiling.server._process import engine_words
 from capplan.profiling.validation import MetricComparison, Tolerances
-from capplan.profiling.validation._compare import (
+from capplan.profiling.validation._loop import saturated_rps
+from capplan.profiling.validation._validate import (
     compared,
     constant_step,
     faults_of,
@@ -48,7 +49,6 @@ from capplan.profiling.validation._compare import (
     offered_values,
     predicted_values,
 )
-from capplan.profiling.validation._loop import saturated_rps
 from capplan.spec import EngineConfig, write_text_atomic
 from capplan.twin.calibration import CalibrationOptions, CalibrationTables, calibrate
 from capplan.twin.instance import PAIRED_SEEDS, paired_order

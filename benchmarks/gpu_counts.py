@@ -30,7 +30,7 @@ from benchmarks.common import (
 from capplan import Lengths, Plan, Workload, load_workload, plan
 from capplan.errors import CapplanError, InfeasibleError, InputError
 from capplan.planner.problem._evaluate import find_bottlenecks
-from capplan.planner.problem._rebuild import rebuild
+from capplan.planner.problem._setup import rebuild
 from capplan.spec import Slo
 from capplan.workload import presets
 

@@ -27,7 +27,7 @@ from capplan import Profile, simulate
 from capplan.datasets.published._runs import GROUPS, PUBLISHED, PublishedRun, published_runs
 from capplan.models import drawn_profiles
 from capplan.models._uncertainty import scatter
-from capplan.planner.document._assemble import LEVEL, prediction_interval
+from capplan.planner._document import LEVEL, prediction_interval
 from capplan.twin._sweep import in_parallel
 
 METRICS: Final = ("throughput_tok_s", "itl_ms_mean")

@@ -38,11 +38,10 @@ from capplan.fleet import (
     ServingOptions,
     instances_of,
 )
-from capplan.fleet._app import RouterServer
+from capplan.fleet._app import RouterServer, RouterState
 from capplan.fleet._fleet import InstanceFleet
-from capplan.fleet._proxy import RouterState
+from capplan.fleet._instance import RestartPolicy
 from capplan.fleet._rebalancing import PostParams, RebalanceLoop
-from capplan.fleet._supervisor import RestartPolicy
 from capplan.registry import ADAPTER_FILES, AdapterRegistry, digest_of, read_adapter
 from capplan.server import PoolSettings, ServerSettings, bind, url_of
 from capplan.serving.rebalancing import AdapterDemand, Rebalancer

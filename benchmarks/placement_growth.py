@@ -26,8 +26,7 @@ from capplan.planner.problem._bound import lower_bound_gpus
 from capplan.planner.problem._estimate import TwinEstimator
 from capplan.planner.problem._setup import make_problem
 from capplan.planner.solvers import find_solver
-from capplan.planner.solvers._base import DEFAULT_TIME_LIMIT_S
-from capplan.planner.solvers._solve import SolverRun, solve
+from capplan.planner.solvers._base import DEFAULT_TIME_LIMIT_S, SolverRun, solve
 from capplan.planner.verification._verify import FRESH_SEEDS, make_verifier
 from capplan.reproduce.twin._setting import setting
 from capplan.spec import write_text_atomic

@@ -17,7 +17,7 @@ from capplan import Profile, load_profile
 from capplan.datasets.published import GROUPS, PROMPT_TOKENS, PUBLISHED, PublishedModel, write_tables
 from capplan.models.calibration import fit_memory, read_steps
 from capplan.models.calibration._step_model import step_ranges
-from capplan.reproduce.twin._profiles import base_profile, published_profile
+from capplan.reproduce.twin._setting import base_profile, published_profile
 from capplan.spec import write_text_atomic
 
 

@@ -36,7 +36,7 @@ from capplan.models.training._evaluation import (
     throughput_errors,
 )
 from capplan.profiling.load._requests import scaled
-from capplan.reproduce.twin._surrogates import engine_args
+from capplan.reproduce.twin._fidelity import engine_args
 from capplan.spec import allowed_lora_rank
 from capplan.twin.dataset import Sample, draw
 

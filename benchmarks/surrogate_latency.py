@@ -26,8 +26,7 @@ from benchmarks.common import H100_LLAMA, markdown
 from capplan import load_profile, load_surrogate
 from capplan.models.surrogates import FEATURES, LOG_OVER_EXPECTED, Tree, feature_of
 from capplan.models.surrogates._outputs import Forest, flatten_forest, forest_value, forest_values
-from capplan.models.surrogates._tree import tree_of
-from capplan.models.surrogates._tree_export import TreeFunction, compile_tree
+from capplan.models.surrogates._tree import TreeFunction, compile_tree, tree_of
 from capplan.twin.dataset import Sample, draw
 
 PROFILE = load_profile(H100_LLAMA)

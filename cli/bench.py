@@ -11,18 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from capplan.cli.options import (
-    FAILED,
-    ApiKey,
-    AsJson,
-    HtmlFile,
-    RequestsFile,
-    ResultFile,
-    command,
-    fill,
-    member,
-    require_extra,
-)
+from capplan.cli import options
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import load_progress
 from capplan.errors import InputError
@@ -53,7 +42,7 @@ class BenchArgs:
     warm_up_s: float = typer.Option(0.0, metavar="SECONDS", help="Load before the window.")
     seed: int = typer.Option(0, metavar="N", min=0, help="Same seed, same requests as `simulate`.")
     rate_scale: float = typer.Option(1.0, metavar="FACTOR", help="Multiplies every rate.")
-    api_key: ApiKey = None
+    api_key: options.ApiKey = None
     adapters_map: list[str] | None = typer.Option(
         None, metavar="NAME=MODEL", help="Model name of an adapter on the server; repeatable."
     )
@@ -75,16 +64,16 @@ class BenchArgs:
         None, metavar="FORM", help="ids, toy-ids or text; default: the first that the server accepts."
     )
     extra_body: str | None = typer.Option(None, metavar="JSON", help="Additional fields of every request.")
-    output: ResultFile = None
-    requests_out: RequestsFile = None
-    html: HtmlFile = None
+    output: options.ResultFile = None
+    requests_out: options.RequestsFile = None
+    html: options.HtmlFile = None
     vllm_json: str | None = typer.Option(
         None, metavar="FILE", help="Also write the result in the format of `vllm bench serve`."
     )
-    as_json: AsJson = False
+    as_json: options.AsJson = False
 
 
-@command
+@options.command
 def bench(args: BenchArgs) -> None:
     """Load an OpenAI-compatible server with the requests of a workload, at their arrival times.
 
@@ -108,14 +97,14 @@ def bench(args: BenchArgs) -> None:
     if result.partial:
         raise typer.Exit(INTERRUPTED)
     if problems:
-        raise typer.Exit(FAILED)
+        raise typer.Exit(options.FAILED)
 
 
 def _measured(args: BenchArgs) -> BenchResult:
     if args.workload is None or args.url is None:
         missing = "WORKLOAD" if args.workload is None else "--url"
         raise InputError("is required, unless a result is read (--read)", location=missing)
-    require_extra("bench", ("httptools",))
+    options.require_extra("bench", ("httptools",))
     from capplan.processes import raise_file_limit
     from capplan.profiling.load import BenchOptions, LoadSettings, PromptForm, Target
     from capplan.profiling.load import bench as measure
@@ -124,14 +113,15 @@ def _measured(args: BenchArgs) -> BenchResult:
     require_writable_files(args.output, args.requests_out, args.html, args.vllm_json)
     workload = load_workload(args.workload)
     names, fields = _names(args.adapters_map, workload), _fields(args.extra_body)
-    form = None if args.prompt_form is None else member(PromptForm, args.prompt_form, "--prompt-form")
-    options = fill(BenchOptions, args, profile=_profile(workload, args.profile), prompt_form=form)
+    form = None if args.prompt_form is None else options.member(PromptForm, args.prompt_form, "--prompt-form")
+    wanted = options.fill(BenchOptions, args, profile=_profile(workload, args.profile), prompt_form=form)
     base_model = names.pop(workload.base_model, None)
     target = Target(args.url, args.api_key, base_model, names, fields)
     raise_file_limit()
     with _request_file(args.requests_out, needed=bool(args.vllm_json or args.html)) as file:
         with load_progress(quiet=args.as_json) as on_tick:
-            result = measure(workload, target, fill(LoadSettings, args), options, file=file, on_tick=on_tick)
+            load = options.fill(LoadSettings, args)
+            result = measure(workload, target, load, wanted, file=file, on_tick=on_tick)
         _write(args, result, file, workload.slo)
     return result
 

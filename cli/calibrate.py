@@ -9,39 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from capplan.cli.options import (
-    AsJson,
-    EngineRules,
-    EngineVersion,
-    HtmlFile,
-    Quiet,
-    command,
-    command_line,
-    fill,
-    member,
-    names,
-)
+from capplan.cli import options
 from capplan.cli.output import require_writable_files, write_json
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
-from capplan.reports import Table, print_json, print_table
-from capplan.reports.tables import (
-    COEFFICIENT_HEAD,
-    changed_models,
-    coefficients_table,
-    forms_table,
-    load_source,
-    reason,
-    residuals_table,
-    runs_table,
-)
+from capplan.reports import Table, print_json, print_table, tables
 
 if TYPE_CHECKING:
     from capplan.models.calibration import StepCalibration
     from capplan.spec import Profile
     from capplan.twin.calibration import CalibrationResult, RunCalibration
-
-_GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +48,8 @@ class CalibrateArgs:
     gpu: str | None = typer.Option(None, metavar="NAME", help="Without --base: name of the GPU.")
     gpu_memory_gib: float | None = typer.Option(None, metavar="N", help="Without --base: memory of one GPU.")
     tp: int = typer.Option(1, metavar="N", min=1, help="Without --base: GPUs per copy.")
-    engine_version: EngineVersion = None
-    rules: EngineRules = None
+    engine_version: options.EngineVersion = None
+    rules: options.EngineRules = None
     kernel: str | None = typer.Option(None, metavar="NAME", help="bgmv, mbgmv or vllm; default: the base's.")
     form: str | None = typer.Option(None, metavar="NAME", help="Step model; default: best on left-out runs.")
     free: str | None = typer.Option(None, metavar="NAME[,NAME...]", help="Coefficients fitted to the runs.")
@@ -81,12 +58,12 @@ class CalibrateArgs:
     workers: int | None = typer.Option(None, metavar="N", min=1, help="Threads; default: one per core.")
     name: str | None = typer.Option(None, metavar="NAME", help="Of the profile; default: BASE-calibrated.")
     source: str | None = typer.Option(None, metavar="TEXT", help="Source of the measurements.")
-    html: HtmlFile = None
-    as_json: AsJson = False
-    quiet: Quiet = False
+    html: options.HtmlFile = None
+    as_json: options.AsJson = False
+    quiet: options.Quiet = False
 
 
-@command
+@options.command
 def calibrate(args: CalibrateArgs) -> None:
     """Fit a profile to measured steps or whole runs, and report its error on left-out data.
 
@@ -96,18 +73,18 @@ def calibrate(args: CalibrateArgs) -> None:
     from capplan.spec import Kernel, write_text_atomic
     from capplan.twin.calibration import CalibrationOptions, CalibrationTables
 
-    recorded = command_line("capplan calibrate", args)
+    recorded = options.command_line("capplan calibrate", args)
     args = _with_tables_of_folder(args)
     base = _base(args)
     require_writable_files(args.output, args.html)
     if args.html is not None and Path(args.html).resolve() == Path(args.output).resolve():
         raise InputError("must be another file than --output", args.html, "--html")
-    tables = fill(CalibrationTables, args)
-    options = fill(
+    measured = options.fill(CalibrationTables, args)
+    wanted = options.fill(
         CalibrationOptions,
         args,
-        kernel=None if args.kernel is None else member(Kernel, args.kernel, "--kernel"),
-        free=None if args.free is None else names(args.free, "--free"),
+        kernel=None if args.kernel is None else options.member(Kernel, args.kernel, "--kernel"),
+        free=None if args.free is None else options.names(args.free, "--free"),
         workers=args.workers or os.cpu_count() or 1,
         command=recorded,
     )
@@ -116,7 +93,7 @@ def calibrate(args: CalibrateArgs) -> None:
     from capplan.twin.calibration import calibrate as fit
 
     with progress_bars(quiet=args.quiet) as on_progress:
-        made = fit(base, tables, options, on_progress)
+        made = fit(base, measured, wanted, on_progress)
     if args.html is not None:
         from capplan.reports.pages import calibration_page
 
@@ -163,12 +140,9 @@ def _base(args: CalibrateArgs) -> Profile:
     from capplan.serving import rules_of_engine
 
     rules, version = rules_of_engine(args.engine_version, args.rules, otherwise="vllm-0.8")
-    memory_gib = args.gpu_memory_gib or 0.0
-    if not 0.0 < memory_gib < float("inf"):
-        raise InputError("must be a finite number above 0", args.gpu_memory_gib, "--gpu-memory-gib")
     hardware = Hardware(
         gpu=str(args.gpu),
-        gpu_memory_bytes=round(memory_gib * _GIB),
+        gpu_memory_bytes=options.gib_in_bytes(args.gpu_memory_gib or 0.0, "--gpu-memory-gib"),
         tp=args.tp,
         engine=rules.engine,
         engine_version=version,
@@ -185,7 +159,7 @@ def document(made: CalibrationResult) -> dict[str, Any]:
         "base": made.base.name,
         "changed": {
             part: model.model_dump(mode="json", include={"form", "coefficients", "fit"})
-            for part, model in changed_models(made).items()
+            for part, model in tables.changed_models(made).items()
         },
         "adapter_loads": made.loads,
         "steps": None if made.steps is None else _steps(made.steps),
@@ -224,22 +198,24 @@ def _runs(runs: RunCalibration) -> dict[str, Any]:
 def show(made: CalibrationResult) -> None:
     """Print the tables."""
     if made.steps is not None:
-        print_table(forms_table(made.steps))
+        print_table(tables.forms_table(made.steps))
         chosen = made.steps.fit.candidate.label
-        typer.echo(f"{'asked for' if made.steps.forced else 'chosen'}: {chosen}, {reason(made.steps)}\n")
+        typer.echo(
+            f"{'asked for' if made.steps.forced else 'chosen'}: {chosen}, {tables.reason(made.steps)}\n"
+        )
         print_table(_residuals_table(made.steps))
-        typer.echo(f"adapter loads within the steps: {load_source(made)}\n")
+        typer.echo(f"adapter loads within the steps: {tables.load_source(made)}\n")
     if made.runs is not None:
-        print_table(runs_table(made.runs))
+        print_table(tables.runs_table(made.runs))
     rows = [
         (f"{part}.{name}", *cells)
-        for part, model in changed_models(made).items()
-        for name, *cells in coefficients_table(model, getattr(made.base, part)).rows
+        for part, model in tables.changed_models(made).items()
+        for name, *cells in tables.coefficients_table(model, getattr(made.base, part)).rows
     ]
-    print_table(Table(COEFFICIENT_HEAD, rows))
+    print_table(Table(tables.COEFFICIENT_HEAD, rows))
 
 
 def _residuals_table(steps: StepCalibration) -> Table:
-    regimes = residuals_table(steps.by_regime(), "on left-out runs")
-    slots = [(f"a_max {name}", *cells) for name, *cells in residuals_table(steps.by_a_max(), "").rows]
+    regimes = tables.residuals_table(steps.by_regime(), "on left-out runs")
+    slots = [(f"a_max {name}", *cells) for name, *cells in tables.residuals_table(steps.by_a_max(), "").rows]
     return replace(regimes, rows=[*regimes.rows, *slots])

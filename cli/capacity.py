@@ -9,16 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import typer
 
-from capplan.cli.options import (
-    AsJson,
-    ProfileName,
-    RouterOption,
-    Seed,
-    WorkloadFile,
-    chosen_profile,
-    command,
-    read_any_plan,
-)
+from capplan.cli import options
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InfeasibleError, InputError
 from capplan.reports import Table, counted, number, print_json, print_table
@@ -39,7 +30,7 @@ _MOST_SEEDS: Final = 1000
 class CapacityArgs:
     """Options of `capplan capacity`."""
 
-    workload: WorkloadFile
+    workload: options.WorkloadFile
     plan: str | None = typer.Option(
         None, metavar="PLAN", help="Instances of a plan for this workload; default: equal ones."
     )
@@ -52,30 +43,30 @@ class CapacityArgs:
     max_loras: int | None = typer.Option(
         None, metavar="N", help="Without a plan: adapter slots of an instance; default: the workload's."
     )
-    router: RouterOption = None
+    router: options.RouterOption = None
     slo: list[str] | None = typer.Option(
         None,
         metavar="BOUND",
         help="Bound instead of the workload's: METRIC=VALUE such as ttft_p95_s=10, or a multiple of a "
         "reference run, METRIC=FACTOR*unloaded or METRIC=FACTOR*no-lora. Repeatable.",
     )
-    profile: ProfileName = None
+    profile: options.ProfileName = None
     duration_s: float = typer.Option(
         600.0,
         "--duration",
         metavar="SECONDS",
         help="Simulated time; the trace of a workload is replayed as a whole.",
     )
-    seed: Seed = 0
+    seed: options.Seed = 0
     seeds: int = typer.Option(
         5, metavar="N", min=1, max=_MOST_SEEDS, help="Seeds from --seed on; one for a trace."
     )
     precision: float = typer.Option(0.01, metavar="SHARE", help="Relative error of the load of a seed.")
     confidence: float = typer.Option(0.9, metavar="SHARE", help="Of the interval of the mean over seeds.")
-    as_json: AsJson = False
+    as_json: options.AsJson = False
 
 
-@command
+@options.command
 def capacity(args: CapacityArgs) -> None:
     """Find the highest load of a cluster within its SLO, or the fewest instances for its load.
 
@@ -182,12 +173,10 @@ def _fleet(args: CapacityArgs, workload: Workload, count: int) -> SimulatedFleet
     from capplan.planner.verification import SimulatedFleet, fleet_of_plan
 
     if args.plan is not None:
-        plan = read_any_plan(args.plan)
-        chosen = None if args.profile is None else chosen_profile(workload, args.profile)
+        plan = options.read_any_plan(args.plan)
+        chosen = None if args.profile is None else options.chosen_profile(workload, args.profile)
         return fleet_of_plan(plan, workload, chosen, args.workload, args.router)
-    profile = chosen_profile(workload, args.profile)
-    if profile is None:
-        raise InputError("is required, because the workload names pools", location="--profile")
+    profile = options.one_profile(workload, args.profile)
     instance = _instance(args, workload, profile)
     names = tuple(f"i{number}" for number in range(1, count + 1))
     router = args.router or workload.router or _REPLICATED

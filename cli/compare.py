@@ -7,17 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from capplan.cli.options import (
-    FAILED,
-    AsJson,
-    HtmlFile,
-    ProfileName,
-    Seed,
-    WorkloadFile,
-    chosen_profile,
-    command,
-    names,
-)
+from capplan.cli import options
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.planner import SOLVERS
@@ -34,31 +24,31 @@ _ALL = "all"
 class CompareArgs:
     """Options of `capplan compare`."""
 
-    workload: WorkloadFile
+    workload: options.WorkloadFile
     solvers: str = typer.Option(_ALL, metavar="NAME[,NAME...]", help=f"all, or some of {', '.join(SOLVERS)}.")
-    profile: ProfileName = None
+    profile: options.ProfileName = None
     gpus: int | None = typer.Option(
         None, metavar="N", help="GPUs a solver may use; default: the workload's, or as needed."
     )
     seeds: int = typer.Option(5, metavar="K", help="Fresh seeds that answers are verified on.")
-    seed: Seed = 0
+    seed: options.Seed = 0
     solver_time_limit: float = typer.Option(
         60.0, metavar="SECONDS", help="Limit of one solver: dlora-proactive, milp."
     )
-    html: HtmlFile = None
-    as_json: AsJson = False
+    html: options.HtmlFile = None
+    as_json: options.AsJson = False
 
 
-@command
+@options.command
 def compare(args: CompareArgs) -> None:
     """Compare solvers on a workload: raw answers, and the verdict of the twin on fresh seeds."""
     from capplan.spec import write_text_atomic
     from capplan.workload import load_workload
 
     require_writable_files(args.html)
-    solvers = SOLVERS if args.solvers == _ALL else names(args.solvers, "--solvers")
+    solvers = SOLVERS if args.solvers == _ALL else options.names(args.solvers, "--solvers")
     workload = load_workload(args.workload)
-    chosen = chosen_profile(workload, args.profile)
+    chosen = options.chosen_profile(workload, args.profile)
     announce_compilation()
     from capplan import planner
 
@@ -104,7 +94,7 @@ def _exit(result: SolverComparison) -> None:
     if any(row.holds for row in result.rows):
         return
     if any(row.answered for row in result.rows):
-        raise typer.Exit(FAILED)
+        raise typer.Exit(options.FAILED)
     worst = max(result.rows, key=lambda row: row.exit_code)
     typer.echo(f"error: no solver has an answer; {worst.solver}: {worst.failure}", err=True)
     raise typer.Exit(worst.exit_code)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from capplan.spec import Fit, FittedModel, Profile
 
-_PER_GPU: Final = r" \(\S+ of the H100's\)"
+_PER_GPU: Final = re.compile(r" \(\S+ of the H100's\)")
 _PARTS = ("step_latency", "memory", "loading", "host")
 
 _DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
@@ -81,7 +81,7 @@ def profiles(args: ProfilesArgs) -> None:
     told = (
         note for each in composed for note in sentences(each) if not note.startswith("Beyond the measured")
     )
-    for note in dict.fromkeys(re.sub(r" \(\S+ of the H100's\)", "", each) for each in told):
+    for note in dict.fromkeys(_PER_GPU.sub("", each) for each in told):
         typer.echo(f"composed: {note}")
 
 

@@ -12,27 +12,7 @@ from capplan.cli.options import AsJson, PlanFile, command
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
-from capplan.reports import DASH, Table, number, percent, print_json, print_table
-from capplan.reports.tables import (
-    MORE,
-    answer,
-    binding,
-    curve_table,
-    gains_table,
-    gpus_reason,
-    loading_table,
-    plan_notes,
-    provenance,
-    queues_table,
-    room_table,
-    scheduling_words,
-    size,
-    sizes_table,
-    throughput,
-    verdict,
-    verified,
-    what_if_table,
-)
+from capplan.reports import DASH, Table, number, percent, print_json, print_table, tables
 from capplan.spec import describe_latency
 
 if TYPE_CHECKING:
@@ -86,23 +66,19 @@ def explain(args: ExplainArgs) -> None:
         _print_explained(each, explanation)
     if explanation is not None and explanation.what_if:
         typer.echo("\none GPU fewer or more")
-        print_table(what_if_table(explanation))
+        print_table(tables.what_if_table(explanation))
     if document.provenance:
-        print_table(Table(("where it comes from", ""), list(provenance(document).items()), numbers_from=None))
+        print_table(
+            Table(("where it comes from", ""), list(tables.provenance(document).items()), numbers_from=None)
+        )
     if explanation is None:
-        typer.echo(MORE)
+        typer.echo(tables.MORE)
 
 
 def explained(
     plan: Plan, workload: str | None, profile: str | None, groups: Sequence[Group] = ()
 ) -> Explanation | None:
-    """Return the explanation of a plan by the twin; None without a workload.
-
-    Raises
-    ------
-    InputError
-        When a file cannot be read or is not that of the plan.
-    """
+    """Return the explanation of a plan by the twin; None without a workload."""
     if workload is None:
         if profile is not None:
             raise InputError("goes with --workload, which says what to simulate", profile, "--profile")
@@ -132,26 +108,26 @@ def _chosen(plan: Plan, ids: Sequence[str]) -> tuple[Group, ...]:
 
 def _print_plan(plan: Plan) -> None:
     engine = plan.engine
-    typer.echo(answer(plan))
+    typer.echo(tables.answer(plan))
     typer.echo(f"{plan.base_model} on {engine.name} {engine.version} (rules {engine.rules})")
-    typer.echo(f"  {gpus_reason(plan)}")
-    typer.echo(f"  {verdict(plan)}")
-    for line in plan_notes(plan):
+    typer.echo(f"  {tables.gpus_reason(plan)}")
+    typer.echo(f"  {tables.verdict(plan)}")
+    for line in tables.plan_notes(plan):
         typer.echo(f"  {line}")
 
 
 def _print_group(plan: Plan, group: Group, *, changed: bool) -> None:
     verdicts = {check.id: check for check in plan.verification.groups}
-    typer.echo(f"\n{group.id}: {size(group)}")
-    typer.echo(f"  {binding(plan, group)}")
-    typer.echo(f"  {verified(verdicts.get(group.id), changed=changed)}")
+    typer.echo(f"\n{group.id}: {tables.size(group)}")
+    typer.echo(f"  {tables.binding(plan, group)}")
+    typer.echo(f"  {tables.verified(verdicts.get(group.id), changed=changed)}")
     print_table(_predicted_table(group))
-    if words := scheduling_words(group):
+    if words := tables.scheduling_words(group):
         typer.echo(f"  {words}")
-    if (sizes := sizes_table(group)) is not None:
+    if (sizes := tables.sizes_table(group)) is not None:
         print_table(sizes)
     if group.queues is not None:
-        print_table(queues_table(group.queues))
+        print_table(tables.queues_table(group.queues))
 
 
 def _print_explained(group: Group, explanation: Explanation | None) -> None:
@@ -159,15 +135,15 @@ def _print_explained(group: Group, explanation: Explanation | None) -> None:
         if group.id == each.ids[0]:
             typer.echo(f"  {each.why_a_max}")
             if each.has_slots:
-                print_table(curve_table(each.curve))
+                print_table(tables.curve_table(each.curve))
             for curve in each.knobs:
-                print_table(curve_table(curve))
+                print_table(tables.curve_table(curve))
             if len(each.loading) > 1:
-                print_table(loading_table(each.loading))
+                print_table(tables.loading_table(each.loading))
             if each.queues:
-                print_table(gains_table(each.queues))
+                print_table(tables.gains_table(each.queues))
             typer.echo(f"  {each.room.words}")
-            print_table(room_table(each.room))
+            print_table(tables.room_table(each.room))
         elif group.id in each.ids:
             typer.echo(f"  adapters and settings alike, so slots and what is in use as on {each.ids[0]}")
 
@@ -186,7 +162,7 @@ def _predicted_table(group: Group) -> Table:
     for name, value in predicted.bounded.items():
         if not name.startswith(("ttft", "tpot")):
             rows.append((", ".join(describe_latency(name)), number(value, 3)))
-    rows.append(("tok/s", " ".join(throughput(predicted))))
+    rows.append(("tok/s", " ".join(tables.throughput(predicted))))
     rows.append(("served", percent(predicted.served_fraction)))
     rows.append(("KV capacity, tokens", number(predicted.kv_tokens)))
     head = (f"predicted for one instance ({predicted.source})", *type(predicted.ttft_s).model_fields)
@@ -201,16 +177,16 @@ def _document(plan: Plan, explanation: Explanation | None, shown: Sequence[Group
     whole = plan.model_dump(mode="json")
     verdicts = {check["id"]: check for check in whole["verification"]["groups"]}
     document = {
-        "answer": answer(plan),
-        "gpus": gpus_reason(plan),
+        "answer": tables.answer(plan),
+        "gpus": tables.gpus_reason(plan),
         "totals": whole["totals"],
-        "verdict": verdict(plan),
+        "verdict": tables.verdict(plan),
         "verified": plan.is_verified,
         "verification": whole["verification"],
         "groups": [
             {
                 "id": group.id,
-                "binding": binding(plan, group),
+                "binding": tables.binding(plan, group),
                 **group.model_dump(
                     mode="json", include={"binds", "predicted", "queues", "scheduler", "cache"}
                 ),
@@ -258,4 +234,4 @@ def report(args: ReportArgs) -> None:
     document = Plan.from_json(args.plan)
     explanation = explained(document, args.workload, args.profile)
     write_text_atomic(args.output, plan_page(args.plan, document, explanation))
-    typer.echo(f"written to {args.output}" + ("" if explanation else f"; {MORE}"))
+    typer.echo(f"written to {args.output}" + ("" if explanation else f"; {tables.MORE}"))

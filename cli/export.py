@@ -202,23 +202,14 @@ def _is_routed(plan: Plan) -> bool:
     It has nothing if every group has one replica, and no adapter and no base traffic is in several groups:
     then each request has one server, whatever the router.
     """
-    names = [name for group in plan.groups for name in _names_in(plan, group)]
+    names = [name for group in plan.groups for name in plan.shares_of(group)]
     return any(group.replicas > 1 for group in plan.groups) or len(names) > len(set(names))
-
-
-def _names_in(plan: Plan, group: Group) -> set[str]:
-    """Return the adapters of a group, and the base model if it gets traffic there."""
-    base = set() if group.base is None else {plan.base_model}
-    return base | {adapter.name for adapter in group.adapters}
 
 
 def _exported_plan(args: ExportArgs, plan: Plan, exporter: Exporter) -> tuple[Plan, str]:
     """Return the plan to export, and the verdict of another verification; empty without one.
 
-    Raises
-    ------
-    InputError
-        If the plan is not verified as the target serves it, unless that is not asked for.
+    A plan that is not verified as the target serves it is an error, unless ``--unverified`` exports it.
     """
     otherwise = _served_otherwise(plan, exporter)
     if args.unverified or otherwise is None:

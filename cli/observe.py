@@ -14,10 +14,11 @@ from capplan.cli.output import require_writable_files
 from capplan.errors import InputError
 from capplan.observe import DEFAULT_MEMORY_BYTES, MOST_ADAPTERS
 from capplan.reports import Table, counted, number, percent, print_json, print_table
+from capplan.reports.tables import FIT_HEAD, fit_cells
 from capplan.spec import write_text_atomic
 
 if TYPE_CHECKING:
-    from capplan.observe import FitReport, FitRow, Observation
+    from capplan.observe import FitReport, Observation
 
 _MIB = 2**20
 _OPTIONS = {
@@ -167,7 +168,7 @@ def _show(found: Observation, report: FitReport, written: Sequence[Path]) -> Non
         typer.echo(f"- not used, {counted(each.rows, 'row')}: {each.reason}{each.like}")
     for line in found.warnings:
         typer.echo(f"warning: {line}")
-    print_table(fit_table(report))
+    print_table(Table(FIT_HEAD, [fit_cells(row) for row in report.rows]))
     typer.echo(
         f"hours: at most {percent(report.worst('hours'))} off; shares of the {len(report.shares)} most "
         f"popular adapters: at most {percent(report.worst('shares'))}"
@@ -179,16 +180,6 @@ def _requested(found: Observation) -> int:
     """Return the number of adapters with a request."""
     tail = 0 if found.tail is None else found.tail.adapters
     return sum(each.requests > 0 for each in found.adapters) + tail
-
-
-def fit_table(report: FitReport) -> Table:
-    """Return the comparison of a workload with what was observed."""
-    return Table(["", "observed", "simulated", "difference"], [_row(row) for row in report.rows])
-
-
-def _row(row: FitRow) -> tuple[str, str, str, str]:
-    difference = f"{100 * row.error:+.1f} " + ("points" if row.what.endswith("share") else "%")
-    return row.what, number(row.observed, 3), number(row.simulated, 3), difference
 
 
 def _document(found: Observation, report: FitReport, written: Sequence[Path]) -> dict[str, Any]:

@@ -107,13 +107,7 @@ class RebalanceOptions:
             raise InputError("goes with --plan", value, _FLAGS[name])
 
     def settings(self, planned: RebalanceSettings | None) -> RebalanceSettings | None:
-        """Return the settings of a plan, changed by the options; None without re-balancing.
-
-        Raises
-        ------
-        InputError
-            For an invalid value, or options without re-balancing.
-        """
+        """Return the settings of a plan, changed by the options; None without re-balancing."""
         changes = self.given
         if planned is None and self.every_s is None:
             for name, value in changes.items():
@@ -292,13 +286,7 @@ def read_lora_modules(modules: list[str]) -> dict[str, str | Path | int]:
 
 
 def read_scheduler(text: str | None) -> Scheduler | None:
-    """Return the scheduler of the command line: a name or a mapping.
-
-    Raises
-    ------
-    InputError
-        If it is neither, or breaks a rule.
-    """
+    """Return the scheduler of the command line: a name or a mapping."""
     return scheduler_of(_name_or_mapping(text, "--scheduler"), "--scheduler")
 
 
@@ -314,13 +302,7 @@ def scheduling_flags(scheduler: str | None, cache: str | None) -> dict[str, str]
 
 
 def read_queues(text: str | None) -> Queues | None:
-    """Return the queues of the command line: a mapping, as in a plan.
-
-    Raises
-    ------
-    InputError
-        If it is none, or breaks a rule.
-    """
+    """Return the queues of the command line: a mapping, as in a plan."""
     if text is None:
         return None
     document = parse_yaml(text, "--queues").data
@@ -344,16 +326,8 @@ def engine_flags(
     """Return the default of a field that holds engine settings; `command` makes an option of each.
 
     The field is an `EngineConfig` of the values as they are given: what they must be is checked by what the
-    command does with them.
-
-    Parameters
-    ----------
-    without
-        Settings that the command does not take, or declares itself.
-    least
-        Least values.
-    **defaults
-        Defaults; others are None: not given.
+    command does with them. Settings in `without` the command does not take, or declares itself; `least` has
+    least values, and those without a default are None: not given.
     """
     options = []
     for name in EngineConfig.model_fields:
@@ -534,13 +508,7 @@ def fill(kind: type[T], args: object, **given: Any) -> T:
 
 
 def chosen_profile(workload: Workload, name: str | None) -> Profile | None:
-    """Return the profile of the command line, or else of the workload; None when the workload names pools.
-
-    Raises
-    ------
-    InputError
-        When it cannot be read, is not for the workload's base model, or neither names one.
-    """
+    """Return the profile of the command line, or else of the workload; None when the workload names pools."""
     from capplan.datasets import load_profile
 
     if name is None and workload.pools:
@@ -553,14 +521,23 @@ def chosen_profile(workload: Workload, name: str | None) -> Profile | None:
     return profile
 
 
-def numbers(text: str, flag: str, least: int | None = None) -> tuple[int, ...]:
-    """Return the numbers of a list separated by commas, each once.
+def one_profile(workload: Workload, name: str | None) -> Profile:
+    """Return the profile of the command line, or else of the workload, which must not name pools."""
+    profile = chosen_profile(workload, name)
+    if profile is None:
+        raise InputError("is required, because the workload names pools", location="--profile")
+    return profile
 
-    Raises
-    ------
-    InputError
-        For other text, or a number below ``least``.
-    """
+
+def gib_in_bytes(gib: float, flag: str) -> int:
+    """Return a memory in bytes."""
+    if not 0.0 < gib < float("inf"):
+        raise InputError("must be a finite number above 0", gib, flag)
+    return round(gib * 2**30)
+
+
+def numbers(text: str, flag: str, least: int | None = None) -> tuple[int, ...]:
+    """Return the numbers of a list separated by commas, each once and none below ``least``."""
     try:
         found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
@@ -571,13 +548,7 @@ def numbers(text: str, flag: str, least: int | None = None) -> tuple[int, ...]:
 
 
 def names(text: str, flag: str) -> tuple[str, ...]:
-    """Return the names of a list separated by commas, each once.
-
-    Raises
-    ------
-    InputError
-        When there is none.
-    """
+    """Return the names of a list separated by commas, each once; without any it is an error."""
     found = tuple(dict.fromkeys(each.strip() for each in text.split(",") if each.strip()))
     if not found:
         raise InputError("must name at least one", text, flag)
@@ -585,13 +556,7 @@ def names(text: str, flag: str) -> tuple[str, ...]:
 
 
 def member(kind: type[Member], name: str, flag: str) -> Member:
-    """Return the member of an enumeration by its value.
-
-    Raises
-    ------
-    InputError
-        When it has none of that name.
-    """
+    """Return the member of an enumeration by its value."""
     try:
         return kind(name)
     except ValueError:
@@ -603,13 +568,7 @@ ENGINE: Final = ("fastapi", "prometheus_client", "safetensors", "tokenizers", "t
 
 
 def require_extra(extra: str, modules: Sequence[str]) -> None:
-    """Check that an extra is installed, without importing anything of it.
-
-    Raises
-    ------
-    InputError
-        When one of its modules is missing; the message says what to install.
-    """
+    """Check that an extra is installed, without importing anything of it."""
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
         rule = f"is missing: pip install '.[{extra}]', in the checkout"
@@ -617,13 +576,7 @@ def require_extra(extra: str, modules: Sequence[str]) -> None:
 
 
 def simulated_s(workload: Workload, duration_s: float | None) -> float:
-    """Return the simulated time: as given, or else an hour or the length of the workload's trace.
-
-    Raises
-    ------
-    InputError
-        If it is out of range.
-    """
+    """Return the simulated time: as given, or else an hour or the length of the workload's trace."""
     if duration_s is not None:
         require_duration(duration_s)
         return duration_s
@@ -631,12 +584,6 @@ def simulated_s(workload: Workload, duration_s: float | None) -> float:
 
 
 def require_state_period(seconds: float) -> None:
-    """Check the time between reports of an instance to its router.
-
-    Raises
-    ------
-    InputError
-        If it is out of range.
-    """
+    """Check the time between reports of an instance to its router."""
     if not 0.01 <= seconds <= 60.0:
         raise InputError("must be from 0.01 to 60", seconds, "--state-period-s")

@@ -16,13 +16,7 @@ from capplan.spec import error_reason, resolved_output, write_folder_atomic, wri
 
 
 def require_writable_files(*paths: str | None) -> None:
-    """Check that files can be written at the paths that are given, and leave nothing behind.
-
-    Raises
-    ------
-    InputError
-        If one is a folder, or its folder is missing or not writable.
-    """
+    """Check that files can be written at the paths that are given, and leave nothing behind."""
     for path in (each for each in paths if each is not None):
         with _write_errors(path):
             target = resolved_output(path)
@@ -41,21 +35,9 @@ def write_json(path: str | Path, document: Any) -> None:
 
 
 def require_writable_folder(path: str, known: frozenset[str], *, force: bool) -> None:
-    """Check that a folder can be made at ``path``.
+    """Check that a folder can be made at ``path``, or with ``force`` replaced.
 
-    Parameters
-    ----------
-    path : str
-        The folder.
-    known : frozenset of str
-        Names at its top that an earlier run may have left; a folder with others is never replaced.
-    force : bool
-        Whether an earlier run's folder may be replaced.
-
-    Raises
-    ------
-    InputError
-        If it exists and may not be replaced, or its parent is missing or not writable.
+    One with other names at its top than `known`, those that an earlier run may have left, is never replaced.
     """
     with _write_errors(path):
         target = Path(path)
@@ -71,13 +53,7 @@ def require_writable_folder(path: str, known: frozenset[str], *, force: bool) ->
 
 
 def write_folder(path: str, files: Mapping[str, str], executable: frozenset[str]) -> None:
-    """Write a folder as :func:`capplan.spec._files.write_folder_atomic` does.
-
-    Raises
-    ------
-    InputError
-        When the folder cannot be written; an existing one is then left as it was.
-    """
+    """Write a folder completely, or leave an existing one as it was."""
     with _write_errors(path):
         write_folder_atomic(Path(os.path.realpath(path)), files, executable)
 

@@ -7,42 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from capplan.cli.options import (
-    FAILED,
-    AsJson,
-    CacheName,
-    ProfileName,
-    Quiet,
-    RouterOption,
-    SchedulerName,
-    Seed,
-    WorkloadFile,
-    chosen_profile,
-    command,
-    command_line,
-    read_cache,
-    read_scheduler,
-    scheduling_flags,
-)
+from capplan.cli import options
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
 from capplan.errors import InputError
 from capplan.planner import SOLVERS
-from capplan.reports import counted, print_table
-from capplan.reports.tables import (
-    Strict,
-    answer,
-    bottleneck_lines,
-    choice_lines,
-    extrapolation_lines,
-    folder_lines,
-    groups_table,
-    move_words,
-    plan_notes,
-    price_words,
-    require_no_extrapolation,
-    verdict,
-)
+from capplan.reports import counted, print_table, tables
 from capplan.spec import completed
 
 if TYPE_CHECKING:
@@ -55,16 +25,16 @@ _PRINTING = ("output", "as_json", "quiet")
 class PlanArgs:
     """Options of `capplan plan`."""
 
-    workload: WorkloadFile
+    workload: options.WorkloadFile
     output: str | None = typer.Option(
         None, "--output", "-o", metavar="FILE", help="Write the plan here: all of it or nothing."
     )
-    profile: ProfileName = None
+    profile: options.ProfileName = None
     gpus: int | None = typer.Option(
         None, metavar="N", help="GPUs the plan may use; default: the workload's, or as needed."
     )
     solver: str = typer.Option("capplan", metavar="NAME", help=f"How to place: {', '.join(SOLVERS)}.")
-    seed: Seed = 0
+    seed: options.Seed = 0
     seeds: int = typer.Option(5, metavar="K", help="Fresh seeds that every group is verified on.")
     time_limit: float | None = typer.Option(
         None,
@@ -94,12 +64,12 @@ class PlanArgs:
         help="Cost of moving an adapter of the plan in force; USD per hour for min_cost.",
     )
     verify: bool = typer.Option(True, "--verify/--no-verify", help="Verify every group with the twin.")
-    scheduler: SchedulerName = None
-    cache: CacheName = None
+    scheduler: options.SchedulerName = None
+    cache: options.CacheName = None
     queues: bool = typer.Option(
         False, "--queues", help="Plan queues by request size: --scheduler chameleon with every default."
     )
-    router: RouterOption = None
+    router: options.RouterOption = None
     robust: float | None = typer.Option(
         None, metavar="QUANTILE", help="Bounds must hold at this quantile of the step times, such as 0.9."
     )
@@ -110,12 +80,12 @@ class PlanArgs:
         help="GPUs that share a link to host memory, in the order of the plan; it copies one adapter at a "
         "time.",
     )
-    strict: Strict = False
-    as_json: AsJson = False
-    quiet: Quiet = False
+    strict: tables.Strict = False
+    as_json: options.AsJson = False
+    quiet: options.Quiet = False
 
 
-@command
+@options.command
 def plan(args: PlanArgs) -> None:
     """Plan which adapters share which GPUs, with which engine settings, and verify it with the twin."""
     from capplan.workload import load_workload
@@ -128,7 +98,7 @@ def plan(args: PlanArgs) -> None:
         workload = workload.replace(router=args.router)
     if args.move_cost is not None:
         workload = workload.replace(move_cost=args.move_cost)
-    chosen = chosen_profile(workload, args.profile)
+    chosen = options.chosen_profile(workload, args.profile)
     announce_compilation(quiet=args.quiet)
     from capplan import planner
 
@@ -148,24 +118,28 @@ def plan(args: PlanArgs) -> None:
             gpus_per_link=args.gpus_per_link,
             progress=on_progress,
         )
-    recorded = command_line("capplan plan", args, without=_PRINTING)  # equal plans are equal files
+    recorded = options.command_line("capplan plan", args, without=_PRINTING)  # equal plans are equal files
     result = result.replace(provenance={**result.provenance, "command": recorded})
     if args.output is not None:
         result.to_json(args.output)
     if args.as_json:
         typer.echo(result.to_json(), nl=False)
     elif not args.quiet:
-        typer.echo(answer(result))
-        print_table(groups_table(result))
-        for line in bottleneck_lines(result):
+        typer.echo(tables.answer(result))
+        print_table(tables.groups_table(result))
+        for line in tables.bottleneck_lines(result):
             typer.echo(line)
         typer.echo(_summary(result, args.output))
-        for line in (*choice_lines(result), *plan_notes(result), *folder_lines(workload)):
+        for line in (
+            *tables.choice_lines(result),
+            *tables.plan_notes(result),
+            *tables.folder_lines(workload),
+        ):
             typer.echo(line)
     if args.strict:
-        require_no_extrapolation(extrapolation_lines(result.provenance))
+        tables.require_no_extrapolation(tables.extrapolation_lines(result.provenance))
     if args.verify and not result.verification.ok:
-        raise typer.Exit(FAILED)
+        raise typer.Exit(options.FAILED)
 
 
 def _with_scheduling(workload: Workload, args: PlanArgs) -> Workload:
@@ -176,23 +150,23 @@ def _with_scheduling(workload: Workload, args: PlanArgs) -> Workload:
         raise InputError("does not go with --scheduler", location="--queues")
     changes: dict[str, Any] = {}
     if args.scheduler is not None:
-        changes |= {"scheduler": read_scheduler(args.scheduler), "queues": None}
+        changes |= {"scheduler": options.read_scheduler(args.scheduler), "queues": None}
     elif args.queues and not (workload.scheduler is not None and workload.scheduler.policy == "chameleon"):
         changes["queues"] = workload.queues or QueueConfig()
     if args.cache is not None:
-        changes["cache"] = read_cache(args.cache)
+        changes["cache"] = options.read_cache(args.cache)
     scheduler, cache = (changes.get(name, getattr(workload, name)) for name in ("scheduler", "cache"))
-    completed(scheduler, cache, scheduling_flags(args.scheduler, args.cache))
+    completed(scheduler, cache, options.scheduling_flags(args.scheduler, args.cache))
     return workload.replace(**changes) if changes else workload
 
 
 def _summary(plan: Plan, output: str | None) -> str:
     totals = plan.totals
-    price = price_words(totals.usd_per_hour)
-    moved = move_words(plan)
+    price = tables.price_words(totals.usd_per_hour)
+    moved = tables.move_words(plan)
     moves = f"; {moved}" if moved else ""
     written = "not written (-o FILE writes it)" if output is None else f"written to {output}"
     gpus = f"{counted(totals.gpus, 'GPU')} (lower bound {totals.lower_bound_gpus})"
     cut = "; the time limit ended the search, a longer --time-limit may find a better plan"
     search = cut if plan.provenance.get("search") == "time_limit" else ""
-    return f"{gpus}{price}; {verdict(plan)}{search}{moves}; {written}"
+    return f"{gpus}{price}; {tables.verdict(plan)}{search}{moves}; {written}"

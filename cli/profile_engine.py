@@ -8,29 +8,16 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from capplan.cli.options import (
-    ENGINE,
-    AsJson,
-    Quiet,
-    command,
-    engine_flags,
-    fill,
-    names,
-    numbers,
-    require_extra,
-)
+from capplan.cli import options
 from capplan.cli.output import write_json
 from capplan.cli.profile_kernels import fits_document, show_fits
 from capplan.cli.progress import progress_bars
-from capplan.errors import InputError
 from capplan.reports import Table, number, print_json, print_table
 from capplan.spec import EngineConfig
 
 if TYPE_CHECKING:
     from capplan.models import KernelReport
     from capplan.profiling.engine import EngineProfilingResult
-
-_GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +37,7 @@ class ProfileEngineArgs:
         None, metavar="RANK[,RANK...]", help="Of a slot; default: the largest rank."
     )
     ranks: str = typer.Option("8,16,32", "--ranks", metavar="RANK[,RANK...]", help="Of the adapters.")
-    engine: EngineConfig = engine_flags(
+    engine: EngineConfig = options.engine_flags(
         without=("max_loras", "max_lora_rank", "max_cpu_loras"),
         least={"max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 64},
         max_num_seqs=32,
@@ -75,36 +62,35 @@ class ProfileEngineArgs:
         0.02, metavar="SHARE", min=0.0, help="Error on left-out states to stop at."
     )
     seed: int = typer.Option(0, metavar="N", min=0, help="Of weights and states.")
-    as_json: AsJson = False
-    quiet: Quiet = False
+    as_json: options.AsJson = False
+    quiet: options.Quiet = False
 
 
-@command
+@options.command
 def engine(args: ProfileEngineArgs) -> None:
     """Measure the reference engine: KV memory, adapter loads, steps, and its server.
 
     Each step state is the most informative next one, until left-out ones are predicted within the tolerance
     or the time is up. `capplan calibrate DIR -o profile.json` makes a profile of the tables.
     """
-    require_extra("engine", ENGINE)
+    options.require_extra("engine", options.ENGINE)
     from capplan.profiling.engine import EngineProfilingOptions, profile_engine
     from capplan.spec import allowed_lora_rank
 
-    ranks = numbers(args.ranks, "--ranks", least=1)
+    ranks = options.numbers(args.ranks, "--ranks", least=1)
     s_max = str(allowed_lora_rank(max(ranks))) if args.max_lora_rank is None else args.max_lora_rank
-    if args.memory_gib is not None and not 0.0 < args.memory_gib < float("inf"):
-        raise InputError("must be a finite number above 0", args.memory_gib, "--memory-gib")
-    options = fill(
+    memory = None if args.memory_gib is None else options.gib_in_bytes(args.memory_gib, "--memory-gib")
+    wanted = options.fill(
         EngineProfilingOptions,
         args,
-        a_max=numbers(args.max_loras, "--max-loras", least=1),
-        s_max=numbers(s_max, "--max-lora-rank", least=1),
+        a_max=options.numbers(args.max_loras, "--max-loras", least=1),
+        s_max=options.numbers(s_max, "--max-lora-rank", least=1),
         ranks=ranks,
-        memory_bytes=None if args.memory_gib is None else round(args.memory_gib * _GIB),
-        stages=names(args.stages, "--stages"),
+        memory_bytes=memory,
+        stages=options.names(args.stages, "--stages"),
     )
     with progress_bars(quiet=args.quiet) as on_progress:
-        outcome = profile_engine(args.output, options, on_progress)
+        outcome = profile_engine(args.output, wanted, on_progress)
     reports = _iterations(args.output)
     if args.as_json:
         print_json({"directory": args.output, **asdict(outcome), "iterations": fits_document(reports)})

@@ -82,21 +82,20 @@ def kernels(args: ProfileKernelsArgs) -> None:
     _require_folder(args.output)
     with progress_bars(quiet=args.quiet) as on_progress:
         outcome = measure(args.output, options, on_progress)
-    reports = _fitted(outcome, args.output, options)
-    crossover = _crossover(outcome)
+    reports, found = _fitted(outcome, args.output, options)
     if args.as_json:
-        print_json(_document(outcome, options, reports) | {"crossover": crossover and asdict(crossover)})
+        print_json(_document(outcome, options, reports) | {"crossover": found and asdict(found)})
     elif not args.quiet:
         show_fits(reports)
-        if crossover is not None:
-            typer.echo(crossover.summary())
+        if found is not None:
+            typer.echo(found.summary())
         typer.echo(_summary(outcome, args.output))
 
 
 def _fitted(
     outcome: KernelProfilingResult, output: str, options: KernelProfilingOptions
-) -> list[KernelReport]:
-    from capplan.models import explain_kernels, read_kernel_table
+) -> tuple[list[KernelReport], Crossover | None]:
+    from capplan.models import crossover, explain_kernels, read_kernel_table
     from capplan.reports.pages import kernels_page
     from capplan.spec import write_text_atomic
 
@@ -104,13 +103,7 @@ def _fitted(
     reports = explain_kernels(table)
     write_json(Path(output) / "fits.json", fits_document(reports))
     write_text_atomic(Path(output) / "report.html", kernels_page(table, reports, options.settings()))
-    return reports
-
-
-def _crossover(outcome: KernelProfilingResult) -> Crossover | None:
-    from capplan.models import crossover, read_kernel_table
-
-    return crossover(read_kernel_table(outcome.table))
+    return reports, crossover(table)
 
 
 def _document(

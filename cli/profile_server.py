@@ -7,15 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from capplan.cli.options import (
-    FAILED,
-    ApiKey,
-    AsJson,
-    command,
-    engine_flags,
-    fill,
-    require_extra,
-)
+from capplan.cli import options
 from capplan.cli.progress import progress_bars
 from capplan.errors import InputError
 from capplan.interrupt import INTERRUPTED
@@ -53,7 +45,7 @@ class ProfileServerArgs:
     max_lora_rank: int | None = typer.Option(
         None, metavar="RANK", min=1, help="Rank of a slot; default: the smallest that holds every adapter."
     )
-    engine: EngineConfig = engine_flags(
+    engine: EngineConfig = options.engine_flags(
         without=("max_loras", "max_lora_rank", "max_cpu_loras", "gpu_memory_utilization"),
         least={"max_num_seqs": 1, "max_num_batched_tokens": 1, "max_model_len": 4},
         **ENGINE_DEFAULTS,
@@ -64,18 +56,18 @@ class ProfileServerArgs:
     budget_s: float = typer.Option(600.0, metavar="SECONDS", min=1.0, help="Time for operating points.")
     point_s: float = typer.Option(8.0, metavar="SECONDS", min=2.0, help="Time of each point.")
     passes: int = typer.Option(1, metavar="N", min=1, help="Passes over all points in that time.")
-    api_key: ApiKey = None
-    as_json: AsJson = False
+    api_key: options.ApiKey = None
+    as_json: options.AsJson = False
 
 
-@command
+@options.command
 def server(args: ProfileServerArgs) -> None:
     """Measure a running OpenAI-compatible server from outside; it should be idle otherwise.
 
     Closed loops over batch, adapters, prompt and output lengths give a step table; idle responses and
     adapter switches give runs and loads; the server's metrics, if any, give its KV memory.
     """
-    require_extra("bench", ("httptools",))
+    options.require_extra("bench", ("httptools",))
     from capplan.profiling import MeasurementFolder
     from capplan.profiling.load import Target
     from capplan.profiling.server import EngineSetting, ServerProfilingOptions, profile_server
@@ -84,7 +76,7 @@ def server(args: ProfileServerArgs) -> None:
     ranks, lengths = _adapters(args.adapters, args.workload, args.rank)
     s_max = args.max_lora_rank or allowed_lora_rank(max(ranks.values(), default=1))
     setting = EngineSetting(args.max_loras, s_max, args.engine)
-    options = fill(
+    wanted = options.fill(
         ServerProfilingOptions,
         args,
         prompt_tokens=args.prompt_tokens or lengths[0],
@@ -93,7 +85,7 @@ def server(args: ProfileServerArgs) -> None:
     target = Target(args.url, args.api_key, args.model)
     folder = MeasurementFolder(args.output)
     with progress_bars(quiet=args.as_json) as on_progress:
-        done = profile_server(target, ranks, setting, folder, options, on_progress)
+        done = profile_server(target, ranks, setting, folder, wanted, on_progress)
     if args.as_json:
         print_json({"directory": args.output, **asdict(done)})
     else:
@@ -106,7 +98,7 @@ def server(args: ProfileServerArgs) -> None:
     if done.partial:
         raise typer.Exit(INTERRUPTED)
     if done.failed or not done.points + done.skipped:
-        raise typer.Exit(FAILED)
+        raise typer.Exit(options.FAILED)
 
 
 def _adapters(

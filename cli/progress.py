@@ -97,7 +97,7 @@ _RATE_UPDATES: Final = 20  # updates that throughput is averaged over, about fiv
 
 
 @contextmanager
-def load_progress(*, quiet: bool = False) -> Iterator[Callable[[LoadProgress], None] | None]:
+def load_progress(*, quiet: bool) -> Iterator[Callable[[LoadProgress], None] | None]:
     """Give a callback that draws a bar with live metrics; None without a terminal."""
     if quiet or not sys.stderr.isatty():
         yield None

@@ -1,7 +1,4 @@
-"""`capplan simulate`: one GPU under a workload, for one or several numbers of adapter slots.
-
-Order of numbers of adapter slots by paired simulations, for `capplan simulate --seeds`.
-"""
+"""`capplan simulate`: one GPU under a workload, for numbers of adapter slots, or the instances of a plan."""
 
 from __future__ import annotations
 
@@ -11,53 +8,26 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import typer
 
-from capplan.cli.options import (
-    AsJson,
-    CacheName,
-    ForecastName,
-    HtmlFile,
-    ProfileName,
-    RayAddress,
-    RebalanceOptions,
-    RebalancePeriod,
-    RebalanceSolverName,
-    RequestsFile,
-    RouterOption,
-    SchedulerName,
-    Seed,
-    SimulatedTime,
-    StatePeriod,
-    Workers,
-    WorkloadFile,
-    chosen_profile,
-    command,
-    engine_flags,
-    numbers,
-    read_cache,
-    read_scheduler,
-    scheduling_flags,
-    simulated_s,
-)
+from capplan.cli import options
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
-from capplan.cli.simulate_plan import require_plan
 from capplan.errors import InfeasibleError, InputError
-from capplan.reports import Table, number, percent, print_json, print_table
-from capplan.reports.tables import (
-    Details,
-    Outcomes,
-    Strict,
-    bound_text,
-    extrapolation_line,
-    metrics_table,
-    require_no_extrapolation,
-    trace_lines,
-)
+from capplan.reports import Table, number, percent, print_json, print_table, tables
 from capplan.spec import EngineConfig, completed, require_seed_count
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from capplan.planner.verification import (
+        DegradedFleet,
+        DegradedResult,
+        RankMetrics,
+        SimulatedFleet,
+        StoredAdapters,
+    )
     from capplan.spec import Cache, Profile, Scheduler, Workload
     from capplan.twin import DetailedResult, Job, SimulationResult
+    from capplan.twin.cluster import ClusterResult
     from capplan.twin.instance import PairedOrder, SimulateSettings
 
 
@@ -83,13 +53,7 @@ class PairedMetric:
 
 
 def require_seeds(count: int, workload: Workload) -> None:
-    """Check the number of paired seeds.
-
-    Raises
-    ------
-    InputError
-        For fewer than one, too many, or several with a trace.
-    """
+    """Check the number of paired seeds: a trace has one."""
     require_seed_count(count, "--seeds")
     if count > 1 and workload.trace is not None:
         raise InputError("must be 1 for a trace, which every seed replays alike", count, "--seeds")
@@ -110,12 +74,7 @@ def paired_metrics(
 ) -> tuple[PairedMetric, ...]:
     """Return the metrics of numbers of slots.
 
-    Parameters
-    ----------
-    first
-        Results of the first seed by number of slots.
-    further
-        Results of `further_jobs` of the same numbers.
+    `first` are the results of the first seed, and `further` those of `further_jobs` of the same numbers.
     """
     from capplan.twin.instance import paired_order
 
@@ -169,7 +128,7 @@ _SLOTS: Final = ("max_loras", "max_lora_rank")
 class SimulateArgs:
     """Options of `capplan simulate`."""
 
-    workload: WorkloadFile
+    workload: options.WorkloadFile
     max_loras: str | None = typer.Option(
         None,
         metavar="N[,N...]",
@@ -188,24 +147,24 @@ class SimulateArgs:
         help="With --plan: without these instances, whose adapters the others serve if they hold them. "
         "Repeatable.",
     )
-    router: RouterOption = None
-    state_period_s: StatePeriod = None
-    rebalance_s: RebalancePeriod = None
-    forecast: ForecastName = None
-    rebalance_solver: RebalanceSolverName = None
-    profile: ProfileName = None
-    duration_s: SimulatedTime = None
-    seed: Seed = 0
+    router: options.RouterOption = None
+    state_period_s: options.StatePeriod = None
+    rebalance_s: options.RebalancePeriod = None
+    forecast: options.ForecastName = None
+    rebalance_solver: options.RebalanceSolverName = None
+    profile: options.ProfileName = None
+    duration_s: options.SimulatedTime = None
+    seed: options.Seed = 0
     seeds: int = typer.Option(
         1, metavar="N", help="Paired seeds from --seed on, which order several numbers of slots."
     )
-    engine: EngineConfig = engine_flags(without=_SLOTS)
+    engine: EngineConfig = options.engine_flags(without=_SLOTS)
     max_in_flight: int | None = typer.Option(
         None, metavar="N", help="Reject arrivals beyond this many requests."
     )
     rules: str | None = typer.Option(None, metavar="NAME", help="Serving rules instead of the profile's.")
-    scheduler: SchedulerName = None
-    cache: CacheName = None
+    scheduler: options.SchedulerName = None
+    cache: options.CacheName = None
     gpus_per_link: int | None = typer.Option(
         None,
         metavar="N",
@@ -221,15 +180,15 @@ class SimulateArgs:
     detail: bool = typer.Option(
         False, "--detail", help="Also slowdown, waits, hit rate, metrics per rank, SLO attainment."
     )
-    html: HtmlFile = None
-    requests_out: RequestsFile = None
-    workers: Workers = None
-    ray_address: RayAddress = None
-    strict: Strict = False
-    as_json: AsJson = False
+    html: options.HtmlFile = None
+    requests_out: options.RequestsFile = None
+    workers: options.Workers = None
+    ray_address: options.RayAddress = None
+    strict: tables.Strict = False
+    as_json: options.AsJson = False
 
 
-@command
+@options.command
 def simulate(args: SimulateArgs) -> None:
     """Simulate one GPU that serves the whole workload, or the instances of a plan.
 
@@ -239,19 +198,18 @@ def simulate(args: SimulateArgs) -> None:
     from capplan.workload import load_workload
 
     require_writable_files(args.html, args.requests_out)
+    rebalance = options.RebalanceOptions(args.rebalance_s, args.forecast, args.rebalance_solver)
     if args.plan is not None:
-        _simulate_plan(args, args.plan)
+        _require_options_of_plans(args)
+        _simulate_plan(args, args.plan, rebalance)
         return
-    rebalance = RebalanceOptions(args.rebalance_s, args.forecast, args.rebalance_solver)
-    require_plan(args.router, args.state_period_s, rebalance, args.failed)
+    _require_plan(args, rebalance)
     workload = load_workload(args.workload)
-    args = replace(args, duration_s=simulated_s(workload, args.duration_s))
+    args = replace(args, duration_s=options.simulated_s(workload, args.duration_s))
     pair = _scheduling(args, workload)
     slots = _slots(args, workload, pair)
     require_seeds(args.seeds, workload)
-    profile = chosen_profile(workload, args.profile)
-    if profile is None:
-        raise InputError("is required, because the workload names pools", location="--profile")
+    profile = options.one_profile(workload, args.profile)
     settings = _settings(args, workload)
     announce_compilation()
     from capplan.twin import Job
@@ -261,14 +219,14 @@ def simulate(args: SimulateArgs) -> None:
     paired = _paired(jobs, outcomes, args)
     found = found_extrapolations(workload, profile, settings, outcomes)
     speed = None if workload.trace is None else workload.trace.speed
-    beyond = tuple(map(extrapolation_line, found))
+    beyond = tuple(map(tables.extrapolation_line, found))
     notes = () if workload.trace is None else workload.trace.notes
-    lines = (*beyond, *trace_lines(speed, notes))
+    lines = (*beyond, *tables.trace_lines(speed, notes))
     if args.requests_out is not None:
         from capplan.twin.instance import several_tables, write_parquet
 
-        tables = {count: detail.requests for count, detail in details.items()}
-        write_parquet(args.requests_out, several_tables(tables, by="a_max"))
+        requests = {count: detail.requests for count, detail in details.items()}
+        write_parquet(args.requests_out, several_tables(requests, by="a_max"))
     if args.html is not None:
         from capplan.reports.pages import NamedResults, simulation_page
 
@@ -293,7 +251,7 @@ def simulate(args: SimulateArgs) -> None:
         for line in lines:
             typer.echo(line)
     if args.strict:
-        require_no_extrapolation(beyond)
+        tables.require_no_extrapolation(beyond)
 
 
 _OF_ONE_GPU: Final = (
@@ -311,30 +269,27 @@ _OF_ONE_GPU: Final = (
 """Options that do not go with a plan, as the other engine settings do not."""
 
 
-def _simulate_plan(args: SimulateArgs, plan: str) -> None:
-    """Simulate the instances of a plan."""
-    from capplan.cli.simulate_plan import PlanSimulation, simulate_plan
-
+def _require_options_of_plans(args: SimulateArgs) -> None:
+    """Check that no option of the simulation of one GPU is given beside a plan."""
     given: dict[str, Any] = {name: each for name in _OF_ONE_GPU if (each := getattr(args, name)) is not None}
     given |= args.engine.given | ({"seeds": args.seeds} if args.seeds != 1 else {})
     given |= {"detail": True} if args.detail else {}
     for name, value in given.items():
         raise InputError("does not go with --plan", value, f"--{name.replace('_', '-')}")
-    options = PlanSimulation(
-        profile=args.profile,
-        router=args.router,
-        state_period_s=args.state_period_s,
-        rebalance=RebalanceOptions(args.rebalance_s, args.forecast, args.rebalance_solver),
-        duration_s=args.duration_s,
-        seed=args.seed,
-        requests_out=args.requests_out,
-        failed=tuple(args.failed or ()),
-    )
-    simulate_plan(args.workload, plan, options, strict=args.strict, as_json=args.as_json)
+
+
+def _require_plan(args: SimulateArgs, rebalance: options.RebalanceOptions) -> None:
+    """Check that no option of a plan is given without one."""
+    failed = args.failed[0] if args.failed else None
+    given = {"--router": args.router, "--state-period-s": args.state_period_s, "--fail": failed}
+    for flag, value in given.items():
+        if value is not None:
+            raise InputError("goes with --plan", value, flag)
+    rebalance.require_plan()
 
 
 def found_extrapolations(
-    workload: Workload, profile: Profile, settings: Mapping[str, Any], outcomes: Outcomes
+    workload: Workload, profile: Profile, settings: Mapping[str, Any], outcomes: tables.Outcomes
 ) -> list[dict[str, Any]]:
     """Return the extrapolations of all simulations as JSON data; groups are the numbers of slots."""
     from capplan.twin.instance import engine_args, extrapolations, merged, values_of
@@ -359,7 +314,7 @@ def _slots(args: SimulateArgs, workload: Workload, pair: tuple[Scheduler, Cache]
             raise InputError(rule, args.max_loras, "--max-loras")
         return (len(workload.adapters),)
     if args.max_loras is not None:
-        return numbers(args.max_loras, "--max-loras")
+        return options.numbers(args.max_loras, "--max-loras")
     if workload.engine.max_loras is None and not workload.adapters:
         return (0,)
     if workload.engine.max_loras is None:
@@ -370,13 +325,13 @@ def _slots(args: SimulateArgs, workload: Workload, pair: tuple[Scheduler, Cache]
 def _scheduling(args: SimulateArgs, workload: Workload) -> tuple[Scheduler, Cache] | None:
     """Return scheduler and cache of the command line, or else of the workload; None: those of the rules."""
     own = workload.scheduling if args.rules is None else None
-    scheduler, cache = read_scheduler(args.scheduler), read_cache(args.cache)
+    scheduler, cache = options.read_scheduler(args.scheduler), options.read_cache(args.cache)
     if args.rules is not None and (scheduler is not None or cache is not None):
         flag = "--scheduler" if scheduler is not None else "--cache"
         raise InputError(f"does not go with {flag}", args.rules, "--rules")
     if own is not None:
         scheduler, cache = scheduler or own[0], cache or own[1]
-    return completed(scheduler, cache, scheduling_flags(args.scheduler, args.cache))
+    return completed(scheduler, cache, options.scheduling_flags(args.scheduler, args.cache))
 
 
 def _settings(args: SimulateArgs, workload: Workload) -> dict[str, Any]:
@@ -389,7 +344,7 @@ def _settings(args: SimulateArgs, workload: Workload) -> dict[str, Any]:
     merged = workload.engine.given | args.engine.given
     if rank is None and workload.adapters:
         rank = allowed_lora_rank(max(a.rank for a in workload.adapters))
-    chosen = {"scheduler": read_scheduler(args.scheduler), "cache": read_cache(args.cache)}
+    chosen = {"scheduler": options.read_scheduler(args.scheduler), "cache": options.read_cache(args.cache)}
     return {
         "s_max": rank,
         **{name: getattr(args, name) for name in plain},
@@ -407,13 +362,10 @@ def column_names(slots: Sequence[int], pair: tuple[Scheduler, Cache] | None) -> 
     }
 
 
-def _simulated(jobs: list[Job], args: SimulateArgs) -> tuple[Outcomes, Details]:
+def _simulated(jobs: list[Job], args: SimulateArgs) -> tuple[tables.Outcomes, tables.Details]:
     """Return the results by number of slots, and the details if the command needs them.
 
-    Raises
-    ------
-    InfeasibleError
-        When no number of slots fits.
+    If no number of slots fits, the first error is raised.
     """
     from capplan.twin import DetailedResult, sweep, sweep_detailed
 
@@ -435,7 +387,7 @@ def _simulated(jobs: list[Job], args: SimulateArgs) -> tuple[Outcomes, Details]:
     return outcomes, details
 
 
-def _paired(jobs: list[Job], outcomes: Outcomes, args: SimulateArgs) -> tuple[PairedMetric, ...]:
+def _paired(jobs: list[Job], outcomes: tables.Outcomes, args: SimulateArgs) -> tuple[PairedMetric, ...]:
     """Return the metrics over all seeds; empty for one seed."""
     from capplan.twin import sweep
 
@@ -463,9 +415,12 @@ def _print_order(paired: tuple[PairedMetric, ...], compared: int, names: Mapping
 
 
 def _print(
-    outcomes: Outcomes, details: Details, names: Mapping[int, str], pair: tuple[Scheduler, Cache] | None
+    outcomes: tables.Outcomes,
+    details: tables.Details,
+    names: Mapping[int, str],
+    pair: tuple[Scheduler, Cache] | None,
 ) -> None:
-    print_table(metrics_table(outcomes, details, names, pair))
+    print_table(tables.metrics_table(outcomes, details, names, pair))
     if details:
         print_table(_ranks_table(details, names))
         if next(iter(details.values())).slo:
@@ -475,7 +430,7 @@ def _print(
             typer.echo(f"max_loras {count}: {outcome}")
 
 
-def _ranks_table(details: Details, names: Mapping[int, str]) -> Table:
+def _ranks_table(details: tables.Details, names: Mapping[int, str]) -> Table:
     metrics = ("finished", "served", "tok/s", "TTFT p50, s", "TTFT p99, s", "TPOT p50, ms", "slowdown p50")
     rows = [
         (
@@ -498,15 +453,15 @@ def _ranks_table(details: Details, names: Mapping[int, str]) -> Table:
     return Table((head, "rank", *metrics, "resident"), rows, numbers_from=0)
 
 
-def _slo_table(details: Details, names: Mapping[int, str]) -> Table:
+def _slo_table(details: tables.Details, names: Mapping[int, str]) -> Table:
     rows = [
-        (bound_text(bounds[0].bound, bounds[0].limit), *(percent(bound.share) for bound in bounds))
+        (tables.bound_text(bounds[0].bound, bounds[0].limit), *(percent(bound.share) for bound in bounds))
         for bounds in zip(*(detail.slo for detail in details.values()), strict=True)
     ]
     return Table(("requests that keep", *(names[slots] for slots in details)), rows)
 
 
-def documents(outcomes: Outcomes, details: Details) -> list[dict[str, Any]]:
+def documents(outcomes: tables.Outcomes, details: tables.Details) -> list[dict[str, Any]]:
     """Return everything as JSON data, one document per number of slots."""
     found = []
     for slots, outcome in outcomes.items():
@@ -528,3 +483,149 @@ def _detail(detail: DetailedResult | None) -> dict[str, Any]:
         "slo": [{**asdict(bound), "share": bound.share} for bound in detail.slo],
         "series": {name: v if isinstance(v, float) else v.tolist() for name, v in series.items()},
     }
+
+
+def _simulate_plan(args: SimulateArgs, plan_file: str, rebalance: options.RebalanceOptions) -> None:
+    """Simulate the instances of a plan, and print the metrics of all, of each instance, and by rank."""
+    from capplan.planner.verification import by_rank, fleet_of_plan, stored_adapters, without_instances
+    from capplan.workload import load_workload
+
+    workload = load_workload(args.workload)
+    plan = options.read_any_plan(plan_file)
+    failed = tuple(args.failed or ())
+    if failed and args.requests_out is not None:
+        rule = "does not go with --fail: the table would lack the requests without a server"
+        raise InputError(rule, args.requests_out, "--requests-out")
+    chosen = None if args.profile is None else options.chosen_profile(workload, args.profile)
+    settings = rebalance.settings(plan.rebalance)
+    if args.state_period_s is not None:
+        options.require_state_period(args.state_period_s)
+    announce_compilation(quiet=args.as_json)
+    fleet = fleet_of_plan(plan, workload, chosen, args.workload, args.router, settings)
+    if args.state_period_s is not None:
+        fleet = replace(fleet, state_period_s=args.state_period_s)
+    degraded = without_instances(fleet, failed) if failed else None
+    duration_s = options.simulated_s(workload, args.duration_s)
+    failure = None
+    if degraded is None:
+        result = fleet.simulate(args.seed, duration_s)
+    else:
+        failure = degraded.simulate(args.seed, duration_s)
+        fleet, result = degraded.fleet, failure.result
+    if args.requests_out is not None:
+        from capplan.twin.instance import write_parquet
+
+        write_parquet(args.requests_out, requests_table(fleet, result))
+    ranks, held = by_rank(fleet, result), stored_adapters(fleet)
+    found = [each.document() for each in fleet.extrapolations(result)]
+    beyond = tuple(map(tables.extrapolation_line, found))
+    trace = workload.trace
+    if args.as_json:
+        notes = {} if trace is None else {"trace_notes": trace.notes}
+        lost = {} if degraded is None or failure is None else {"failure": _failure(degraded, failure)}
+        print_json({**_fleet_document(fleet, result, ranks, held), **lost, "extrapolations": found, **notes})
+    else:
+        if failure is not None:
+            for line in tables.degraded_lines(failure, failed, plan.slo):
+                typer.echo(line)
+        print_table(tables.cluster_table(fleet, result))
+        print_table(tables.instances_table(fleet, result, held))
+        print_table(tables.ranks_table(ranks))
+        replayed = () if trace is None else tables.trace_lines(trace.speed, trace.notes)
+        for line in (
+            tables.storage_line(fleet, held),
+            *tables.moves_lines(fleet, result),
+            *beyond,
+            *replayed,
+        ):
+            typer.echo(line)
+    if args.strict:
+        tables.require_no_extrapolation(beyond)
+    if failure is not None and failure.broken:
+        raise typer.Exit(options.FAILED)
+
+
+def _failure(degraded: DegradedFleet, failure: DegradedResult) -> dict[str, Any]:
+    """Return what fails without some instances, as JSON data."""
+    submitted = failure.submitted
+    return {
+        "instances": degraded.failed,
+        "requests": submitted,
+        "served": failure.result.completed,
+        "served_fraction": failure.served_fraction,
+        "broken_bounds": failure.broken,
+        "unserved_adapters": [
+            {"name": name, "requests": count, "share": count / max(1, submitted)}
+            for name, count in failure.unserved.items()
+        ],
+        "unserved_share": sum(failure.unserved.values()) / max(1, submitted),
+    }
+
+
+def _fleet_document(
+    fleet: SimulatedFleet,
+    result: ClusterResult,
+    ranks: Sequence[RankMetrics],
+    held: Sequence[StoredAdapters],
+) -> dict[str, Any]:
+    """Return the results as JSON data."""
+    instances = [
+        {
+            "name": name,
+            "requests": routed,
+            **_metrics(own),
+            "adapters_stored": store.count,
+            "bytes": store.bytes,
+        }
+        for name, routed, own, store in zip(
+            fleet.names, result.requests_per_instance, result.instances, held, strict=True
+        )
+    ]
+    return {
+        "router": fleet.router,
+        "state_period_s": fleet.state_period_s,
+        "gpus_per_link": fleet.gpus_per_link,
+        "cluster": _metrics(result),
+        "instances": instances,
+        "ranks": [asdict(each) for each in ranks],
+        **_moves(fleet, result),
+    }
+
+
+def _moves(fleet: SimulatedFleet, result: ClusterResult) -> dict[str, Any]:
+    """Return the re-balancings and transfers as JSON data; empty without re-balancing."""
+    moves = result.moves
+    if moves is None or fleet.rebalance is None:
+        return {}
+    found = {name: value for name, value in vars(moves).items() if name not in ("rounds", "events")}
+    return {
+        "rebalance": {
+            "settings": fleet.rebalance.settings.model_dump(mode="json"),
+            "operating_points_tok_s": {str(r): p for r, p in fleet.rebalance.operating_points.items()},
+            "rounds": [asdict(each) for each in moves.rounds],
+            **found,
+        }
+    }
+
+
+def _metrics(result: Any) -> dict[str, Any]:
+    found = {name: getattr(result, name) for name, _, _ in tables.METRICS}
+    return {**found, "served_fraction": result.served_fraction, "busy_fraction": result.busy_fraction}
+
+
+def requests_table(fleet: SimulatedFleet, result: ClusterResult) -> pa.Table:
+    """Return a row per request: adapter, instance and status by name, null for what had not happened."""
+    import pyarrow as pa
+
+    from capplan.twin.instance import STATUSES
+
+    adapters = ("", *(adapter.name for adapter in fleet.workload.adapters))
+    names = {"adapter": adapters, "instance": fleet.names, "status": STATUSES}
+    columns = {}
+    for name, column in vars(result.requests).items():
+        if name in names:
+            codes = pa.array(column.astype("int32"), mask=column < 0)
+            columns[name] = pa.DictionaryArray.from_arrays(codes, pa.array(names[name], pa.string()))
+        else:
+            columns[name] = pa.array(column, from_pandas=True)  # NaN becomes null
+    return pa.table(columns)

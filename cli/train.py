@@ -210,16 +210,8 @@ SCENARIOS: Final[tuple[tuple[str, int], ...]] = (
 class DataOptions:
     """Options of the training data.
 
-    Attributes
-    ----------
-    folder
-        Holds a dataset of each design of `SCENARIOS`; None: a folder in the cache.
-    scenarios
-        Number by design; None: the default, or that of an existing dataset.
-    seed
-        Seed of generated data.
-    workers, ray_address
-        As for `capplan.twin._sweep.in_parallel`.
+    `folder` holds a dataset of each design of `SCENARIOS`; None: a folder in the cache. `scenarios` are by
+    design; None: the default, or as in an existing dataset.
     """
 
     folder: Path | None
@@ -246,11 +238,6 @@ def datasets(profile: Profile, options: DataOptions) -> dict[Path, Manifest]:
     """Return the datasets by their folders, generated or completed if needed.
 
     Finished datasets in a folder of the user are taken as they are, unless a number of scenarios is given.
-
-    Raises
-    ------
-    InputError
-        For a folder that cannot be used, or that holds data of other settings.
     """
     from capplan.models.training import MANIFEST, read_manifest
 

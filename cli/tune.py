@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from capplan.cli.options import AsJson, ProfileName, Quiet, Seed, WorkloadFile, chosen_profile, command
+from capplan.cli.options import AsJson, ProfileName, Quiet, Seed, WorkloadFile, command, one_profile
 from capplan.cli.output import require_writable_files
 from capplan.cli.progress import announce_compilation, progress_bars
-from capplan.errors import InputError
 from capplan.reports import Table, number, print_json, print_table
 
 if TYPE_CHECKING:
@@ -49,6 +48,8 @@ def tune(args: TuneArgs) -> None:
     Searched: weight of the prompt in request sizes, number of queues, refresh period, and weights of the
     cache score. The P99 TTFT of one GPU that serves the whole workload is minimized.
     """
+    import yaml
+
     from capplan.planner import TuneOptions, fragment
     from capplan.planner import tune as search
     from capplan.spec import require_duration, write_text_atomic
@@ -58,14 +59,13 @@ def tune(args: TuneArgs) -> None:
     require_writable_files(args.output)
     options = TuneOptions(args.duration_s, args.windows, args.trials, args.time_limit, args.seed)
     workload = load_workload(args.workload)
-    profile = chosen_profile(workload, args.profile)
-    if profile is None:
-        raise InputError("is required, because the workload names pools", location="--profile")
+    profile = one_profile(workload, args.profile)
     announce_compilation()
     with progress_bars(quiet=args.quiet) as on_progress:
         tuned = search(workload, profile, options, lambda done, total: on_progress("trials", done, total))
     if args.output is not None:
-        write_text_atomic(args.output, _yaml(fragment(tuned.found, Path(args.workload).parent)))
+        settings = fragment(tuned.found, Path(args.workload).parent)
+        write_text_atomic(args.output, yaml.safe_dump(settings, sort_keys=False))
     if args.as_json:
         print_json(
             {
@@ -86,12 +86,6 @@ def _document(settings: Settings) -> dict[str, Any]:
         "search_ttft_p99_s": settings.search_p99_s,
         "held_out_ttft_p99_s": settings.held_out_p99_s,
     }
-
-
-def _yaml(document: dict[str, Any]) -> str:
-    import yaml
-
-    return yaml.safe_dump(document, sort_keys=False)
 
 
 def _print(tuned: TuningResult, output: str | None) -> None:

@@ -7,20 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from capplan.cli.options import (
-    ENGINE,
-    FAILED,
-    ApiKey,
-    AsJson,
-    HtmlFile,
-    PlanFile,
-    ResultFile,
-    command,
-    engine_flags,
-    fill,
-    read_any_plan,
-    require_extra,
-)
+from capplan.cli import options
 from capplan.cli.output import require_writable_files, write_json
 from capplan.cli.progress import announce_compilation, load_progress
 from capplan.errors import InputError
@@ -38,7 +25,7 @@ if TYPE_CHECKING:
 class ValidateArgs:
     """Options of `capplan validate`."""
 
-    plan: PlanFile
+    plan: options.PlanFile
     workload: str = typer.Option(..., metavar="FILE", help="Workload that the plan was made for.")
     profile: str | None = typer.Option(
         None, metavar="NAME", help="That the prediction rests on; default: the workload's, as in the plan."
@@ -63,7 +50,7 @@ class ValidateArgs:
     cpu_affinity: str = typer.Option(
         "auto", metavar="CPUS", help="Of the engine cores of servers that are started."
     )
-    engine: EngineConfig = engine_flags()
+    engine: EngineConfig = options.engine_flags()
     prefix_caching: bool | None = typer.Option(
         None,
         "--prefix-caching/--no-prefix-caching",
@@ -71,15 +58,15 @@ class ValidateArgs:
     )
     rules: str | None = typer.Option(None, metavar="NAME", help="Serving rules instead of the profile's.")
     seed: int = typer.Option(0, metavar="N", min=0, help="Of arrivals and lengths, here and in the twin.")
-    api_key: ApiKey = None
+    api_key: options.ApiKey = None
     throughput_tolerance: float = typer.Option(3.0, metavar="PERCENT", help="Largest SMAPE that agrees.")
     itl_tolerance: float = typer.Option(8.0, metavar="PERCENT", help="The same of the mean ITL.")
-    output: ResultFile = None
-    html: HtmlFile = None
-    as_json: AsJson = False
+    output: options.ResultFile = None
+    html: options.HtmlFile = None
+    as_json: options.AsJson = False
 
 
-@command
+@options.command
 def validate(args: ValidateArgs) -> None:
     """Run one engine per group of a plan under the requests of the twin, and compare the two.
 
@@ -89,9 +76,9 @@ def validate(args: ValidateArgs) -> None:
     Exit status 1: throughput or mean ITL is off by more than its tolerance, a verdict on starvation is wrong,
     or the measurement is void.
     """
-    require_extra("bench", ("httptools",))
+    options.require_extra("bench", ("httptools",))
     if not args.url:
-        require_extra("engine", ENGINE)
+        options.require_extra("engine", options.ENGINE)
     from capplan.planner.problem import planned_workload
     from capplan.profiling.validation import Tolerances, ValidationOptions
     from capplan.profiling.validation import validate as run
@@ -99,9 +86,9 @@ def validate(args: ValidateArgs) -> None:
     from capplan.workload import load_workload
 
     require_writable_files(args.output, args.html)
-    document = read_any_plan(args.plan)
+    document = options.read_any_plan(args.plan)
     workload = planned_workload(document, load_workload(args.workload), args.workload)
-    options = fill(
+    wanted = options.fill(
         ValidationOptions,
         args,
         groups=tuple(args.group or ()),
@@ -117,7 +104,7 @@ def validate(args: ValidateArgs) -> None:
 
     profiles = _profiles(document, workload, args.profile)
     with load_progress(quiet=args.as_json) as on_tick:
-        found = run(document, workload, profiles, options, on_group, on_tick)
+        found = run(document, workload, profiles, wanted, on_group, on_tick)
     facts = validation_document(found)
     if args.output is not None:
         write_json(args.output, facts)
@@ -134,7 +121,7 @@ def validate(args: ValidateArgs) -> None:
     if found.partial:
         raise typer.Exit(INTERRUPTED)
     if not found.agrees:
-        raise typer.Exit(FAILED)
+        raise typer.Exit(options.FAILED)
 
 
 def validation_document(found: Validation) -> dict[str, Any]:

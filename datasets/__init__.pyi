@@ -1,6 +1,7 @@
 from ._catalog import (
     MIXTURES,
     GpuSheet,
+    WeightFormat,
     arch_of,
     architectures_of,
     find_gpu,
@@ -9,17 +10,17 @@ from ._catalog import (
     gpu_sheet,
     hf_config,
     known_arch,
+    language_model,
     model_arch,
     model_names,
     other_gpu,
     other_model,
     read_arch,
     require_known_experts,
+    weight_format,
     whole_number,
 )
-from ._nested_config import language_model
 from ._profile_files import list_profiles, load_profile, surrogate_path
-from ._quantization import WeightFormat, weight_format
 
 __all__ = [
     "MIXTURES",

@@ -1,6 +1,10 @@
 """Model architectures and GPU data sheets by name, and the reader of Hugging Face's ``config.json``.
 
 Every entry of ``archs.json`` and ``gpus.json`` has a ``source`` and a ``licence``.
+
+Source of language models inside multimodal ones, and of vision towers: transformers 5, the defaults of the
+configuration classes; vLLM loads both parts on every GPU. Source of the formats of weights:
+quantization_config of Hugging Face, compressed-tensors and modelopt, as vLLM reads them.
 """
 
 from __future__ import annotations
@@ -10,14 +14,13 @@ import functools
 import os
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final
 
 from pydantic import Field
 
-from capplan.datasets._nested_config import language_model, vision_bytes
-from capplan.datasets._quantization import weight_format
 from capplan.errors import InputError
 from capplan.spec import Experts, ModelArch, SpecModel, read_json_object
 
@@ -35,12 +38,7 @@ _FUSED: Final = ("Phi3ForCausalLM",)
 
 _POSITIONS: Final = "max_position_embeddings"
 _MOST: Final = MappingProxyType(
-    {
-        "num_hidden_layers": 2**10,
-        "num_attention_heads": 2**10,
-        "num_key_value_heads": 2**10,
-        "head_dim": 2**10,
-    }
+    dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"), 2**10)
     | {"hidden_size": 2**17, "intermediate_size": 2**20, "vocab_size": 2**24, _POSITIONS: 2**24}
 )
 """Largest sizes of a model, far above those of any; products of a few of them stay far inside int64."""
@@ -170,8 +168,7 @@ def model_arch(name: str) -> ModelArch:
     for arch in model_archs():
         if name.lower() == arch.name.lower() or name in arch.hf_ids:
             return arch
-    known = ", ".join(arch.name.lower() for arch in model_archs())
-    raise InputError(f"must be one of {known}; others by --model-config", name, "--model")
+    raise InputError(f"must be one of {', '.join(model_names())}; others by --model-config", name, "--model")
 
 
 def read_arch(path: str | os.PathLike[str], hf_id: str) -> ModelArch:
@@ -198,9 +195,10 @@ def arch_of(config: Mapping[str, Any], hf_id: str, location: str) -> ModelArch:
     require_known_experts(config, hf_id, location)
     stored = weight_format(config, location)
     experts = experts_of(config, location)
+    if experts is not None:
+        experts = experts.replace(dtype_bytes=stored.expert_bytes or stored.bytes_per_weight)
     heads = whole_number(config, "num_attention_heads", location)
     hidden = whole_number(config, "hidden_size", location)
-    architectures = architectures_of(config, location)
     kv_heads = whole_number(config, "num_key_value_heads", location, heads)
     if heads % kv_heads:
         rule = f"must divide num_attention_heads, {heads}"
@@ -214,14 +212,12 @@ def arch_of(config: Mapping[str, Any], hf_id: str, location: str) -> ModelArch:
         kv_heads=kv_heads,
         head_dim=whole_number(config, "head_dim", location, hidden // heads),
         intermediate_size=whole_number(config, "intermediate_size", location),
-        experts=None
-        if experts is None
-        else experts.replace(dtype_bytes=stored.expert_bytes or stored.bytes_per_weight),
+        experts=experts,
         vocab_size=whole_number(config, "vocab_size", location),
         tied_embeddings=flag(config, "tie_word_embeddings", location, default=_is_of(config, _TIED)),
-        lora_on_embeddings=any(each in _EMBEDDING_ADAPTERS for each in architectures),
-        fused_layers=any(each in _FUSED for each in architectures),
-        qk_norm=any(each in _QK_NORM for each in architectures),
+        lora_on_embeddings=_is_of(config, _EMBEDDING_ADAPTERS),
+        fused_layers=_is_of(config, _FUSED),
+        qk_norm=_is_of(config, _QK_NORM),
         linear_dtype_bytes=stored.bytes_per_weight,
         kv_dtype_bytes=stored.kv_bytes,
         other_weight_bytes=vision_bytes(whole, hidden, location),
@@ -238,13 +234,7 @@ def _is_of(config: Mapping[str, Any], names: Iterable[str]) -> bool:
 
 
 def experts_of(config: Mapping[str, Any], location: str) -> Experts | None:
-    """Return the experts that the fields of a language model describe; None for a dense model.
-
-    Raises
-    ------
-    InputError
-        If a size is missing, or only some layers have experts.
-    """
+    """Return the experts that the fields of a language model describe; None for a dense model."""
     number = next((key for key in _EXPERTS if config.get(key) is not None), None)
     if number is None or config[number] == 1:
         return None
@@ -371,7 +361,7 @@ def gpu_sheet(key: str) -> GpuSheet:
     """
     if (sheet := find_gpu(key)) is not None:
         return sheet
-    rule = f"must be one of {', '.join(sheet.key for sheet in gpu_sheets())}; {other_gpu(key)}"
+    rule = f"must be one of {', '.join(gpu_names())}; {other_gpu(key)}"
     raise InputError(rule, key, "--gpu")
 
 
@@ -408,18 +398,221 @@ def _is_about(memory_gb: str | None, sheet: GpuSheet) -> bool:
 
 def other_gpu(key: str) -> str:
     """Return how to get a profile of a GPU that none ships of, and that no operators were measured on."""
-    keys = [sheet.key for sheet in gpu_sheets()]
+    keys = gpu_names()
     if key.lower() in keys:
         command = f"`capplan profile roofline --gpu {key.lower()} --model NAME -o profile.json`"
         return f"{command} computes one from its data sheet"
     near = [each for each in keys if key and each.startswith(key.lower())]
     near = near or difflib.get_close_matches(key.lower(), keys, n=1)
     hint = f"`capplan profile roofline` has data sheets of {', '.join(near)}; " if near else ""
-    measured = "`capplan profile server URL -o DIR` measures a running server, for `capplan calibrate DIR`"
-    return f"{hint}{measured}"
+    return f"{hint}`capplan profile server URL -o DIR` measures a running server, for `capplan calibrate DIR`"
 
 
 def other_model(gpu: str | None = None) -> str:
     """Return how to get a profile of a model that none ships of."""
     given = f"--gpu {gpu or 'NAME'} --model-config FILE --base-model ID -o profile.json"
     return f"`capplan profile compose {given}` makes one of a dense model from its config.json"
+
+
+_CLASSES: Final = MappingProxyType(
+    {
+        "gemma3_text": "Gemma3ForCausalLM",
+        "llama": "LlamaForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+    }
+)
+"""Class of a language model by its ``model_type``."""
+
+_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {"gemma3_text": {"vocab_size": 262_208, "max_position_embeddings": 131_072}}
+)
+"""Fields that files leave out, as transformers does with its defaults."""
+
+_SIGLIP: Final = {
+    "hidden_size": 1152,
+    "num_hidden_layers": 27,
+    "intermediate_size": 4304,
+    "patch_size": 14,
+    "image_size": 896,
+}
+_PIXTRAL: Final = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "intermediate_size": 4096,
+    "patch_size": 16,
+    "image_size": 0,
+}
+_TOWERS: Final[Mapping[str, Mapping[str, int]]] = MappingProxyType(
+    {"siglip_vision_model": _SIGLIP, "pixtral": _PIXTRAL}
+)
+"""Defaults of vision towers by ``model_type``; Pixtral has no table of positions."""
+
+_TOWER_OF: Final = MappingProxyType({"gemma3": "siglip_vision_model", "mistral3": "pixtral"})
+"""Tower of a multimodal model whose file does not name it."""
+
+_DTYPE_BYTES: Final = 2
+
+
+def language_model(config: Mapping[str, Any], location: str) -> Mapping[str, Any]:
+    """Return the fields of a model's language model: its own, or those of its ``text_config``.
+
+    Raises
+    ------
+    InputError
+        For a language model that is not known.
+    """
+    inner = config.get("text_config")
+    if not isinstance(inner, Mapping) or "hidden_size" in config:
+        return config
+    kind = inner.get("model_type")
+    names = inner.get("architectures") or [_CLASSES.get(str(kind))]
+    if names == [None]:
+        rule = f"must be one of {', '.join(_CLASSES)}, the language models that are known inside others"
+        raise InputError(rule, kind, f"{location}: text_config.model_type")
+    shared = ("tie_word_embeddings", "quantization_config")
+    outer = {key: config[key] for key in shared if config.get(key) is not None}
+    return {**_DEFAULTS.get(str(kind), {}), **outer, **inner, "architectures": names}
+
+
+def vision_bytes(config: Mapping[str, Any], hidden_size: int, location: str) -> int:
+    """Return the bytes of the vision tower and its projector; 0 without one.
+
+    `config` has the fields of the whole model, `hidden_size` is the width of its language model.
+    """
+    given = config.get("vision_config")
+    if not isinstance(given, Mapping):
+        return 0
+    kind = str(given.get("model_type") or _TOWER_OF.get(str(config.get("model_type"))))
+    if kind not in _TOWERS:
+        rule = f"must be one of {', '.join(_TOWERS)}, the vision towers whose weights are counted"
+        raise InputError(rule, kind, f"{location}: vision_config.model_type")
+    size = {key: given.get(key) or default for key, default in _TOWERS[kind].items()}
+    if not all(isinstance(value, int) and 0 <= value < 2**20 for value in size.values()):
+        raise InputError("must hold whole numbers", location=f"{location}: vision_config")
+    width, inner, patch = size["hidden_size"], size["intermediate_size"], size["patch_size"]
+    is_gated = kind == "pixtral"
+    layer = 4 * width * width + (3 if is_gated else 2) * width * inner
+    patches = 3 * patch * patch * width
+    if is_gated:  # four patches are merged before the projector's two layers
+        projector = 4 * width * width + width * hidden_size + hidden_size * hidden_size
+    else:
+        projector = (size["image_size"] // patch) ** 2 * width + width * hidden_size
+    return _DTYPE_BYTES * (size["num_hidden_layers"] * layer + patches + projector)
+
+
+_KEY: Final = "quantization_config"
+_INTEGERS: Final = ("awq", "awq_marlin", "gptq", "gptq_marlin")
+_MXFP4: Final = "mxfp4"
+_METHODS: Final = ("fp8", "compressed-tensors", "modelopt", _MXFP4, *_INTEGERS)
+_BLOCK: Final = 128 * 128
+_LAYER: Final = re.compile(r"\blayers\b|self_attn|mlp|_proj")
+"""Names of a layer's matrices, in lists of what is not quantized."""
+_OTHER: Final = re.compile(r"vision|multi_modal|router|norm|\bgate$|gate\.|e_score")
+"""Names of what a layer has beside, or another part of the model."""
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """Format of the matrices of a model's layers."""
+
+    dtype: str = "bfloat16"
+    """bfloat16 for any 16 bits; fp8 with one scale per matrix or channel; fp8_block; int4 and int8."""
+    bytes_per_weight: float | None = None
+    """With its part of the scales; None: those of the model's dtype."""
+    expert_dtype: str | None = None
+    """Of the experts, if it is another: mxfp4, with activations of 16 bits."""
+    expert_bytes: float | None = None
+    kv_bytes: int | None = None
+    """Of an element of keys and values, if the file says so."""
+
+
+def weight_format(config: Mapping[str, Any], location: str) -> WeightFormat:
+    """Return the format of the weights that a ``config.json`` describes.
+
+    Raises
+    ------
+    InputError
+        For a method or a type of numbers that is not known, and for layers that are quantized in part.
+    """
+    given = config.get(_KEY)
+    if not given:
+        return WeightFormat()
+    fields = given if isinstance(given, Mapping) else {"quant_method": given}
+    where = f"{location}: {_KEY}"
+    method = fields.get("quant_method")
+    if method not in _METHODS:
+        raise InputError(f"must be one of {', '.join(_METHODS)}", method, f"{where}.quant_method")
+    if method == _MXFP4:  # one scale of 8 bits per 32 weights; attention has 16 bits
+        return WeightFormat(expert_dtype=_MXFP4, expert_bytes=0.5 + 1.0 / 32)
+    _require_whole_layers(fields, where)
+    if method == "fp8":
+        return _float8(bool(fields.get("weight_block_size")))
+    if method in _INTEGERS:
+        return _integer(fields, bool(fields.get("zero_point", not fields.get("sym", False))), where, "bits")
+    if method == "modelopt":
+        return _modelopt(fields, where)
+    return _compressed(fields, where)
+
+
+def _float8(in_blocks: bool, kv_bytes: int | None = None) -> WeightFormat:
+    if in_blocks:
+        return WeightFormat("fp8_block", 1.0 + 4.0 / _BLOCK, kv_bytes=kv_bytes)
+    return WeightFormat("fp8", 1.0, kv_bytes=kv_bytes)
+
+
+def _integer(
+    fields: Mapping[str, Any], has_zero: bool, where: str, key: str, kv_bytes: int | None = None
+) -> WeightFormat:
+    """Return a format of whole numbers with a scale of 16 bits, and a zero if so, per group of inputs."""
+    bits, group = fields.get(key), fields.get("group_size")
+    if bits not in (4, 8):
+        raise InputError("must be 4 or 8", bits, f"{where}.{key}")
+    per_group = 2.0 + (bits / 8.0 if has_zero else 0.0)
+    in_groups = isinstance(group, int) and not isinstance(group, bool) and group > 0
+    scales = per_group / float(group) if in_groups and group is not None else 0.0
+    return WeightFormat(f"int{bits}", bits / 8.0 + scales, kv_bytes=kv_bytes)
+
+
+def _modelopt(fields: Mapping[str, Any], where: str) -> WeightFormat:
+    inner = fields.get("quantization")
+    own = inner if isinstance(inner, Mapping) else fields
+    if own.get("quant_algo") != "FP8":
+        rule = "must be FP8: products of other types are not known"
+        raise InputError(rule, own.get("quant_algo"), f"{where}.quant_algo")
+    return _float8(False, 1 if own.get("kv_cache_quant_algo") == "FP8" else None)
+
+
+def _compressed(fields: Mapping[str, Any], where: str) -> WeightFormat:
+    groups = fields.get("config_groups")
+    weights = [
+        group["weights"]
+        for group in (groups.values() if isinstance(groups, Mapping) else ())
+        if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping)
+    ]
+    if not weights or any(each != weights[0] for each in weights):
+        rule = "must have one format of weights for all linear layers"
+        raise InputError(rule, len(weights), f"{where}.config_groups")
+    own, scheme = weights[0], fields.get("kv_cache_scheme")
+    kv_bytes = 1 if isinstance(scheme, Mapping) and scheme.get("num_bits") == 8 else None
+    if own.get("type") == "float" and own.get("num_bits") == 8:
+        return _float8(own.get("strategy") == "block", kv_bytes)
+    if own.get("type") == "int":
+        return _integer(own, not own.get("symmetric", True), f"{where}.weights", "num_bits", kv_bytes)
+    rule = "must be whole numbers of 4 or 8 bits, or floats of 8: products of other types are not known"
+    raise InputError(rule, f"{own.get('type')}, {own.get('num_bits')} bits", f"{where}.weights")
+
+
+def _require_whole_layers(fields: Mapping[str, Any], where: str) -> None:
+    """Check that no matrix of a layer is left as it was."""
+    for key in ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules"):
+        names = fields.get(key)
+        left = [str(each) for each in names if _is_of_a_layer(str(each))] if isinstance(names, list) else []
+        if left:
+            rule = "must not name linear layers of the language model, which are taken to be quantized"
+            raise InputError(rule, left[0], f"{where}.{key}")
+
+
+def _is_of_a_layer(name: str) -> bool:
+    return bool(_LAYER.search(name)) and not _OTHER.search(name)

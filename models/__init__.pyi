@@ -28,11 +28,13 @@ from ._step_latency import (
     ADDITIVE,
     GRAPH_TOKENS,
     TABLE,
+    KvLine,
     StepFeatures,
     StepRanks,
     coefficient_array,
     latency_code,
     latency_form,
+    no_line,
     rank_ms,
     step_line,
     step_ms,
@@ -40,7 +42,6 @@ from ._step_latency import (
     uses_ranks,
     with_line_ms,
 )
-from ._step_tables import KvLine, no_line
 from ._uncertainty import DRAWS, drawn_profiles, pessimistic_profile, with_step_times
 from .surrogates import Surrogate, SurrogateAnswer, load_surrogate
 

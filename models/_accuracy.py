@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 from pydantic import Field
 
@@ -76,31 +76,27 @@ def comparable_rows(profile: Profile) -> Sequence[MeasuredRows]:
     first that left it out.
     """
     rows = [each for each in measured_accuracy().rows if each.kind == profile.provenance.kind]
-    return sorted(rows, key=_distance_from(profile))
+    return sorted(rows, key=lambda each: _distance(profile, each))
 
 
-def _distance_from(profile: Profile) -> Callable[[MeasuredRows], Any]:
-    gpu, model = profile.name.removeprefix("roofline/").split("/")[0], profile.model.name
+def _distance(profile: Profile, rows: MeasuredRows) -> tuple[float, ...]:
+    gpu = profile.name.removeprefix("roofline/").split("/")[0]
+    is_same = {"gpu": rows.gpu == gpu, "model": rows.model == profile.model.name}
+    left_out = rows.basis.removesuffix(LEFT_OUT)
     experts = profile.model.experts is not None
     has_16_bits = (profile.model.linear_dtype_bytes or profile.model.dtype_bytes) >= 2
-    version = _minor(profile.engine.version)
-
-    def distance(rows: MeasuredRows) -> tuple[float, ...]:
-        is_same = {"gpu": rows.gpu == gpu, "model": rows.model == model}
-        left_out = rows.basis.removesuffix(LEFT_OUT)
-        return (
-            rows.experts != experts,
-            not experts and rows.dtype.endswith("float16") != has_16_bits,
-            bool(rows.version) and abs(_minor(rows.version) - version) > _FAR_MINORS,
-            not is_same["model"],
-            not is_same["gpu"],
-            is_same.get(left_out, rows.is_fitted != all(is_same.values())),
-            rows.tp != profile.tp,
-            abs(_minor(rows.version) - version),
-            -rows.rows,
-        )
-
-    return distance
+    minors = abs(_minor(rows.version) - _minor(profile.engine.version))
+    return (
+        rows.experts != experts,
+        not experts and rows.dtype.endswith("float16") != has_16_bits,
+        bool(rows.version) and minors > _FAR_MINORS,
+        not is_same["model"],
+        not is_same["gpu"],
+        is_same.get(left_out, rows.is_fitted != all(is_same.values())),
+        rows.tp != profile.tp,
+        minors,
+        -rows.rows,
+    )
 
 
 def _minor(version: str) -> float:

@@ -169,8 +169,6 @@ class KernelFit:
     form: str
     coefficients: Mapping[str, float]
     """Microseconds per unit."""
-    predicted: NDArray[np.float64]
-    """Microseconds by the fit to all rows, shape (rows,)."""
     held_out: NDArray[np.float64]
     """Microseconds by fits without the row's configuration, shape (rows,)."""
     r2: float
@@ -285,7 +283,6 @@ def fit_kernel(rows: pd.DataFrame, form: str, folds: int = FOLDS) -> KernelFit:
     return KernelFit(
         form=form,
         coefficients=dict(zip(names, values.tolist(), strict=True)),
-        predicted=predicted,
         held_out=held_out,
         r2=r_squared(predicted, y),
         held_out_r2=r_squared(held_out, y),
@@ -323,5 +320,4 @@ def _solve(
 ) -> NDArray[np.float64]:
     if form == ADDITIVE_KERNEL:
         return fit_linear(LinearProblem(names, design, y)).values  # noqa: PD011 - no table
-    found: NDArray[np.float64] = np.asarray(np.linalg.lstsq(design, y, rcond=None)[0], np.float64)
-    return found
+    return np.asarray(np.linalg.lstsq(design, y, rcond=None)[0], np.float64)

@@ -172,19 +172,7 @@ def disk_load_ms(loading: FittedModel, rank: int, share: LoadShare = WHOLE) -> f
 def memory_model(
     sheet: GpuSheet, arch: ModelArch, tp: int = 1, engine_version: str | None = None
 ) -> FittedModel:
-    """Return the memory that vLLM keeps back beside weights, adapter slots and KV tokens.
-
-    Parameters
-    ----------
-    sheet
-        The GPU.
-    arch
-        The base model.
-    tp
-        GPUs that share one copy of it.
-    engine_version
-        Version of vLLM, such as 0.15.1; None: the newest.
-    """
+    """Return the memory that vLLM, by default the newest, keeps back beside weights, slots and KV tokens."""
     start_up = release_of(engine_version).start_up
     is_linked = sheet.peer_bytes_per_s > sheet.host_bytes_per_s
     reserved = start_up.reserved_bytes if is_linked else start_up.reserved_bytes_by_pcie

@@ -102,10 +102,15 @@ def best_profile(gpu: str, model: str, tp: int = 1, dtype: str | None = None) ->
     given = {name: value for name, value in options.items() if value is not None}
     words = " ".join(f"--{name} {shlex.quote(value)}" for name, value in given.items())
     try:
-        return _composed(sheet, decoder, tp, f"capplan profile compose {words}")
+        command = f"capplan profile compose {words}"
+        rules, version = rules_of_engine(None, None)
+        times = operator_times(sheet.key, decoder, tp)
+        return ProfileRoute(profile_of_times(times, rules, version, command=command), command)
     except InputError as error:
         command = f"capplan profile roofline {words}"
-        return ProfileRoute(_roofline(sheet, decoder, tp, dtype, command), command, _reason(sheet, error))
+        is_measured = sheet.key in {each.sheet_key for each in SYSTEMS}
+        without = str(error) if is_measured else "no operators were measured on this GPU"
+        return ProfileRoute(_roofline(sheet, decoder, tp, dtype, command), command, without)
 
 
 def _sheet(gpu: str) -> GpuSheet:
@@ -150,21 +155,8 @@ def _shipped(sheet: GpuSheet, decoder: Decoder, tp: int) -> Profile | None:
     return min(newest_first, key=lambda each: _BEST_FIRST.index(each.provenance.kind), default=None)
 
 
-def _composed(sheet: GpuSheet, decoder: Decoder, tp: int, command: str) -> ProfileRoute:
-    rules, version = rules_of_engine(None, None)
-    times = operator_times(sheet.key, decoder, tp)
-    return ProfileRoute(profile_of_times(times, rules, version, command=command), command)
-
-
 def _roofline(sheet: GpuSheet, decoder: Decoder, tp: int, dtype: str | None, command: str) -> Profile:
     files = known_arch(decoder.arch.hf_ids)
     engine = EngineChoice(quantization=None if files is None else quantized_on_loading(files, dtype))
     assumptions = Assumptions(physics=efficiencies_of(sheet))
     return roofline_profile(sheet, decoder.arch, engine, tp, assumptions, command)
-
-
-def _reason(sheet: GpuSheet, error: InputError) -> str:
-    """Return in words why a profile cannot be composed."""
-    if sheet.key not in {each.sheet_key for each in SYSTEMS}:
-        return "no operators were measured on this GPU"
-    return str(error)

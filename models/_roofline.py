@@ -46,9 +46,6 @@ _MATRICES: Final = 14
 _REQUEST_MS: Final = 10.5
 
 
-_FITTED: Final = ("bandwidth", "compute")
-
-
 @dataclass(frozen=True)
 class Efficiencies:
     """Shares of a datasheet's peak that kernels reach, and the cost of starting one.
@@ -98,7 +95,7 @@ class Efficiencies:
 
 def efficiencies_of(sheet: GpuSheet, **given: float) -> Efficiencies:
     """Return the shares that a GPU reaches: given ones, else those fitted on it, else the assumed ones."""
-    fitted = {} if sheet.shares is None else {name: getattr(sheet.shares, name) for name in _FITTED}
+    fitted = {} if sheet.shares is None else sheet.shares.model_dump(exclude={"source"})
     return Efficiencies(**fitted | given)
 
 
@@ -349,13 +346,7 @@ def _check(sheet: GpuSheet, arch: ModelArch, tp: int) -> None:
 
 
 def require_weights_fit(sheet: GpuSheet, arch: ModelArch, tp: int) -> None:
-    """Check that a GPU holds its share of the weights.
-
-    Raises
-    ------
-    InputError
-        If it does not.
-    """
+    """Check that a GPU holds its share of the weights."""
     if weight_bytes(arch, tp) >= sheet.memory_bytes:
         size, room = weight_bytes(arch, tp) / 2**30, sheet.memory_bytes / 2**30
         rule = f"must be more: {size:.1f} GiB of weights per GPU do not fit into {room:.1f} GiB"

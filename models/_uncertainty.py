@@ -36,7 +36,6 @@ profiles: the largest mean difference between rooflines and the shipped profiles
 the two. The sources of these figures are in the documentation of profiles.
 """
 
-_PARTS: Final = ("step_latency", "loading")
 _SEED: Final = 20_260_801
 """Draws are the same numbers for every profile and plan (common random numbers)."""
 
@@ -73,19 +72,15 @@ def drawn_profiles(profile: Profile, count: int = DRAWS) -> tuple[Profile, ...]:
     quantiles /= np.sqrt(np.mean(quantiles**2))
     rng = np.random.default_rng(_SEED)
     common = rng.permutation(quantiles)
+    steps, loads = profile.step_latency, profile.loading
     drawn = []
     for pair in range(pairs):
-        normal = {part: rng.standard_normal(len(getattr(profile, part).coefficients)) for part in _PARTS}
+        of_steps, of_loads = (rng.standard_normal(len(each.coefficients)) for each in (steps, loads))
         for sign in (1.0, -1.0):
-            own = {part: sign * normal[part] for part in _PARTS}
-            drawn.append(_drawn(profile, own, float(np.exp(scatter(profile) * sign * common[pair]))))
+            factor = float(np.exp(scatter(profile) * sign * common[pair]))
+            moved = _scaled(_moved(steps, sign * of_steps), factor)
+            drawn.append(profile.replace(step_latency=moved, loading=_moved(loads, sign * of_loads)))
     return tuple(drawn)
-
-
-def _drawn(profile: Profile, normal: Mapping[str, NDArray[np.float64]], factor: float) -> Profile:
-    factors = {"step_latency": factor, "loading": 1.0}
-    parts = {part: _scaled(_moved(getattr(profile, part), normal[part]), factors[part]) for part in _PARTS}
-    return profile.replace(**parts)
 
 
 def _moved(model: FittedModel, normal: NDArray[np.float64]) -> FittedModel:

@@ -129,13 +129,7 @@ class MeasurementFolder:
 def require_same(
     known: Mapping[str, Any], facts: Mapping[str, Any], keys: Iterable[str], location: str
 ) -> None:
-    """Refuse to resume a measurement with other facts.
-
-    Raises
-    ------
-    InputError
-        For the first key whose value differs, unless one of the values is missing.
-    """
+    """Refuse to resume a measurement with other facts; what is missing on either side is not compared."""
     for key in keys:
         there, here = known.get(key), facts[key]
         here = list(here) if isinstance(here, tuple) else here

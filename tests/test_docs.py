@@ -179,8 +179,7 @@ def test_every_flag_in_the_pages_is_one_of_some_program() -> None:
 
 
 def test_the_errors_of_composed_profiles_are_those_of_their_fit() -> None:
-    from capplan.models.compose._lora import CARRIED_STD_ERROR
-    from capplan.models.compose._profile import composition_terms
+    from capplan.models.compose._profile import CARRIED_STD_ERROR, composition_terms
 
     terms = composition_terms()
     left_out = [each.error_percent for each in terms.left_out]

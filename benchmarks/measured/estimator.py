@@ -18,7 +18,7 @@ from benchmarks.measured.step_times import StepCase
 from capplan import InputError
 from capplan.datasets import gpu_sheet, model_arch
 from capplan.models.compose import SYSTEMS
-from capplan.models.compose._tables import system_of
+from capplan.models.compose._operators import system_of
 from capplan.serving import weight_bytes
 
 POINTS: Final = 200

@@ -1,4 +1,4 @@
-from ._differences import diff_files, diff_server
+from ._deployed import diff_files, diff_server
 from ._export import DEFAULT_PORT, EXPORTERS, export, find_exporter
 from ._launch import TOP_NAMES
 from ._target import Exporter, Loss, Setting

@@ -9,33 +9,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from capplan.deploy._kubernetes import (
-    CLAIM,
-    FETCH_IMAGE,
-    GPU_LABEL,
-    GROUP_LABEL,
-    IMAGE,
-    MODEL_CLAIM,
-    NAMESPACE,
-    PORT,
-    adapter_path,
-    deployment,
-    dns_label,
-    header_of,
-    metadata,
-    object_names,
-    refused_name,
-    routing_losses,
-    service,
-    top_comment,
-    yaml_documents,
-)
+from capplan.deploy import _kubernetes as k8s
 from capplan.deploy._servers import require_servable, source_kind, unused_name
-from capplan.deploy._target import PLAN, Loss
+from capplan.deploy._target import PLAN, Exporter, Loss
 from capplan.spec import Group, Plan, PlanAdapter
-
-AIBRIX_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM, MODEL_CLAIM, FETCH_IMAGE)
-AIBRIX_NAMES: Final = frozenset({"aibrix.yaml", PLAN})
 
 _MODEL_LABEL: Final = "model.aibrix.ai/name"
 _ENV: Final = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
@@ -52,32 +29,26 @@ def aibrix_losses(plan: Plan) -> tuple[Loss, ...]:
     """Return what AIBrix does not do as the plan says."""
     based = {group.base is not None for group in plan.groups}
     return (
-        *routing_losses(plan, between=_BETWEEN, within=_WITHIN),
+        *k8s.routing_losses(plan, between=_BETWEEN, within=_WITHIN),
         *([_BASE] if based == {True, False} else []),
     )
 
 
 def aibrix_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the manifests, and the plan.
-
-    Raises
-    ------
-    InputError
-        If vLLM cannot serve the plan, no pod fetches an adapter, or AIBrix does not allow its name.
-    """
+    """Return the manifests, and the plan."""
     require_servable(plan)
     adapters = plan.adapters
     for name in adapters:
         if not _SERVICE_NAME.fullmatch(name):
-            raise refused_name(
+            raise k8s.refused_name(
                 name, "must be a DNS label of at most 63 characters: AIBrix names a Service by it"
             )
-    names, model = object_names(plan), _model_name(plan)
+    names, model = k8s.object_names(plan), _model_name(plan)
     documents: list[tuple[list[str], dict[str, Any]]] = [
-        (header_of(plan, group), _deployment(plan, group, names[group.id], model, settings))
+        (k8s.header_of(plan, group), _deployment(plan, group, names[group.id], model, settings))
         for group in plan.groups
     ]
-    documents.append(([], service(model, settings, {_MODEL_LABEL: model})))
+    documents.append(([], k8s.service(model, settings, {_MODEL_LABEL: model})))
     documents += [
         (
             [],
@@ -86,16 +57,16 @@ def aibrix_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
         for each in adapters.values()
     ]
     top = [
-        *top_comment(plan, aibrix_losses(plan)),
+        *k8s.top_comment(plan, aibrix_losses(plan)),
         f"Requests for the base model name {model}.",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING: AIBrix loads adapters into running servers.",
     ]
-    return {"aibrix.yaml": yaml_documents(documents, top), PLAN: plan.to_json()}
+    return {"aibrix.yaml": k8s.yaml_documents(documents, top), PLAN: plan.to_json()}
 
 
 def _model_name(plan: Plan) -> str:
     """Return the label and Service of the base model, which no adapter has as its name."""
-    return unused_name(dns_label(plan.base_model.rpartition("/")[2]), set(plan.adapters), "-")
+    return unused_name(k8s.dns_label(plan.base_model.rpartition("/")[2]), set(plan.adapters), "-")
 
 
 def _groups_of(plan: Plan, adapter: PlanAdapter) -> list[str]:
@@ -106,11 +77,11 @@ def _groups_of(plan: Plan, adapter: PlanAdapter) -> list[str]:
 def _deployment(
     plan: Plan, group: Group, name: str, model: str, settings: Mapping[str, str]
 ) -> dict[str, Any]:
-    labels = {_MODEL_LABEL: model, "model.aibrix.ai/port": str(PORT)}
+    labels = {_MODEL_LABEL: model, "model.aibrix.ai/port": str(k8s.PORT)}
     if group.adapters:
         labels["adapter.model.aibrix.ai/enabled"] = "true"
     env = _ENV if group.adapters else {}
-    document = deployment(plan, group, name, settings, labels=labels, with_adapters=False, env=env)
+    document = k8s.deployment(plan, group, name, settings, labels=labels, with_adapters=False, env=env)
     container = document["spec"]["template"]["spec"]["containers"][0]
     container["args"] += ["--served-model-name", model, plan.base_model]
     return document
@@ -123,17 +94,27 @@ def _model_adapter(
 
     `replicas` is left out, because 1 is its only value, and would load the adapter into a single pod.
     """
-    selector: dict[str, Any] = {"matchLabels": {GROUP_LABEL: groups[0]}}
+    selector: dict[str, Any] = {"matchLabels": {k8s.GROUP_LABEL: groups[0]}}
     if len(groups) > 1:
-        selector = {"matchExpressions": [{"key": GROUP_LABEL, "operator": "In", "values": groups}]}
+        selector = {"matchExpressions": [{"key": k8s.GROUP_LABEL, "operator": "In", "values": groups}]}
     scheme = "huggingface://" if source_kind(adapter) == "hub" else ""
     return {
         "apiVersion": "model.aibrix.ai/v1alpha1",
         "kind": "ModelAdapter",
-        "metadata": {**metadata(adapter.name, settings), "labels": {_MODEL_LABEL: adapter.name}},
+        "metadata": {**k8s.metadata(adapter.name, settings), "labels": {_MODEL_LABEL: adapter.name}},
         "spec": {
             "baseModel": model,
             "podSelector": selector,
-            "artifactURL": f"{scheme}{adapter_path(adapter)}",
+            "artifactURL": f"{scheme}{k8s.adapter_path(adapter)}",
         },
     }
+
+
+EXPORTER: Final = Exporter(
+    aibrix_files,
+    frozenset({"aibrix.yaml", PLAN}),
+    serves=True,
+    settings=k8s.POD_SETTINGS,
+    losses=aibrix_losses,
+    notes=k8s.folder_notes,
+)

@@ -4,40 +4,23 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from capplan.deploy import _kubernetes as k8s
 from capplan.deploy._gateway import COMMAND, FOLDER, GATEWAY_IMAGE, gateway_files, gateway_losses
-from capplan.deploy._kubernetes import (
-    FETCH_IMAGE,
-    FETCHED,
-    FOLDERS,
-    IMAGE,
-    PORT,
-    adapter_path,
-    dns_label,
-    folder_notes,
-    header_of,
-    image_of,
-    serve_arguments,
-    top_comment,
-    yaml_documents,
-)
-from capplan.deploy._kubernetes import FOLDER as ADAPTERS
 from capplan.deploy._servers import require_servable, source_kind, unused_name
-from capplan.deploy._target import PLAN, Setting
+from capplan.deploy._target import PLAN, Exporter, Setting
 from capplan.spec import Group, Plan, PlanAdapter
 
 ADAPTERS_FOLDER: Final = Setting(
     "adapters-folder", "./adapters", "folder of the host with a folder per adapter, by its name"
 )
-COMPOSE_SETTINGS: Final = (IMAGE, ADAPTERS_FOLDER, FETCH_IMAGE, GATEWAY_IMAGE)
 
 COMPOSE: Final = "compose.yaml"
 GATEWAY: Final = "gateway"
 FETCH: Final = "fetch-adapters"
-COMPOSE_NAMES: Final = frozenset({COMPOSE, GATEWAY, PLAN})
 
 _DOCKER_DNS: Final = "resolver 127.0.0.11 valid=5s;"
 _HUB: Final = "/huggingface"
@@ -64,7 +47,7 @@ def servers_of(plan: Plan) -> tuple[Server, ...]:
     next_gpu = 0
     for group in plan.groups:
         for replica in range(1, group.replicas + 1):
-            stem = dns_label(group.id) + (f"-{replica}" if group.replicas > 1 else "")
+            stem = k8s.dns_label(group.id) + (f"-{replica}" if group.replicas > 1 else "")
             gpus = tuple(range(next_gpu, next_gpu + group.tp))
             result.append(Server(unused_name(stem, taken, "-"), group, replica, gpus))
             next_gpu += group.tp
@@ -72,25 +55,12 @@ def servers_of(plan: Plan) -> tuple[Server, ...]:
 
 
 def compose_files(plan: Plan, *, port: int, settings: Mapping[str, str]) -> dict[str, str]:
-    """Return ``compose.yaml``, the files of the gateway, and the plan.
-
-    Parameters
-    ----------
-    port
-        Port of the gateway on the host.
-    settings
-        Values of `COMPOSE_SETTINGS`.
-
-    Raises
-    ------
-    InputError
-        If the port is out of range, vLLM cannot serve the plan, or an adapter is at a URL but in S3.
-    """
+    """Return ``compose.yaml``, the files of the gateway on a port of the host, and the plan."""
     require_servable(plan)
     servers = servers_of(plan)
     addresses: dict[str, list[str]] = {}
     for server in servers:
-        addresses.setdefault(server.group.id, []).append(f"{server.name}:{PORT}")
+        addresses.setdefault(server.group.id, []).append(f"{server.name}:{k8s.PORT}")
     gateway = gateway_files(plan, addresses, port, _DOCKER_DNS)
     return {
         COMPOSE: _compose(plan, servers, port, settings),
@@ -104,7 +74,7 @@ def compose_notes(plan: Plan) -> tuple[str, ...]:
     gpus = sum(group.replicas * group.tp for group in plan.groups)
     kinds = ", ".join(dict.fromkeys(group.gpu for group in plan.groups))
     note = f"note: the host must have {gpus} GPU(s) ({kinds}), in the order of the services"
-    return (note, *folder_notes(plan, ADAPTERS_FOLDER.name))
+    return (note, *k8s.folder_notes(plan, ADAPTERS_FOLDER.name))
 
 
 def _compose(plan: Plan, servers: Iterable[Server], port: int, settings: Mapping[str, str]) -> str:
@@ -117,19 +87,15 @@ def _compose(plan: Plan, servers: Iterable[Server], port: int, settings: Mapping
     volumes: dict[str, dict[str, str]] = {
         name: {} for name in ("huggingface", *(["fetched-adapters"] if fetched else []))
     }
-    top = yaml_documents([(top_comment(plan, gateway_losses(plan)), {"volumes": volumes})])
-    return top + "services:\n" + textwrap.indent("".join(_texts(services)), "  ")
+    top = k8s.yaml_documents([(k8s.top_comment(plan, gateway_losses(plan)), {"volumes": volumes})])
+    texts = (k8s.yaml_documents([(comment, _escaped(service))]) for comment, service in services)
+    return top + "services:\n" + textwrap.indent("".join(texts), "  ")
 
 
 def _comment(plan: Plan, server: Server) -> list[str]:
     if server.replica == 1:
-        return header_of(plan, server.group)
+        return k8s.header_of(plan, server.group)
     return [f"Server {server.replica} of group {server.group.id}."]
-
-
-def _texts(services: Iterable[tuple[Iterable[str], Mapping[str, Any]]]) -> Iterator[str]:
-    for comment, service in services:
-        yield yaml_documents([(comment, _escaped(service))])
 
 
 def _escaped(value: Any) -> Any:
@@ -146,10 +112,12 @@ def _escaped(value: Any) -> Any:
 def _server(plan: Plan, server: Server, settings: Mapping[str, str]) -> dict[str, Any]:
     kinds = {source_kind(adapter) for adapter in server.group.adapters}
     volumes: list[dict[str, Any]] = [{"type": "volume", "source": "huggingface", "target": _HUB}]
-    if kinds & FOLDERS:
-        volumes.append(_bind(settings[ADAPTERS_FOLDER.name], ADAPTERS))
+    if kinds & k8s.FOLDERS:
+        volumes.append(_bind(settings[ADAPTERS_FOLDER.name], k8s.FOLDER))
     if "s3" in kinds:
-        volumes.append({"type": "volume", "source": "fetched-adapters", "target": FETCHED, "read_only": True})
+        volumes.append(
+            {"type": "volume", "source": "fetched-adapters", "target": k8s.FETCHED, "read_only": True}
+        )
     depends = {"depends_on": {FETCH: {"condition": "service_completed_successfully"}}}
     device = {
         "driver": "nvidia",
@@ -157,9 +125,9 @@ def _server(plan: Plan, server: Server, settings: Mapping[str, str]) -> dict[str
         "capabilities": ["gpu"],
     }
     return {
-        "image": image_of(plan, server.group, settings),
+        "image": k8s.image_of(plan, server.group, settings),
         "entrypoint": ["vllm", "serve"],
-        "command": serve_arguments(plan, server.group),
+        "command": k8s.serve_arguments(plan, server.group),
         "environment": ["HF_TOKEN", f"HF_HOME={_HUB}"],
         **(depends if "s3" in kinds else {}),
         "volumes": volumes,
@@ -167,7 +135,7 @@ def _server(plan: Plan, server: Server, settings: Mapping[str, str]) -> dict[str
         "deploy": {"resources": {"reservations": {"devices": [device]}}},
         # Loading weights and capturing graphs takes minutes.
         "healthcheck": {
-            "test": ["CMD", "curl", "-fsS", f"http://127.0.0.1:{PORT}/health"],
+            "test": ["CMD", "curl", "-fsS", f"http://127.0.0.1:{k8s.PORT}/health"],
             "interval": "10s",
             "timeout": "5s",
             "retries": 6,
@@ -179,15 +147,15 @@ def _server(plan: Plan, server: Server, settings: Mapping[str, str]) -> dict[str
 
 def _fetch(adapters: Iterable[PlanAdapter], settings: Mapping[str, str]) -> dict[str, Any]:
     commands = (
-        shlex.join(["aws", "s3", "cp", "--recursive", adapter.path or "", adapter_path(adapter)])
+        shlex.join(["aws", "s3", "cp", "--recursive", adapter.path or "", k8s.adapter_path(adapter)])
         for adapter in adapters
     )
     return {
-        "image": settings[FETCH_IMAGE.name],
+        "image": settings[k8s.FETCH_IMAGE.name],
         "entrypoint": ["sh", "-ec"],
         "command": ["\n".join(commands)],
         "environment": list(_AWS),
-        "volumes": [{"type": "volume", "source": "fetched-adapters", "target": FETCHED}],
+        "volumes": [{"type": "volume", "source": "fetched-adapters", "target": k8s.FETCHED}],
     }
 
 
@@ -206,3 +174,14 @@ def _bind(source: str, target: str) -> dict[str, Any]:
     """Return a folder of the host as a volume; one that does not exist is an error."""
     bind = {"create_host_path": False}
     return {"type": "bind", "source": source, "target": target, "read_only": True, "bind": bind}
+
+
+EXPORTER: Final = Exporter(
+    compose_files,
+    frozenset({COMPOSE, GATEWAY, PLAN}),
+    serves=True,
+    options=("port",),
+    settings=(k8s.IMAGE, ADAPTERS_FOLDER, k8s.FETCH_IMAGE, GATEWAY_IMAGE),
+    losses=gateway_losses,
+    notes=compose_notes,
+)

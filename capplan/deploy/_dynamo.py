@@ -9,38 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from capplan.deploy._kubernetes import (
-    CLAIM,
-    CLAIM_MOUNT,
-    FOLDERS,
-    GPU_LABEL,
-    HF_TOKEN,
-    NAMESPACE,
-    S3_CREDENTIALS,
-    adapter_names,
-    adapter_path,
-    claim_volume,
-    dns_label,
-    header_of,
-    metadata,
-    node_selector,
-    object_names,
-    refused_path,
-    routing_losses,
-    top_comment,
-    variables,
-    yaml_documents,
-)
+from capplan.deploy import _kubernetes as k8s
 from capplan.deploy._servers import engine_flags, require_servable, source_kind
-from capplan.deploy._target import PLAN, Loss, Setting
+from capplan.deploy._target import PLAN, Exporter, Loss, Setting
 from capplan.errors import InputError
 from capplan.spec import Group, Plan, PlanAdapter
 
 IMAGE: Final = Setting(
     "image", "nvcr.io/nvidia/ai-dynamo/vllm-runtime:1.6.1", "image of Dynamo with vLLM in it"
 )
-DYNAMO_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM)
-DYNAMO_NAMES: Final = frozenset({"dynamo.yaml", PLAN})
 
 _FRONTEND: Final = "Frontend"
 _MOST_COMPONENTS: Final = 25
@@ -69,18 +46,11 @@ def dynamo_losses(plan: Plan) -> tuple[Loss, ...]:
     """Return what Dynamo does not do as the plan says."""
     if len(plan.groups) > 1:
         return (_EVERYWHERE,)
-    return routing_losses(plan, between=_WITHIN, within=_WITHIN)
+    return k8s.routing_losses(plan, between=_WITHIN, within=_WITHIN)
 
 
 def dynamo_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the manifests, and the plan.
-
-    Raises
-    ------
-    InputError
-        If vLLM cannot serve the plan, it has more groups than a graph has components, or Dynamo does not
-        fetch an adapter.
-    """
+    """Return the manifests, and the plan."""
     require_servable(plan)
     if len(plan.groups) >= _MOST_COMPONENTS:
         most = _MOST_COMPONENTS - 1
@@ -88,15 +58,15 @@ def dynamo_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
         raise InputError(rule, len(plan.groups), "plan: groups")
     groups = [_with_all_adapters(plan, group) for group in plan.groups]
     comment = [
-        *top_comment(plan, dynamo_losses(plan)),
+        *k8s.top_comment(plan, dynamo_losses(plan)),
         "Ranks are the largest of all adapters.",
         "The version of vLLM is that of Dynamo's image, and probes are those of its operator.",
-        *(line for group in groups for line in header_of(plan, group)),
+        *(line for group in groups for line in k8s.header_of(plan, group)),
     ]
-    names = adapter_names(plan)
+    names = k8s.adapter_names(plan)
     documents: list[tuple[list[str], dict[str, Any]]] = [(comment, _graph(plan, groups, settings))]
     documents += [([], _model(plan, each, names[each.name], settings)) for each in plan.adapters.values()]
-    return {"dynamo.yaml": yaml_documents(documents), PLAN: plan.to_json()}
+    return {"dynamo.yaml": k8s.yaml_documents(documents), PLAN: plan.to_json()}
 
 
 def _with_all_adapters(plan: Plan, group: Group) -> Group:
@@ -109,7 +79,7 @@ def _with_all_adapters(plan: Plan, group: Group) -> Group:
 
 
 def _graph(plan: Plan, groups: list[Group], settings: Mapping[str, str]) -> dict[str, Any]:
-    names = object_names(plan, _LONGEST_COMPONENT, taken=[_FRONTEND.lower()])
+    names = k8s.object_names(plan, _LONGEST_COMPONENT, taken=[_FRONTEND.lower()])
     frontend = {"name": "main", "image": settings[IMAGE.name]}
     components = [
         {
@@ -123,7 +93,7 @@ def _graph(plan: Plan, groups: list[Group], settings: Mapping[str, str]) -> dict
     return {
         "apiVersion": "nvidia.com/v1beta1",
         "kind": "DynamoGraphDeployment",
-        "metadata": metadata(dns_label(plan.base_model.rpartition("/")[2], _LONGEST_GRAPH), settings),
+        "metadata": k8s.metadata(k8s.dns_label(plan.base_model.rpartition("/")[2], _LONGEST_GRAPH), settings),
         "spec": {"components": components},
     }
 
@@ -138,16 +108,16 @@ def _component(plan: Plan, group: Group, name: str, settings: Mapping[str, str])
             plan.base_model,
             *(word for flag in engine_flags(plan, group) for word in flag.words),
         ],
-        "env": [HF_TOKEN, *(variables(_ENV) if group.adapters else [])],
+        "env": [k8s.HF_TOKEN, *(k8s.variables(_ENV) if group.adapters else [])],
         "resources": {"limits": {"nvidia.com/gpu": str(group.tp)}},
     }
-    spec: dict[str, Any] = {**node_selector(plan, group, settings), "containers": [container]}
+    spec: dict[str, Any] = {**k8s.node_selector(plan, group, settings), "containers": [container]}
     kinds = {source_kind(adapter) for adapter in group.adapters}
     if "s3" in kinds:
-        container["envFrom"] = S3_CREDENTIALS
-    if kinds & FOLDERS:
-        spec["volumes"] = [claim_volume(settings)]
-        container["volumeMounts"] = [CLAIM_MOUNT]
+        container["envFrom"] = k8s.S3_CREDENTIALS
+    if kinds & k8s.FOLDERS:
+        spec["volumes"] = [k8s.claim_volume(settings)]
+        container["volumeMounts"] = [k8s.CLAIM_MOUNT]
     # Adapters are loaded where the reference is: not on servers without slots.
     reference = {"modelRef": {"name": plan.base_model}} if group.adapters else {}
     return {
@@ -163,7 +133,7 @@ def _model(plan: Plan, adapter: PlanAdapter, name: str, settings: Mapping[str, s
     return {
         "apiVersion": "nvidia.com/v1alpha1",
         "kind": "DynamoModel",
-        "metadata": metadata(name, settings),
+        "metadata": k8s.metadata(name, settings),
         "spec": {
             "modelName": adapter.name,
             "baseModelName": plan.base_model,
@@ -177,7 +147,17 @@ def _uri(adapter: PlanAdapter) -> str:
     """Return where Dynamo fetches an adapter."""
     kind = source_kind(adapter)
     if kind == "url":
-        raise refused_path(adapter, "must be a folder, an id of the Hugging Face Hub or s3:// for Dynamo")
+        raise k8s.refused_path(adapter, "must be a folder, an id of the Hugging Face Hub or s3:// for Dynamo")
     if kind == "hub":
         return f"hf://{adapter.path}"
-    return adapter.path or "" if kind == "s3" else f"file://{adapter_path(adapter)}"
+    return adapter.path or "" if kind == "s3" else f"file://{k8s.adapter_path(adapter)}"
+
+
+EXPORTER: Final = Exporter(
+    dynamo_files,
+    frozenset({"dynamo.yaml", PLAN}),
+    serves=True,
+    settings=(k8s.NAMESPACE, IMAGE, k8s.GPU_LABEL, k8s.CLAIM),
+    losses=dynamo_losses,
+    notes=k8s.folder_notes,
+)

@@ -7,26 +7,20 @@ from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Final
 
-from capplan.deploy._aibrix import AIBRIX_NAMES, AIBRIX_SETTINGS, aibrix_files, aibrix_losses
-from capplan.deploy._compose import COMPOSE_NAMES, COMPOSE_SETTINGS, compose_files, compose_notes
-from capplan.deploy._dynamo import DYNAMO_NAMES, DYNAMO_SETTINGS, dynamo_files, dynamo_losses
-from capplan.deploy._gateway import gateway_losses
-from capplan.deploy._kserve import KSERVE_NAMES, KSERVE_SETTINGS, kserve_files, kserve_losses
-from capplan.deploy._kthena import KTHENA_NAMES, KTHENA_SETTINGS, kthena_files, kthena_losses
-from capplan.deploy._kubernetes import claim_notes
-from capplan.deploy._launch import TOP_NAMES, download_notes
-from capplan.deploy._llm_d import LLM_D_NAMES, LLM_D_SETTINGS, llm_d_files, llm_d_losses
-from capplan.deploy._manifests import MANIFEST_NAMES, MANIFEST_SETTINGS, manifest_files
-from capplan.deploy._production_stack import (
-    PRODUCTION_STACK_NAMES,
-    PRODUCTION_STACK_SETTINGS,
-    production_stack_files,
-    production_stack_losses,
+from capplan.deploy import (
+    _aibrix,
+    _compose,
+    _dynamo,
+    _kserve,
+    _kthena,
+    _llm_d,
+    _manifests,
+    _production_stack,
+    _ray,
+    _sglang,
+    _vllm,
 )
-from capplan.deploy._ray import RAY_NAMES, RAY_SETTINGS, ray_files, ray_losses, ray_notes
-from capplan.deploy._sglang import sglang_files, sglang_losses
 from capplan.deploy._target import Exporter
-from capplan.deploy._vllm import vllm_files
 from capplan.errors import InputError
 from capplan.spec import Plan
 
@@ -35,91 +29,17 @@ DEFAULT_PORT: Final = 8000
 
 EXPORTERS: Final[Mapping[str, Exporter]] = MappingProxyType(
     {
-        "vllm": Exporter(
-            vllm_files, TOP_NAMES, serves=True, options=("port", "runtime_updates"), notes=download_notes
-        ),
-        "sglang": Exporter(
-            sglang_files,
-            TOP_NAMES,
-            serves=True,
-            options=("port",),
-            losses=sglang_losses,
-            notes=download_notes,
-        ),
-        "compose": Exporter(
-            compose_files,
-            COMPOSE_NAMES,
-            serves=True,
-            options=("port",),
-            settings=COMPOSE_SETTINGS,
-            losses=gateway_losses,
-            notes=compose_notes,
-        ),
-        "kubernetes": Exporter(
-            manifest_files,
-            MANIFEST_NAMES,
-            serves=True,
-            options=("port",),
-            settings=MANIFEST_SETTINGS,
-            losses=gateway_losses,
-            notes=claim_notes,
-        ),
-        "kthena": Exporter(
-            kthena_files,
-            KTHENA_NAMES,
-            serves=True,
-            settings=KTHENA_SETTINGS,
-            losses=kthena_losses,
-            notes=claim_notes,
-        ),
-        "kserve": Exporter(
-            kserve_files,
-            KSERVE_NAMES,
-            serves=True,
-            settings=KSERVE_SETTINGS,
-            losses=kserve_losses,
-            notes=claim_notes,
-        ),
-        "aibrix": Exporter(
-            aibrix_files,
-            AIBRIX_NAMES,
-            serves=True,
-            settings=AIBRIX_SETTINGS,
-            losses=aibrix_losses,
-            notes=claim_notes,
-        ),
-        "production-stack": Exporter(
-            production_stack_files,
-            PRODUCTION_STACK_NAMES,
-            serves=True,
-            settings=PRODUCTION_STACK_SETTINGS,
-            losses=production_stack_losses,
-            notes=claim_notes,
-        ),
-        "llm-d": Exporter(
-            llm_d_files,
-            LLM_D_NAMES,
-            serves=True,
-            settings=LLM_D_SETTINGS,
-            losses=llm_d_losses,
-            notes=claim_notes,
-        ),
-        "dynamo": Exporter(
-            dynamo_files,
-            DYNAMO_NAMES,
-            serves=True,
-            settings=DYNAMO_SETTINGS,
-            losses=dynamo_losses,
-            notes=claim_notes,
-        ),
-        "ray": Exporter(
-            ray_files,
-            RAY_NAMES,
-            serves=True,
-            settings=RAY_SETTINGS,
-            losses=ray_losses,
-            notes=ray_notes,
-        ),
+        "vllm": _vllm.EXPORTER,
+        "sglang": _sglang.EXPORTER,
+        "compose": _compose.EXPORTER,
+        "kubernetes": _manifests.EXPORTER,
+        "kthena": _kthena.EXPORTER,
+        "kserve": _kserve.EXPORTER,
+        "aibrix": _aibrix.EXPORTER,
+        "production-stack": _production_stack.EXPORTER,
+        "llm-d": _llm_d.EXPORTER,
+        "dynamo": _dynamo.EXPORTER,
+        "ray": _ray.EXPORTER,
     }
 )
 """Exporters by target."""

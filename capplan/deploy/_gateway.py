@@ -7,7 +7,7 @@ reads the model. Names of models are in a table of JSON in the script, never in 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -48,28 +48,18 @@ def gateway_files(
 ) -> dict[str, str]:
     """Return the files of the gateway, text by name.
 
-    Parameters
-    ----------
-    plan
-        The plan.
-    addresses
-        ``host:port`` of the servers of each group: one for every replica, or one name for all of them.
-    port
-        Port on which the gateway listens.
-    resolver
-        Directive of nginx with the DNS server that follows the addresses of names; None: addresses stay as
-        they are when nginx starts.
-
-    Raises
-    ------
-    InputError
-        If the port is not from 1 to 65535.
+    `addresses` has ``host:port`` of the servers of each group: one for every replica, or one name for all of
+    them. `resolver` is the directive of nginx with the DNS server that follows the addresses of names; None:
+    addresses stay as they are when nginx starts.
     """
     if not 1 <= port <= LAST_PORT:
         raise InputError(f"must be from 1 to {LAST_PORT}", port, "port")
     upstreams, models = _routes(plan, addresses)
+    comment = "".join(f"# Differs from the plan: {loss.text}.\n" for loss in gateway_losses(plan))
+    blocks = "\n".join(_upstream(each, resolves=resolver is not None) for each in upstreams)
+    directive = "" if resolver is None else f"\n    {resolver}"
     return {
-        CONFIG: _comment(plan) + _config(upstreams, port, resolver),
+        CONFIG: comment + _CONFIG.format(port=port, upstreams=blocks, resolver=directive, **_ERRORS),
         SCRIPT: f"const MODELS = {json.dumps(models, indent=4)};\n{_SCRIPT}",
     }
 
@@ -152,32 +142,14 @@ def weights_of(parts: Sequence[tuple[float, int]]) -> list[int]:
     return weights
 
 
-def _comment(plan: Plan) -> str:
-    return "".join(f"# Differs from the plan: {loss.text}.\n" for loss in gateway_losses(plan))
-
-
-def _config(upstreams: Iterable[Upstream], port: int, resolver: str | None) -> str:
-    blocks = "\n".join(_upstream(each, resolves=resolver is not None) for each in upstreams)
-    directive = "" if resolver is None else f"\n    {resolver}"
-    return _CONFIG.format(port=port, upstreams=blocks, resolver=directive, **_ERRORS)
-
-
 def _upstream(upstream: Upstream, *, resolves: bool) -> str:
     """Return a block of the configuration; by its zone all worker processes share the turns."""
     size_kib = 64 + upstream.replicas
-    return "\n".join(
-        [
-            f"    upstream {upstream.name} {{",
-            f"        zone {upstream.name} {size_kib}k;",
-            *(f"        server {each};" for each in _servers(upstream, resolves=resolves)),
-            "    }",
-        ]
-    )
-
-
-def _servers(upstream: Upstream, *, resolves: bool) -> Iterator[str]:
+    follows = " resolve" if resolves else ""
+    lines = [f"    upstream {upstream.name} {{", f"        zone {upstream.name} {size_kib}k;"]
     for address, weight in upstream.servers:
-        yield f"{address} weight={weight} max_fails=1 fail_timeout=10s{' resolve' if resolves else ''}"
+        lines.append(f"        server {address} weight={weight} max_fails=1 fail_timeout=10s{follows};")
+    return "\n".join([*lines, "    }"])
 
 
 def _error(message: str, kind: str, code: str) -> str:

@@ -8,31 +8,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final
 
-from capplan.deploy._kubernetes import (
-    CLAIM,
-    GPU_LABEL,
-    IMAGE,
-    NAMESPACE,
-    header_of,
-    image_of,
-    metadata,
-    node_selector,
-    object_names,
-    refused_name,
-    refused_path,
-    routing_losses,
-    top_comment,
-    variables,
-    yaml_documents,
-)
+from capplan.deploy import _kubernetes as k8s
 from capplan.deploy._servers import engine_flags, require_servable, source_kind
-from capplan.deploy._target import PLAN, Loss
+from capplan.deploy._target import PLAN, Exporter, Loss
 from capplan.spec import Group, Plan, PlanAdapter
-
-KSERVE_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM)
-KSERVE_NAMES: Final = frozenset({"kserve.yaml", PLAN})
 
 _MAXIMA: Final = {
     "--max-lora-rank": "maxRank",
@@ -51,33 +33,25 @@ _WITHIN: Final = Loss(
     "inference-gateway",
 )
 
-
-def kserve_losses(plan: Plan) -> tuple[Loss, ...]:
-    """Return what KServe does not do as the plan says."""
-    return routing_losses(plan, between=_BETWEEN, within=_WITHIN)
+_losses: Final = partial(k8s.routing_losses, between=_BETWEEN, within=_WITHIN)
 
 
 def kserve_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the manifests, and the plan.
-
-    Raises
-    ------
-    InputError
-        If vLLM cannot serve the plan, or KServe does not fetch an adapter or allow its name.
-    """
+    """Return the manifests, and the plan."""
     require_servable(plan)
-    names = object_names(plan)
+    names = k8s.object_names(plan)
     documents = [
-        (header_of(plan, group), _service(plan, group, names[group.id], settings)) for group in plan.groups
+        (k8s.header_of(plan, group), _service(plan, group, names[group.id], settings))
+        for group in plan.groups
     ]
     top = [
-        *top_comment(plan, kserve_losses(plan)),
+        *k8s.top_comment(plan, _losses(plan)),
         "Probes are those of KServe's template. A gated base model needs a token of the storage initializer.",
         "runAsNonRoot: the template's true would refuse the image of vLLM, which runs as root.",
         "KServe registers each adapter under a second name, too. Both take a place of maxCpuAdapters at the "
         "start, so the first request of some adapters loads them again.",
     ]
-    return {"kserve.yaml": yaml_documents(documents, top), PLAN: plan.to_json()}
+    return {"kserve.yaml": k8s.yaml_documents(documents, top), PLAN: plan.to_json()}
 
 
 def _service(plan: Plan, group: Group, name: str, settings: Mapping[str, str]) -> dict[str, Any]:
@@ -89,8 +63,8 @@ def _service(plan: Plan, group: Group, name: str, settings: Mapping[str, str]) -
     arguments = shlex.join(word for flag in flags for word in flag.words)  # its template evaluates them
     container = {
         "name": "main",
-        "image": image_of(plan, group, settings),
-        "env": variables({"VLLM_ADDITIONAL_ARGS": arguments}),
+        "image": k8s.image_of(plan, group, settings),
+        "env": k8s.variables({"VLLM_ADDITIONAL_ARGS": arguments}),
         "resources": {"limits": {"nvidia.com/gpu": str(group.tp)}},
         # The image of vLLM runs as root, which KServe's template forbids.
         "securityContext": {"runAsNonRoot": False},
@@ -98,12 +72,12 @@ def _service(plan: Plan, group: Group, name: str, settings: Mapping[str, str]) -
     return {
         "apiVersion": "serving.kserve.io/v1alpha2",
         "kind": "LLMInferenceService",
-        "metadata": metadata(name, settings),
+        "metadata": k8s.metadata(name, settings),
         "spec": {
             "model": model,
             "replicas": group.replicas,
             "parallelism": {"tensor": group.tp},
-            "template": {**node_selector(plan, group, settings), "containers": [container]},
+            "template": {**k8s.node_selector(plan, group, settings), "containers": [container]},
             "router": {"route": {}, "gateway": {}, "scheduler": {}},
         },
     }
@@ -123,13 +97,13 @@ def _lora(plan: Plan, group: Group, settings: Mapping[str, str]) -> dict[str, An
 def _require_name(plan: Plan, adapter: PlanAdapter, folders: set[str]) -> None:
     """Check the name of an adapter, and add its folder in the pods to those of its group."""
     if "'" in adapter.name or "$(" in adapter.name:
-        raise refused_name(adapter.name, "must be without ' and $(: KServe passes it to a shell in a pod")
+        raise k8s.refused_name(adapter.name, "must be without ' and $(: KServe passes it to a shell in a pod")
     if adapter.name == plan.base_model:
-        raise refused_name(adapter.name, "must differ from that of the base model")
+        raise k8s.refused_name(adapter.name, "must differ from that of the base model")
     folder = re.sub(r"[^a-zA-Z0-9._-]", "-", adapter.name)
     if folder in folders:
         rule = f"must differ in more than special characters: KServe mounts two adapters as {folder}"
-        raise refused_name(adapter.name, rule)
+        raise k8s.refused_name(adapter.name, rule)
     folders.add(folder)
 
 
@@ -141,8 +115,18 @@ def _uri(adapter: PlanAdapter, settings: Mapping[str, str]) -> str:
     if kind == "s3":
         return adapter.path or ""
     if kind == "url":
-        raise refused_path(adapter, "must be a folder, an id of the Hugging Face Hub or s3:// for KServe")
+        raise k8s.refused_path(adapter, "must be a folder, an id of the Hugging Face Hub or s3:// for KServe")
     if not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", adapter.name):
         rule = "must be of lower-case letters, digits and -: KServe names the volume of the folder by it"
-        raise refused_name(adapter.name, rule)
-    return f"pvc://{settings[CLAIM.name]}/{adapter.name}"
+        raise k8s.refused_name(adapter.name, rule)
+    return f"pvc://{settings[k8s.CLAIM.name]}/{adapter.name}"
+
+
+EXPORTER: Final = Exporter(
+    kserve_files,
+    frozenset({"kserve.yaml", PLAN}),
+    serves=True,
+    settings=k8s.ENGINE_SETTINGS,
+    losses=_losses,
+    notes=k8s.folder_notes,
+)

@@ -6,35 +6,14 @@ Checked against volcano-sh/kthena 3cc0572.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, Final
 
-from capplan.deploy._kubernetes import (
-    CLAIM,
-    FETCH_IMAGE,
-    GPU_LABEL,
-    GROUP_LABEL,
-    IMAGE,
-    MODEL_CLAIM,
-    NAMESPACE,
-    PORT,
-    deployment,
-    dns_label,
-    header_of,
-    metadata,
-    object_names,
-    parts_of,
-    routing_losses,
-    splits_of,
-    top_comment,
-    yaml_documents,
-)
+from capplan.deploy import _kubernetes as k8s
 from capplan.deploy._servers import require_servable, unused_name
-from capplan.deploy._target import PLAN, Loss
+from capplan.deploy._target import PLAN, Exporter, Loss
 from capplan.errors import InputError
 from capplan.spec import Plan
-
-KTHENA_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM, MODEL_CLAIM, FETCH_IMAGE)
-KTHENA_NAMES: Final = frozenset({"kthena.yaml", PLAN})
 
 _API: Final = "networking.serving.volcano.sh/v1alpha1"
 _WHOLE: Final = 100
@@ -48,43 +27,33 @@ _BETWEEN: Final = Loss(
 )
 _WITHIN: Final = Loss("the router picks the replica of a group by its load", "least-loaded")
 
-
-def kthena_losses(plan: Plan) -> tuple[Loss, ...]:
-    """Return what kthena does not do as the plan says."""
-    return routing_losses(plan, between=_BETWEEN, within=_WITHIN)
+_losses: Final = partial(k8s.routing_losses, between=_BETWEEN, within=_WITHIN)
 
 
 def kthena_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the manifests, and the plan.
-
-    Raises
-    ------
-    InputError
-        If vLLM cannot serve the plan, no pod fetches an adapter, or an adapter is on more groups than a
-        ModelRoute has targets.
-    """
+    """Return the manifests, and the plan."""
     require_servable(plan)
-    names = object_names(plan)
+    names = k8s.object_names(plan)
     documents: list[tuple[list[str], dict[str, Any]]] = []
     for group in plan.groups:
         name = names[group.id]
-        documents.append((header_of(plan, group), deployment(plan, group, name, settings)))
+        documents.append((k8s.header_of(plan, group), k8s.deployment(plan, group, name, settings)))
         documents.append(([], _model_server(name, settings)))
     documents += [([], route) for route in _routes(plan, names, settings)]
-    top = top_comment(plan, kthena_losses(plan))
-    return {"kthena.yaml": yaml_documents(documents, top), PLAN: plan.to_json()}
+    top = k8s.top_comment(plan, _losses(plan))
+    return {"kthena.yaml": k8s.yaml_documents(documents, top), PLAN: plan.to_json()}
 
 
 def _model_server(name: str, settings: Mapping[str, str]) -> dict[str, Any]:
     return {
         "apiVersion": _API,
         "kind": "ModelServer",
-        "metadata": metadata(name, settings),
+        "metadata": k8s.metadata(name, settings),
         # Without `model`, which would replace the adapter's name in requests.
         "spec": {
             "inferenceEngine": "vLLM",
-            "workloadSelector": {"matchLabels": {GROUP_LABEL: name}},
-            "workloadPort": {"port": PORT},
+            "workloadSelector": {"matchLabels": {k8s.GROUP_LABEL: name}},
+            "workloadPort": {"port": k8s.PORT},
         },
     }
 
@@ -92,24 +61,34 @@ def _model_server(name: str, settings: Mapping[str, str]) -> dict[str, Any]:
 def _routes(plan: Plan, names: Mapping[str, str], settings: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     """Yield the ModelRoutes: models with the same shares go together."""
     taken: set[str] = set()
-    for split, models in splits_of(plan, _WHOLE).items():
+    for split, models in k8s.splits_of(plan, _WHOLE).items():
         if len(split) > _MOST_TARGETS:
             rule = f"must be on at most {_MOST_TARGETS} groups, the targets of a ModelRoute"
             raise InputError(rule, len(split), f"plan: adapter {models[0]}")
         targets = [{"modelServerName": names[group], "weight": weight} for group, weight in split]
         adapters = [name for name in models if name != plan.base_model]
         matches: list[dict[str, Any]] = [
-            {"loraAdapters": part} for part in parts_of(adapters, _MOST_ADAPTERS)
+            {"loraAdapters": part} for part in k8s.parts_of(adapters, _MOST_ADAPTERS)
         ]
         if plan.base_model in models:
             matches.append({"modelName": plan.base_model})
-        stem = names[split[0][0]] if len(split) == 1 else dns_label(models[0])
+        stem = names[split[0][0]] if len(split) == 1 else k8s.dns_label(models[0])
         for match in matches:
             name = unused_name(stem, taken, "-")
             rule_name = "shares" if len(split) > 1 else "group"
             yield {
                 "apiVersion": _API,
                 "kind": "ModelRoute",
-                "metadata": metadata(name, settings),
+                "metadata": k8s.metadata(name, settings),
                 "spec": {**match, "rules": [{"name": rule_name, "targetModels": targets}]},
             }
+
+
+EXPORTER: Final = Exporter(
+    kthena_files,
+    frozenset({"kthena.yaml", PLAN}),
+    serves=True,
+    settings=k8s.POD_SETTINGS,
+    losses=_losses,
+    notes=k8s.folder_notes,
+)

@@ -11,6 +11,7 @@ from capplan.deploy._servers import (
     engine_flags,
     lora_module,
     notes_of,
+    one_line,
     require_flags,
     source_kind,
     unused_name,
@@ -49,6 +50,10 @@ GPU_LABEL: Final = Setting(
     "label of nodes with the name of their GPUs, by which pods choose nodes; by default "
     "nvidia.com/gpu.product where a plan has several kinds of GPUs, and none else",
 )
+
+ENGINE_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM)
+POD_SETTINGS: Final = (*ENGINE_SETTINGS, MODEL_CLAIM, FETCH_IMAGE)
+"""Settings of `deployment`."""
 
 HF_SECRET: Final = {"name": "hf-token", "key": "token"}
 """Secret with the token of the Hugging Face Hub, and its key."""
@@ -113,13 +118,7 @@ def image_of(plan: Plan, group: Group, settings: Mapping[str, str]) -> str:
 
 
 def adapter_path(adapter: PlanAdapter) -> str:
-    """Return the path, or the id of the Hugging Face Hub, from which a pod loads an adapter.
-
-    Raises
-    ------
-    InputError
-        For an address that no pod fetches.
-    """
+    """Return the path, or the id of the Hugging Face Hub, from which a pod loads an adapter."""
     kind = source_kind(adapter)
     if kind == "url":
         rule = "must be a folder, an id of the Hugging Face Hub or s3://, from which a pod fetches it"
@@ -145,34 +144,16 @@ def literal(arguments: Iterable[str]) -> list[str]:
     return [word.replace("$(", "$$(") for word in arguments]
 
 
-def pod_spec(
-    plan: Plan,
-    group: Group,
-    settings: Mapping[str, str],
-    *,
-    with_adapters: bool = True,
-    env: Mapping[str, str] | None = None,
+def _pod_spec(
+    plan: Plan, group: Group, settings: Mapping[str, str], env: Mapping[str, str], *, with_adapters: bool
 ) -> dict[str, Any]:
-    """Return the ``spec`` of a pod that runs one server of a group.
-
-    Parameters
-    ----------
-    settings
-        Values of `IMAGE`, `CLAIM`, `MODEL_CLAIM`, `FETCH_IMAGE` and `GPU_LABEL`.
-    with_adapters
-        Whether the server starts with its adapters, or the target loads them later from the same paths.
-    env
-        Variables of the environment.
-    """
+    """Return the ``spec`` of a pod that runs one server of a group."""
     container: dict[str, Any] = {
         "name": "vllm",
         "image": image_of(plan, group, settings),
         "command": ["vllm", "serve"],
         "args": literal(serve_arguments(plan, group, with_adapters=with_adapters)),
-        "env": [
-            HF_TOKEN,
-            *variables(env or {}),
-        ],
+        "env": [HF_TOKEN, *variables(env)],
         "ports": [{"name": "http", "containerPort": PORT}],
         "resources": {"limits": {"nvidia.com/gpu": group.tp}},
         # Loading weights and capturing graphs takes minutes; the pod gets traffic when it answers.
@@ -253,20 +234,12 @@ def deployment(
     with_adapters: bool = True,
     env: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Return the Deployment of a group, a pod per replica.
+    """Return the Deployment of a group, a pod per replica, with a name of `object_names`.
 
-    Parameters
-    ----------
-    name
-        Name of the group's objects, from `object_names`.
-    settings
-        Values of `NAMESPACE` and those of `pod_spec`.
-    labels
-        Further labels of the Deployment and its pods.
-    with_adapters, env
-        As in `pod_spec`.
+    `labels` are further ones of the Deployment and its pods, and `env` variables of their environment.
+    Servers start `with_adapters`, or the target loads them later from the same paths.
     """
-    pod = pod_spec(plan, group, settings, with_adapters=with_adapters, env=env)
+    pod = _pod_spec(plan, group, settings, env or {}, with_adapters=with_adapters)
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -281,7 +254,7 @@ def deployment(
 
 
 def service(
-    name: str, settings: Mapping[str, str], selector: Mapping[str, str] | None = None
+    name: str, settings: Mapping[str, str], selector: Mapping[str, str] | None = None, port: int = PORT
 ) -> dict[str, Any]:
     """Return a Service of pods, by default of those of the group whose objects have the name."""
     return {
@@ -290,19 +263,13 @@ def service(
         "metadata": metadata(name, settings),
         "spec": {
             "selector": dict(selector or {GROUP_LABEL: name}),
-            "ports": [{"name": "http", "port": PORT, "targetPort": "http"}],
+            "ports": [{"name": "http", "port": port, "targetPort": "http"}],
         },
     }
 
 
 def metadata(name: str, settings: Mapping[str, str]) -> dict[str, Any]:
-    """Return the ``metadata`` of an object in the namespace of the settings.
-
-    Raises
-    ------
-    InputError
-        If the namespace is no DNS label.
-    """
+    """Return the ``metadata`` of an object in the namespace of the settings."""
     namespace = settings[NAMESPACE.name]
     if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", namespace):
         raise InputError("must be a DNS label", namespace, f"set: {NAMESPACE.name}")
@@ -341,12 +308,8 @@ def parts_of(names: Sequence[str], most: int) -> Iterator[Sequence[str]]:
 def routing_losses(plan: Plan, *, between: Loss, within: Loss) -> tuple[Loss, ...]:
     """Return the losses of a target's router that concern a plan, unless its router is the plan's.
 
-    Parameters
-    ----------
-    between
-        Loss if a model is served by several groups.
-    within
-        Loss if a group has several replicas.
+    `between` is the loss if a model is served by several groups, `within` that if a group has several
+    replicas.
     """
     shared = any(len(split) > 1 for split in splits_of(plan, 1))
     replicated = any(group.replicas > 1 for group in plan.groups)
@@ -381,14 +344,13 @@ def header_of(plan: Plan, group: Group) -> list[str]:
     ]
 
 
-def claim_notes(plan: Plan) -> tuple[str, ...]:
-    """Return a line on the folders that the claim of adapters must hold."""
-    return folder_notes(plan, "the PersistentVolumeClaim")
-
-
-def folder_notes(plan: Plan, place: str) -> tuple[str, ...]:
+def folder_notes(plan: Plan, place: str = "the PersistentVolumeClaim") -> tuple[str, ...]:
     """Return a line on the folders of adapters that a place must hold; none without any."""
-    folders = [each for each in plan.adapters.values() if source_kind(each) in FOLDERS]
+    return notes_on(place, [each for each in plan.adapters.values() if source_kind(each) in FOLDERS])
+
+
+def notes_on(place: str, folders: Sequence[PlanAdapter]) -> tuple[str, ...]:
+    """Return a line on the adapters of which a place must hold folders; none without any."""
     if not folders:
         return ()
     first = folders[0]
@@ -407,9 +369,4 @@ def yaml_documents(
 
 
 def _comment(lines: Iterable[str]) -> str:
-    return "".join(f"# {_one_line(line)}\n" for line in lines)
-
-
-def _one_line(text: str) -> str:
-    """Return text without line breaks and other control characters, which would end a comment."""
-    return "".join(char if char.isprintable() else " " for char in text)
+    return "".join(f"# {one_line(line)}\n" for line in lines)

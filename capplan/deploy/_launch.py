@@ -13,6 +13,7 @@ from capplan.deploy._servers import (
     file_stem,
     first_ports,
     in_comment,
+    one_line,
     shares_of,
     source_kind,
     unused_name,
@@ -47,25 +48,8 @@ class Server:
 def launch_files(plan: Plan, port: int, script_of: Callable[[Server, str], str]) -> dict[str, str]:
     """Return one script per server, the routing table, and the plan that their digest is of.
 
-    Parameters
-    ----------
-    plan
-        The plan.
-    port
-        Port of the first server; ports ascend, so that one host can run all.
-    script_of
-        Function of a server and the digest of the plan that returns its script.
-
-    Returns
-    -------
-    dict of str to str
-        Text by path: ``launch/GROUP.sh`` (``launch/GROUP-REPLICA.sh`` with replicas), ``routing.json`` and
-        ``plan.json``.
-
-    Raises
-    ------
-    InputError
-        If a port exceeds 1..65535.
+    Ports ascend from `port`, so that one host can run all; `script_of` makes the script of a server from the
+    digest: ``launch/GROUP.sh``, or ``launch/GROUP-REPLICA.sh`` with replicas.
     """
     text = plan.to_json()
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -85,13 +69,8 @@ def _servers_of(plan: Plan, first_port: int) -> tuple[Server, ...]:
 
 def shell_script(comment: Iterable[str], setup: Iterable[str], command: Iterable[str]) -> str:
     """Return a script: a comment, commands, and the words of the last one, a line each."""
-    lines = ["#!/bin/sh", *(f"# {_one_line(line)}" for line in comment), "set -eu", *setup]
+    lines = ["#!/bin/sh", *(f"# {one_line(line)}" for line in comment), "set -eu", *setup]
     return "\n".join([*lines, " \\\n  ".join(command), ""])
-
-
-def _one_line(text: str) -> str:
-    """Return text without line breaks and other control characters, which would end a comment."""
-    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def header_of(plan: Plan, server: Server, digest: str, program: str) -> Iterator[str]:

@@ -8,33 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from capplan.deploy._kubernetes import (
-    CLAIM,
-    FETCH_IMAGE,
-    GPU_LABEL,
-    GROUP_LABEL,
-    IMAGE,
-    MODEL_CLAIM,
-    NAMESPACE,
-    PORT,
-    deployment,
-    dns_label,
-    header_of,
-    metadata,
-    object_names,
-    parts_of,
-    routing_losses,
-    splits_of,
-    top_comment,
-    yaml_documents,
-)
+from capplan.deploy import _kubernetes as k8s
 from capplan.deploy._servers import require_servable, unused_name
-from capplan.deploy._target import PLAN, Loss, Setting
+from capplan.deploy._target import PLAN, Exporter, Loss, Setting
 from capplan.spec import Group, Plan, Queues
 
 GATEWAY: Final = Setting("gateway", "inference-gateway", "Gateway that the routes belong to")
-LLM_D_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM, MODEL_CLAIM, FETCH_IMAGE, GATEWAY)
-LLM_D_NAMES: Final = frozenset({"llm-d.yaml", "endpoint-picker", PLAN})
 
 _POOL_GROUP: Final = "inference.networking.k8s.io"
 _LONGEST_NAME: Final = 40
@@ -60,37 +39,31 @@ def llm_d_losses(plan: Plan) -> tuple[Loss, ...]:
     """Return what llm-d does not do as the plan says."""
     queued = any(group.queues is not None for group in plan.groups)
     return (
-        *routing_losses(plan, between=_BETWEEN, within=_WITHIN),
+        *k8s.routing_losses(plan, between=_BETWEEN, within=_WITHIN),
         *([_QUEUES] if queued else []),
     )
 
 
 def llm_d_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the manifests, the configuration of each group's endpoint picker, and the plan.
-
-    Raises
-    ------
-    InputError
-        If vLLM cannot serve the plan, or no pod fetches an adapter.
-    """
+    """Return the manifests, the configuration of each group's endpoint picker, and the plan."""
     require_servable(plan)
-    names = object_names(plan, _LONGEST_NAME)
+    names = k8s.object_names(plan, _LONGEST_NAME)
     files = {}
     documents: list[tuple[list[str], dict[str, Any]]] = []
     for group in plan.groups:
         name = names[group.id]
-        documents.append((header_of(plan, group), deployment(plan, group, name, settings)))
+        documents.append((k8s.header_of(plan, group), k8s.deployment(plan, group, name, settings)))
         documents.append(([], _pool(name, settings)))
         if group.queues is not None:
             documents += _objectives(group.queues, name, settings)
         comment = [f"Endpoint picker of group {group.id}: Service {_picker_of(name)}, port {_PICKER_PORT}."]
-        files[f"endpoint-picker/{name}.yaml"] = yaml_documents([(comment, _picker_config(group))])
+        files[f"endpoint-picker/{name}.yaml"] = k8s.yaml_documents([(comment, _picker_config(group))])
     documents += [([], route) for route in _routes(plan, names, settings)]
     top = [
-        *top_comment(plan, llm_d_losses(plan)),
+        *k8s.top_comment(plan, llm_d_losses(plan)),
         f"The gateway must copy the model of a request into the header {_MODEL_HEADER} (body-based routing).",
     ]
-    return {"llm-d.yaml": yaml_documents(documents, top), **files, PLAN: plan.to_json()}
+    return {"llm-d.yaml": k8s.yaml_documents(documents, top), **files, PLAN: plan.to_json()}
 
 
 def _picker_of(name: str) -> str:
@@ -101,10 +74,10 @@ def _pool(name: str, settings: Mapping[str, str]) -> dict[str, Any]:
     return {
         "apiVersion": f"{_POOL_GROUP}/v1",
         "kind": "InferencePool",
-        "metadata": metadata(name, settings),
+        "metadata": k8s.metadata(name, settings),
         "spec": {
-            "selector": {"matchLabels": {GROUP_LABEL: name}},
-            "targetPorts": [{"number": PORT}],
+            "selector": {"matchLabels": {k8s.GROUP_LABEL: name}},
+            "targetPorts": [{"number": k8s.PORT}],
             "endpointPickerRef": {
                 "name": _picker_of(name),
                 "port": {"number": _PICKER_PORT},
@@ -131,7 +104,7 @@ def _objectives(
         document = {
             "apiVersion": "llm-d.ai/v1alpha2",
             "kind": "InferenceObjective",
-            "metadata": metadata(f"{name}-queue-{number}", settings),
+            "metadata": k8s.metadata(f"{name}-queue-{number}", settings),
             "spec": {"poolRef": pool, "priority": priority},
         }
         yield [f"Queue {number}: {below}."], document
@@ -158,17 +131,17 @@ def _picker_config(group: Group) -> dict[str, Any]:
 def _routes(plan: Plan, names: Mapping[str, str], settings: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     """Yield HTTPRoutes from models to the pools of their groups, with their shares as weights."""
     taken: set[str] = set()
-    for split, models in splits_of(plan, _WHOLE).items():
+    for split, models in k8s.splits_of(plan, _WHOLE).items():
         targets = [
             {"group": _POOL_GROUP, "kind": "InferencePool", "name": names[group], "weight": weight}
             for group, weight in split
         ]
-        stem = names[split[0][0]] if len(split) == 1 else dns_label(models[0])
-        for part in parts_of(models, _MOST_MATCHES):
+        stem = names[split[0][0]] if len(split) == 1 else k8s.dns_label(models[0])
+        for part in k8s.parts_of(models, _MOST_MATCHES):
             yield {
                 "apiVersion": "gateway.networking.k8s.io/v1",
                 "kind": "HTTPRoute",
-                "metadata": metadata(unused_name(stem, taken, "-"), settings),
+                "metadata": k8s.metadata(unused_name(stem, taken, "-"), settings),
                 "spec": {
                     "parentRefs": [{"name": settings[GATEWAY.name]}],
                     "rules": [{"matches": [_match(model) for model in part], "backendRefs": targets}],
@@ -178,3 +151,13 @@ def _routes(plan: Plan, names: Mapping[str, str], settings: Mapping[str, str]) -
 
 def _match(model: str) -> dict[str, Any]:
     return {"headers": [{"type": "Exact", "name": _MODEL_HEADER, "value": model}]}
+
+
+EXPORTER: Final = Exporter(
+    llm_d_files,
+    frozenset({"llm-d.yaml", "endpoint-picker", PLAN}),
+    serves=True,
+    settings=(*k8s.POD_SETTINGS, GATEWAY),
+    losses=llm_d_losses,
+    notes=k8s.folder_notes,
+)

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, TypeAlias
 
+from capplan.deploy import _kubernetes as k8s
 from capplan.deploy._gateway import (
     COMMAND,
     FOLDER,
@@ -15,31 +16,12 @@ from capplan.deploy._gateway import (
     gateway_files,
     gateway_losses,
 )
-from capplan.deploy._kubernetes import (
-    CLAIM,
-    FETCH_IMAGE,
-    GPU_LABEL,
-    IMAGE,
-    MODEL_CLAIM,
-    NAMESPACE,
-    PORT,
-    deployment,
-    header_of,
-    metadata,
-    object_names,
-    service,
-    top_comment,
-    yaml_documents,
-)
 from capplan.deploy._servers import require_servable, unused_name
-from capplan.deploy._target import PLAN
+from capplan.deploy._target import PLAN, Exporter
 from capplan.errors import InputError
 from capplan.spec import Group, Plan
 
-MANIFEST_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM, MODEL_CLAIM, FETCH_IMAGE, GATEWAY_IMAGE)
-
 MANIFESTS: Final = "manifests.yaml"
-MANIFEST_NAMES: Final = frozenset({MANIFESTS, PLAN})
 
 _LABEL: Final = "app.kubernetes.io/name"
 _TEMPLATE: Final = "resolver.conf.template"
@@ -55,39 +37,25 @@ Document: TypeAlias = tuple[list[str], dict[str, Any]]
 
 
 def manifest_files(plan: Plan, *, port: int, settings: Mapping[str, str]) -> dict[str, str]:
-    """Return ``manifests.yaml`` and the plan.
-
-    Parameters
-    ----------
-    port
-        Port of the gateway.
-    settings
-        Values of `MANIFEST_SETTINGS`.
-
-    Raises
-    ------
-    InputError
-        If the port is out of range, the namespace is no DNS label, vLLM cannot serve the plan, an adapter is
-        at a URL outside S3, or there are more adapters than a ConfigMap can list.
-    """
+    """Return ``manifests.yaml``, with the gateway on a port, and the plan."""
     require_servable(plan)
-    names = object_names(plan)
+    names = k8s.object_names(plan)
     gateway = unused_name("gateway", set(names.values()), "-")
     config = _gateway_config(plan, names, port, settings)
     groups = [each for group in plan.groups for each in _group(plan, group, names[group.id], settings)]
     texts = [
         _config_map(plan, gateway, config, settings),
-        yaml_documents(_gateway(gateway, config, port, settings)),
-        yaml_documents(groups),
+        k8s.yaml_documents(_gateway(gateway, config, port, settings)),
+        k8s.yaml_documents(groups),
     ]
     return {MANIFESTS: "---\n".join(texts), PLAN: plan.to_json()}
 
 
 def _group(plan: Plan, group: Group, name: str, settings: Mapping[str, str]) -> Iterator[Document]:
-    made = deployment(plan, group, name, settings)
+    made = k8s.deployment(plan, group, name, settings)
     made["spec"]["progressDeadlineSeconds"] = _STARTUP_S + 600
-    yield header_of(plan, group), made
-    headless = service(name, settings)
+    yield k8s.header_of(plan, group), made
+    headless = k8s.service(name, settings)
     headless["spec"]["clusterIP"] = "None"
     yield [f"Addresses of the pods of group {group.id}; the gateway balances them."], headless
 
@@ -96,8 +64,8 @@ def _gateway_config(
     plan: Plan, names: Mapping[str, str], port: int, settings: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the files of the gateway, text by name."""
-    domain = f"{settings[NAMESPACE.name]}.svc.cluster.local"
-    addresses = {group: [f"{name}.{domain}:{PORT}"] for group, name in names.items()}
+    domain = f"{settings[k8s.NAMESPACE.name]}.svc.cluster.local"
+    addresses = {group: [f"{name}.{domain}:{k8s.PORT}"] for group, name in names.items()}
     files = {**gateway_files(plan, addresses, port, _INCLUDE), _TEMPLATE: _RESOLVER}
     if (size := sum(len(text.encode()) for text in files.values())) > _CONFIG_MAP_BYTES:
         rule = f"must need a gateway of at most {_CONFIG_MAP_BYTES} bytes, which a ConfigMap holds"
@@ -108,12 +76,12 @@ def _gateway_config(
 def _config_map(plan: Plan, name: str, files: Mapping[str, str], settings: Mapping[str, str]) -> str:
     """Return the ConfigMap of the gateway, with the files as they are read."""
     comment = [
-        *top_comment(plan, gateway_losses(plan)),
+        *k8s.top_comment(plan, gateway_losses(plan)),
         "Configuration of the gateway, by which each request goes to a server of its model.",
     ]
-    head = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata(name, settings)}
+    head = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": k8s.metadata(name, settings)}
     parts = (f"  {name}: |\n{textwrap.indent(text, '    ')}" for name, text in files.items())
-    return yaml_documents([(comment, head)]) + "data:\n" + "".join(parts)
+    return k8s.yaml_documents([(comment, head)]) + "data:\n" + "".join(parts)
 
 
 def _gateway(
@@ -121,18 +89,7 @@ def _gateway(
 ) -> Iterator[Document]:
     digest = hashlib.sha256(json.dumps(config).encode()).hexdigest()
     yield ["The gateway."], _gateway_deployment(name, digest, port, settings)
-    yield (
-        ["The entry of all requests."],
-        {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": metadata(name, settings),
-            "spec": {
-                "selector": {_LABEL: name},
-                "ports": [{"name": "http", "port": port, "targetPort": "http"}],
-            },
-        },
-    )
+    yield ["The entry of all requests."], k8s.service(name, settings, {_LABEL: name}, port)
 
 
 def _gateway_deployment(name: str, digest: str, port: int, settings: Mapping[str, str]) -> dict[str, Any]:
@@ -152,7 +109,7 @@ def _gateway_deployment(name: str, digest: str, port: int, settings: Mapping[str
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": metadata(name, settings),
+        "metadata": k8s.metadata(name, settings),
         "spec": {
             "replicas": 1,
             "selector": {"matchLabels": {_LABEL: name}},
@@ -166,3 +123,14 @@ def _gateway_deployment(name: str, digest: str, port: int, settings: Mapping[str
             },
         },
     }
+
+
+EXPORTER: Final = Exporter(
+    manifest_files,
+    frozenset({MANIFESTS, PLAN}),
+    serves=True,
+    options=("port",),
+    settings=(*k8s.POD_SETTINGS, GATEWAY_IMAGE),
+    losses=gateway_losses,
+    notes=k8s.folder_notes,
+)

@@ -6,36 +6,12 @@ Checked against vllm-project/production-stack a6c01db (chart 0.1.12).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
-from capplan.deploy._kubernetes import (
-    CLAIM,
-    CLAIM_MOUNT,
-    FOLDERS,
-    GPU_LABEL,
-    HF_SECRET,
-    HF_TOKEN,
-    IMAGE,
-    NAMESPACE,
-    PORT,
-    STRATEGY,
-    adapter_names,
-    adapter_path,
-    claim_volume,
-    header_of,
-    image_of,
-    literal,
-    metadata,
-    node_labels,
-    object_names,
-    refused_path,
-    routing_losses,
-    top_comment,
-    variables,
-    yaml_documents,
-)
+from capplan.deploy import _kubernetes as k8s
 from capplan.deploy._servers import engine_flags, lora_module, require_servable, source_kind
-from capplan.deploy._target import PLAN, Loss, Setting
+from capplan.deploy._target import PLAN, Exporter, Loss, Setting
 from capplan.errors import InputError
 from capplan.spec import Group, Plan, PlanAdapter
 
@@ -43,8 +19,6 @@ CPU: Final = Setting("cpu", "4", "CPU cores of a pod, which the chart requires")
 MEMORY: Final = Setting("memory", "32Gi", "memory of a pod, which the chart requires")
 STORAGE: Final = Setting("storage", "50Gi", "size of the claim of a group that downloads adapters")
 STORAGE_CLASS: Final = Setting("storage-class", "", "class of that claim; by default the cluster's")
-PRODUCTION_STACK_SETTINGS: Final = (NAMESPACE, IMAGE, GPU_LABEL, CLAIM, CPU, MEMORY, STORAGE, STORAGE_CLASS)
-PRODUCTION_STACK_NAMES: Final = frozenset({"values.yaml", "lora-adapters.yaml", PLAN})
 
 _LONGEST_NAME: Final = 30
 """The chart makes a host name of it, with the release and suffixes, of at most 63 characters."""
@@ -62,52 +36,43 @@ _BETWEEN: Final = Loss(
 )
 _WITHIN: Final = Loss("the router sends requests to the replicas in turn", "round-robin")
 
-
-def production_stack_losses(plan: Plan) -> tuple[Loss, ...]:
-    """Return what the production-stack does not do as the plan says."""
-    return routing_losses(plan, between=_BETWEEN, within=_WITHIN)
+_losses: Final = partial(k8s.routing_losses, between=_BETWEEN, within=_WITHIN)
 
 
 def production_stack_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the values of the Helm chart, the LoraAdapters, and the plan.
-
-    Raises
-    ------
-    InputError
-        If vLLM cannot serve the plan, the chart does not fetch an adapter, or `cpu` is no whole number.
-    """
+    """Return the values of the Helm chart, the LoraAdapters, and the plan."""
     require_servable(plan)
     for adapter in plan.adapters.values():
         if source_kind(adapter) in ("s3", "url"):
             rule = (
                 "must be a folder or an id of the Hugging Face Hub: the stack has no download from elsewhere"
             )
-            raise refused_path(adapter, rule)
-    names = object_names(plan, _LONGEST_NAME)
+            raise k8s.refused_path(adapter, rule)
+    names = k8s.object_names(plan, _LONGEST_NAME)
     models = [_model_spec(plan, group, names[group.id], settings) for group in plan.groups]
     comment = [
-        *top_comment(plan, production_stack_losses(plan)),
-        f"helm install vllm vllm/vllm-stack --namespace {settings[NAMESPACE.name]} --values values.yaml",
+        *k8s.top_comment(plan, _losses(plan)),
+        f"helm install vllm vllm/vllm-stack --namespace {settings[k8s.NAMESPACE.name]} --values values.yaml",
         "enablePrefixCaching: the chart turns it off unless it is true.",
         "--lora-modules: adapters of several groups, which a LoraAdapter would unload from all but one.",
-        *(line for group in plan.groups for line in header_of(plan, group)),
+        *(line for group in plan.groups for line in k8s.header_of(plan, group)),
     ]
-    files = {"values.yaml": yaml_documents([(comment, _values(models))])}
+    files = {"values.yaml": k8s.yaml_documents([(comment, _values(models))])}
     if adapters := [
         ([f"Adapter {each.name} of group {group.id}."], _lora_adapter(plan, each, names[group.id], settings))
         for group in plan.groups
         for each in _loaded_later(plan, group)
     ]:
-        files["lora-adapters.yaml"] = yaml_documents(adapters)
+        files["lora-adapters.yaml"] = k8s.yaml_documents(adapters)
     return {**files, PLAN: plan.to_json()}
 
 
 def _values(models: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    probe = {"path": "/health", "port": PORT}
+    probe = {"path": "/health", "port": k8s.PORT}
     return {
         "servingEngineSpec": {
-            "containerPort": PORT,
-            "strategy": STRATEGY,  # the chart's doubles the GPUs during an update
+            "containerPort": k8s.PORT,
+            "strategy": k8s.STRATEGY,  # the chart's doubles the GPUs during an update
             # Loading weights and capturing graphs takes minutes.
             "startupProbe": {"httpGet": probe, "periodSeconds": 10, "failureThreshold": 180},
             "readinessProbe": {"httpGet": probe, "periodSeconds": 5, "failureThreshold": 2},
@@ -120,10 +85,10 @@ def _values(models: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _model_spec(plan: Plan, group: Group, name: str, settings: Mapping[str, str]) -> dict[str, Any]:
-    repository, tag = _repository_and_tag(image_of(plan, group, settings))
-    env: list[dict[str, Any]] = [HF_TOKEN]
+    repository, tag = _repository_and_tag(k8s.image_of(plan, group, settings))
+    env: list[dict[str, Any]] = [k8s.HF_TOKEN]
     if _loaded_later(plan, group):
-        env += variables({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"})
+        env += k8s.variables({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"})
     return {
         "name": name,
         "repository": repository,
@@ -145,7 +110,7 @@ def _nodes(plan: Plan, group: Group, settings: Mapping[str, str]) -> dict[str, A
     """Return the nodes of a group as a field of its model; empty where any node with a GPU will do."""
     terms = [
         {"matchExpressions": [{"key": label, "operator": "In", "values": [value]}]}
-        for label, value in node_labels(plan, group, settings).items()
+        for label, value in k8s.node_labels(plan, group, settings).items()
     ]
     return {"nodeSelectorTerms": terms} if terms else {}
 
@@ -173,8 +138,8 @@ def _vllm_config(plan: Plan, group: Group) -> dict[str, Any]:
         elif flag.name != "--enable-lora":
             extra += flag.words
     if shared := [each for each in group.adapters if _is_shared(plan, each)]:
-        extra += ["--lora-modules", *(lora_module(each.name, adapter_path(each)) for each in shared)]
-    return {**config, "extraArgs": literal(extra)}
+        extra += ["--lora-modules", *(lora_module(each.name, k8s.adapter_path(each)) for each in shared)]
+    return {**config, "extraArgs": k8s.literal(extra)}
 
 
 def _is_shared(plan: Plan, adapter: PlanAdapter) -> bool:
@@ -193,8 +158,8 @@ def _loaded_later(plan: Plan, group: Group) -> list[PlanAdapter]:
 def _storage(plan: Plan, group: Group, settings: Mapping[str, str]) -> dict[str, Any]:
     """Return the volumes of a group: folders of adapters, and space for those that a side-car downloads."""
     fields: dict[str, Any] = {}
-    if any(source_kind(each) in FOLDERS for each in group.adapters):
-        fields = {"extraVolumes": [claim_volume(settings)], "extraVolumeMounts": [CLAIM_MOUNT]}
+    if any(source_kind(each) in k8s.FOLDERS for each in group.adapters):
+        fields = {"extraVolumes": [k8s.claim_volume(settings)], "extraVolumeMounts": [k8s.CLAIM_MOUNT]}
     if any(source_kind(each) == "hub" for each in _loaded_later(plan, group)):
         access = "ReadWriteMany" if group.replicas > 1 else "ReadWriteOnce"
         fields |= {"pvcStorage": settings[STORAGE.name], "pvcAccessMode": [access]}
@@ -210,22 +175,32 @@ def _lora_adapter(
     source: dict[str, Any] = {
         "type": "local",
         "adapterName": adapter.name,
-        "adapterPath": adapter_path(adapter),
+        "adapterPath": k8s.adapter_path(adapter),
     }
     if source_kind(adapter) == "hub":
         source = {
             "type": "huggingface",
             "adapterName": adapter.name,
             "repository": adapter.path,
-            "credentialsSecretRef": HF_SECRET,  # the controller requires it for public ones too
+            "credentialsSecretRef": k8s.HF_SECRET,  # the controller requires it for public ones too
         }
     return {
         "apiVersion": "production-stack.vllm.ai/v1alpha1",
         "kind": "LoraAdapter",
-        "metadata": metadata(adapter_names(plan)[adapter.name], settings),
+        "metadata": k8s.metadata(k8s.adapter_names(plan)[adapter.name], settings),
         "spec": {
             "baseModel": model,
             "adapterSource": source,
             "loraAdapterDeploymentConfig": {"algorithm": "default"},
         },
     }
+
+
+EXPORTER: Final = Exporter(
+    production_stack_files,
+    frozenset({"values.yaml", "lora-adapters.yaml", PLAN}),
+    serves=True,
+    settings=(*k8s.ENGINE_SETTINGS, CPU, MEMORY, STORAGE, STORAGE_CLASS),
+    losses=_losses,
+    notes=k8s.folder_notes,
+)

@@ -14,20 +14,18 @@ from typing import Any, Final
 
 import yaml
 
-from capplan.deploy._kubernetes import header_of, routing_losses, top_comment, yaml_documents
+from capplan.deploy import _kubernetes as k8s
 from capplan.deploy._servers import Flag, engine_flags, require_servable, unused_name
-from capplan.deploy._target import PLAN, Loss, Setting
+from capplan.deploy._target import PLAN, Exporter, Loss, Setting
 from capplan.errors import InputError
 from capplan.spec import Group, Plan
 
 ADAPTERS_PATH: Final = Setting(
     "adapters-path", "", "folder of a cloud storage with a folder per adapter, by its name; such as s3://..."
 )
-RAY_SETTINGS: Final = (ADAPTERS_PATH,)
 
 CONFIG: Final = "serve.yaml"
 ROUTING: Final = "routing.json"
-RAY_NAMES: Final = frozenset({CONFIG, ROUTING, PLAN})
 
 STORAGES: Final = ("s3://", "gs://", "abfss://", "azure://")
 """Addresses from which Ray loads adapters."""
@@ -51,25 +49,7 @@ _WITHIN: Final = Loss(
 
 
 def ray_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
-    """Return the configuration for ``serve deploy``, the models of each adapter, and the plan.
-
-    Parameters
-    ----------
-    plan
-        The plan.
-    settings
-        Values of `RAY_SETTINGS`.
-
-    Returns
-    -------
-    dict of str to str
-        ``serve.yaml``, ``routing.json`` and ``plan.json``.
-
-    Raises
-    ------
-    InputError
-        If vLLM does not serve the plan, or the folder of the adapters is missing or in no cloud storage.
-    """
+    """Return the configuration for ``serve deploy``, the models of each adapter, and the plan."""
     require_servable(plan)
     adapters_path = _adapters_path(plan, settings[ADAPTERS_PATH.name])
     models = model_ids(plan)
@@ -90,12 +70,12 @@ def ray_files(plan: Plan, *, settings: Mapping[str, str]) -> dict[str, str]:
         ]
     }
     comment = [
-        *top_comment(plan, ray_losses(plan)),
+        *k8s.top_comment(plan, ray_losses(plan)),
         f"Plan: sha256 {digest}. Start: serve deploy {CONFIG}",
-        *(line for group in plan.groups for line in header_of(plan, group)),
+        *(line for group in plan.groups for line in k8s.header_of(plan, group)),
     ]
     return {
-        CONFIG: yaml_documents([(comment, config)]),
+        CONFIG: k8s.yaml_documents([(comment, config)]),
         ROUTING: _routing(plan, models, digest),
         PLAN: text,
     }
@@ -106,17 +86,12 @@ def ray_losses(plan: Plan) -> tuple[Loss, ...]:
     names = Loss("requests name an adapter as model GROUP:ADAPTER, by routing.json, not ADAPTER")
     loading = Loss("a server loads an adapter from the cloud storage at its first request, not at its start")
     always = (names, loading) if plan.adapters else ()
-    return (*always, *routing_losses(plan, between=_BETWEEN, within=_WITHIN))
+    return (*always, *k8s.routing_losses(plan, between=_BETWEEN, within=_WITHIN))
 
 
 def ray_notes(plan: Plan) -> tuple[str, ...]:
     """Return a line on what the folder of adapters must hold."""
-    adapters = list(plan.adapters.values())
-    if not adapters:
-        return ()
-    first = adapters[0]
-    of = f", such as {first.path} as {first.name}" if first.path else f", such as {first.name}"
-    return (f"note: {ADAPTERS_PATH.name} must hold {len(adapters)} adapters, a folder each by its name{of}",)
+    return k8s.notes_on(ADAPTERS_PATH.name, list(plan.adapters.values()))
 
 
 def _adapters_path(plan: Plan, path: str) -> str:
@@ -191,3 +166,13 @@ def _routing(plan: Plan, models: Mapping[str, str], digest: str) -> str:
     if base:  # requests that name the base model; otherwise any group may take one
         document["base"] = base
     return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+
+
+EXPORTER: Final = Exporter(
+    ray_files,
+    frozenset({CONFIG, ROUTING, PLAN}),
+    serves=True,
+    settings=(ADAPTERS_PATH,),
+    losses=ray_losses,
+    notes=ray_notes,
+)

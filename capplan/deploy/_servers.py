@@ -24,6 +24,7 @@ from capplan.spec import (
 )
 
 LAST_PORT: Final = 65535
+_LONGEST_STEM: Final = 200
 
 _FUSED: Final = {part: name for name, parts in FUSED_MODULES.items() for part in parts}
 """Layers that vLLM fuses, by PEFT's names of their parts."""
@@ -78,11 +79,8 @@ class Flag:
 def require_servable(plan: Plan, server: str = "vLLM") -> None:
     """Check a plan before it is turned into servers of vLLM, or of another engine that is named.
 
-    Raises
-    ------
-    InputError
-        If the plan is for an engine without adapter slots, `max_model_len` exceeds the positions of the base
-        model, or an adapter's folder on this machine is of another adapter.
+    The plan must be for an engine with adapter slots, `max_model_len` must not exceed the positions of the
+    base model, and the folder of an adapter on this machine must be of that adapter.
     """
     for engine in (plan.engine, *map(plan.engine_of, plan.groups)):
         if serving.serving_rules(engine.rules).engine == serving.SLORA_ENGINE:
@@ -105,10 +103,7 @@ def vllm_version(engine: PlanEngine) -> str | None:
 def engine_flags(plan: Plan, group: Group) -> tuple[Flag, ...]:
     """Return the flags of a group's servers, all but the port and the adapters.
 
-    Raises
-    ------
-    InputError
-        If the version of the plan lacks one, or vLLM has none for the group's weights.
+    A flag that the version of the plan lacks, and weights that no flag makes, are errors.
     """
     engine = plan.engine_of(group)
     flags = (
@@ -172,10 +167,7 @@ def _dtypes(engine: PlanEngine, group: Group) -> Iterator[Flag]:
 def quantization_of(engine: PlanEngine, group: Group) -> str | None:
     """Return the dtype into which the engine of a group quantizes weights on loading; None for none.
 
-    Raises
-    ------
-    InputError
-        If no flag of an engine makes such weights.
+    Weights that no flag of an engine makes are an error.
     """
     if engine.quantization not in (None, _QUANTIZED_ON_LOADING):
         rule = (
@@ -206,14 +198,13 @@ def in_comment(text: str) -> str:
     return json.dumps(text)
 
 
-def first_ports(plan: Plan, first: int) -> Iterator[tuple[Group, int, int]]:
-    """Yield (group, replica, port) of every server; ports ascend, so that one host can run all.
+def one_line(text: str) -> str:
+    """Return text without line breaks and other control characters, which would end a comment."""
+    return "".join(char if char.isprintable() else " " for char in text)
 
-    Raises
-    ------
-    InputError
-        If a port exceeds 1..65535.
-    """
+
+def first_ports(plan: Plan, first: int) -> Iterator[tuple[Group, int, int]]:
+    """Yield (group, replica, port) of every server; ports ascend, so that one host can run all."""
     pairs = [(group, replica) for group in plan.groups for replica in range(1, group.replicas + 1)]
     last_first = LAST_PORT - len(pairs) + 1
     if not 1 <= first <= last_first:
@@ -228,17 +219,10 @@ SourceKind = Literal["hub", "folder", "s3", "url", "root"]
 def source_kind(adapter: PlanAdapter) -> SourceKind:
     """Return where the weights of an adapter are.
 
-    Returns
-    -------
-    str
-        ``hub``: a Hugging Face id, which vLLM downloads. ``folder``: an absolute path of the machine that
-        serves. ``s3`` and ``url``: addresses that vLLM does not load from. ``root``: not stated, so a folder
-        of the adapter's name below the folder of adapters.
-
-    Raises
-    ------
-    InputError
-        For a relative folder, and for a name that would leave the folder of adapters.
+    ``hub``: a Hugging Face id, which vLLM downloads. ``folder``: an absolute path of the machine that
+    serves. ``s3`` and ``url``: addresses that vLLM does not load from. ``root``: not stated, so a folder of
+    the adapter's name below the folder of adapters. A relative folder is an error, and so is a name that
+    would leave the folder of adapters.
     """
     if adapter.path is None or path_kind(adapter.path) == "url":
         if ".." in adapter.name.split("/"):
@@ -281,6 +265,6 @@ def shares_of(groups: Sequence[Group]) -> dict[str, list[dict[str, Any]]]:
     return shares
 
 
-def file_stem(group_id: str, longest: int = 200) -> str:
+def file_stem(group_id: str) -> str:
     """Return a file name for any group id, which may look like a path; file systems allow 255 bytes."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", group_id).lstrip(".-")[:longest] or "group"
+    return re.sub(r"[^A-Za-z0-9._-]", "_", group_id).lstrip(".-")[:_LONGEST_STEM] or "group"

@@ -12,18 +12,9 @@ from functools import partial
 from types import MappingProxyType
 from typing import Final
 
-from capplan.deploy._launch import (
-    Server,
-    adapter_word,
-    download_lines,
-    header_of,
-    launch_files,
-    port_word,
-    root_check,
-    shell_script,
-)
+from capplan.deploy import _launch as launch
 from capplan.deploy._servers import Flag, quantization_of, require_servable
-from capplan.deploy._target import Loss
+from capplan.deploy._target import Exporter, Loss
 from capplan.spec import Group, Plan
 
 _REASONS: Final[Mapping[str, str]] = MappingProxyType(
@@ -54,21 +45,10 @@ _KV_DTYPES: Final[Mapping[str, str]] = MappingProxyType({"fp8": "fp8_e4m3"})
 def sglang_files(plan: Plan, *, port: int = 8000) -> dict[str, str]:
     """Return one launch script per server, the routing table, and the plan that their digest is of.
 
-    Parameters are those of `capplan.deploy.export`.
-
-    Returns
-    -------
-    dict of str to str
-        Text by path, as for vLLM: ``launch/GROUP.sh``, ``routing.json`` and ``plan.json``.
-
-    Raises
-    ------
-    InputError
-        If a port exceeds 1..65535, the plan is for an engine without adapter slots, `max_model_len` exceeds
-        the positions of the base model, or an adapter's folder on this machine is of another adapter.
+    Parameters are those of `capplan.deploy.export`, and paths those for vLLM.
     """
     require_servable(plan, "SGLang")
-    return launch_files(plan, port, partial(_script, plan))
+    return launch.launch_files(plan, port, partial(_script, plan))
 
 
 def sglang_losses(plan: Plan) -> tuple[Loss, ...]:
@@ -87,27 +67,27 @@ def sglang_losses(plan: Plan) -> tuple[Loss, ...]:
     return tuple(losses)
 
 
-def _script(plan: Plan, server: Server, digest: str) -> str:
+def _script(plan: Plan, server: launch.Server, digest: str) -> str:
     group = server.group
     flags = tuple(_flags(plan, group))
     command = [
         f"exec python3 -m sglang.launch_server --model-path={shlex.quote(plan.base_model)}",
         '--host="${HOST:-127.0.0.1}"',
-        port_word(server),
+        launch.port_word(server),
         *(" ".join(map(shlex.quote, flag.words)) for flag in flags),
         '"$@"',  # before --lora-paths, which takes every word up to the next flag
     ]
     if group.adapters:
-        command += ["--lora-paths", *(adapter_word(each, _lora_path) for each in group.adapters)]
+        command += ["--lora-paths", *(launch.adapter_word(each, _lora_path) for each in group.adapters)]
     comment = [
-        *header_of(plan, server, digest, "SGLang"),
+        *launch.header_of(plan, server, digest, "SGLang"),
         *(f"Differs from the plan: {loss.text}." for loss in sglang_losses(plan)),
         "HOST=0.0.0.0 lets other machines reach it, which SGLang's default does not.",
         *(["Its scheduler, queues and cache policy are left out."] if group.scheduling is not None else []),
         *(f"{' '.join(flag.words)}: {_REASONS[flag.name]}" for flag in flags),
-        *download_lines(group.adapters),
+        *launch.download_lines(group.adapters),
     ]
-    return shell_script(comment, root_check(group.adapters), command)
+    return launch.shell_script(comment, launch.root_check(group.adapters), command)
 
 
 def _flags(plan: Plan, group: Group) -> Iterator[Flag]:
@@ -148,3 +128,13 @@ def _lora_path(name: str, path: str) -> str:
     if path != path.strip():
         return json.dumps({"lora_name": name, "lora_path": path})
     return f"{name}={path}"
+
+
+EXPORTER: Final = Exporter(
+    sglang_files,
+    launch.TOP_NAMES,
+    serves=True,
+    options=("port",),
+    losses=sglang_losses,
+    notes=launch.download_notes,
+)

@@ -9,17 +9,9 @@ import shlex
 from functools import partial
 from typing import Final
 
-from capplan.deploy._launch import (
-    Server,
-    adapter_word,
-    download_lines,
-    header_of,
-    launch_files,
-    port_word,
-    root_check,
-    shell_script,
-)
+from capplan.deploy import _launch as launch
 from capplan.deploy._servers import engine_flags, lora_module, notes_of, require_flags, require_servable
+from capplan.deploy._target import Exporter
 from capplan.spec import Plan
 
 _CHECKED_ROOT: Final = (
@@ -47,23 +39,32 @@ def vllm_files(plan: Plan, *, port: int = 8000, runtime_updates: bool = False) -
         machine is of another adapter.
     """
     require_servable(plan)
-    return launch_files(plan, port, partial(_script, plan, runtime_updates))
+    return launch.launch_files(plan, port, partial(_script, plan, runtime_updates))
 
 
-def _script(plan: Plan, runtime_updates: bool, server: Server, digest: str) -> str:
+def _script(plan: Plan, runtime_updates: bool, server: launch.Server, digest: str) -> str:
     group = server.group
-    header = header_of(plan, server, digest, "vllm")
-    setup = list(root_check(group.adapters, _CHECKED_ROOT))
+    header = launch.header_of(plan, server, digest, "vllm")
+    setup = list(launch.root_check(group.adapters, _CHECKED_ROOT))
     if runtime_updates and group.engine_args.max_loras:
         setup.append("export VLLM_ALLOW_RUNTIME_LORA_UPDATING=True")
     command = [
         f"exec vllm serve {shlex.quote(plan.base_model)}",
-        port_word(server),
+        launch.port_word(server),
         *(" ".join(map(shlex.quote, flag.words)) for flag in engine_flags(plan, group)),
         '"$@"',  # before --lora-modules, which takes every word up to the next flag
     ]
     if group.adapters:
         require_flags(["--lora-modules"], group, plan.engine_of(group))
-        command += ["--lora-modules", *(adapter_word(each, lora_module) for each in group.adapters)]
-    comment = [*header, *notes_of(plan, group), *download_lines(group.adapters)]
-    return shell_script(comment, setup, command)
+        command += ["--lora-modules", *(launch.adapter_word(each, lora_module) for each in group.adapters)]
+    comment = [*header, *notes_of(plan, group), *launch.download_lines(group.adapters)]
+    return launch.shell_script(comment, setup, command)
+
+
+EXPORTER: Final = Exporter(
+    vllm_files,
+    launch.TOP_NAMES,
+    serves=True,
+    options=("port", "runtime_updates"),
+    notes=launch.download_notes,
+)

@@ -1,7 +1,14 @@
 from ._app import run_router
 from ._fleet import RouterConfig
-from ._instances import InstanceSpec, ServingOptions, instances_of, spread_over_gpus
-from ._launcher import Launcher, LocalLauncher, RayLauncher
+from ._launcher import (
+    InstanceSpec,
+    Launcher,
+    LocalLauncher,
+    RayLauncher,
+    ServingOptions,
+    instances_of,
+    spread_over_gpus,
+)
 from ._rebalancing import RebalancingConfig
 from ._registered_adapters import RegistrySettings
 from ._routing import RoutingSettings

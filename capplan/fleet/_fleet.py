@@ -8,18 +8,17 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
 from capplan.errors import InputError
-from capplan.fleet._instances import InstanceSpec
-from capplan.fleet._launcher import Launcher
+from capplan.fleet._instance import InstanceSupervisor, RestartPolicy
+from capplan.fleet._launcher import InstanceSpec, Launcher
 from capplan.fleet._rebalancing import RebalanceLoop, RebalancingConfig
 from capplan.fleet._registered_adapters import RegisteredAdapters, RegistrySettings
 from capplan.fleet._routing import InstanceRouter, RoutingSettings
-from capplan.fleet._supervisor import InstanceSupervisor, RestartPolicy
 from capplan.http_connection import ConnectionLostError
 from capplan.server import ServerSettings
 from capplan.serving.routers import report_time_ns
@@ -61,20 +60,10 @@ class RouterConfig:
 
 
 class InstanceFleet:
-    """All instances of a plan.
+    """All instances of a plan, in its order, and the router among them.
 
-    Attributes
-    ----------
-    instances
-        In the order of the plan.
-    failed
-        Set when all instances have failed for good, or a task of the fleet has a defect.
-    router
-        Chooses the instances of requests.
-    registered
-        Adapters of the registry that are served; None: those of the plan are.
-    rebalancing
-        Re-balances the instances; None if they keep the plan's shares.
+    `failed` is set when all instances have failed for good, or a task of the fleet has a defect. `registered`
+    are the adapters of a registry, if those are served, and not the plan's.
     """
 
     def __init__(self, config: RouterConfig) -> None:
@@ -147,10 +136,7 @@ class InstanceFleet:
     async def start(self) -> None:
         """Start all instances and supervise them from then on.
 
-        Raises
-        ------
-        InputError, LaunchError
-            If one of them does not start; all are stopped then.
+        If one of them does not start, stop all and raise its `InputError` or `LaunchError`.
         """
         starts = [asyncio.ensure_future(instance.start()) for instance in self.instances]
         try:
@@ -193,14 +179,10 @@ class InstanceFleet:
             next_s += period_s * max(1, math.ceil((now_s() - next_s) / period_s))
 
     async def _wait_for_failure(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        try:
-            await asyncio.gather(*tasks)
-        except Exception:
-            self.failed.set()
-            raise
+        await self._until_failure(asyncio.gather(*tasks))
         self.failed.set()
 
-    async def _until_failure(self, work: Coroutine[None, None, None]) -> None:
+    async def _until_failure(self, work: Awaitable[object]) -> None:
         """Do work; a defect of it ends the router."""
         try:
             await work

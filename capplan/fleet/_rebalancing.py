@@ -23,20 +23,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import aiohttp
 
 from capplan.errors import InputError
-from capplan.fleet._instance_client import FileLimitError, InstanceClient
+from capplan.fleet._instance import FileLimitError, InstanceClient, InstanceSupervisor
 from capplan.fleet._registered_adapters import RegisteredAdapters, RegistrySnapshot
-from capplan.fleet._routing import RoutingTable
+from capplan.fleet._routing import InstanceRouter, RoutingTable
 from capplan.serving.rebalancing import AdapterDemand, Rebalanced, Rebalancer
-
-if TYPE_CHECKING:
-    from capplan.fleet._routing import InstanceRouter
-    from capplan.fleet._supervisor import InstanceSupervisor
-
 
 _USAGE: Final = re.compile(
     rb'"usage":\s*\{[^{}]*?"prompt_tokens":\s*(\d{1,9})\b[^{}]*?"completion_tokens":\s*(\d{1,9})\b'
@@ -50,18 +45,9 @@ _MEMORY: Final = 0.5
 
 
 class DemandWindow(NamedTuple):
-    """Demand of a window.
+    """Demand of a window: tokens per second and number of the requests that arrived in it, by adapter.
 
-    Attributes
-    ----------
-    tok_s
-        Prompt and output tokens per second of the requests that arrived, by adapter; None is the base model.
-    duration_s
-        Length of the window.
-    requests
-        Number of these requests, by adapter.
-    unfinished
-        Those that had no complete answer at its end.
+    None is the base model. `unfinished` requests had no complete answer at the end.
     """
 
     tok_s: dict[str | None, float]
@@ -106,21 +92,11 @@ class CountedRequest:
 class DemandMeter:
     """Tokens of the requests that arrive, by adapter and window.
 
-    Tokens of requests that are refused, or fail, count as well: served tokens would hide an overload.
-    A request without a complete answer at the end of its window counts with the mean output, or with the
-    tokens that it has, if there are more.
-
-    Parameters
-    ----------
-    adapters
-        All that are served; None is the base model.
-    prior_output_tokens
-        Mean output tokens assumed before any answer; it counts as one answer of each window.
-
-    Attributes
-    ----------
-    adapters
-        Those of the next window that is closed; requests of others are not in it.
+    Tokens of requests that are refused, or fail, count as well: served tokens would hide an overload. A
+    request without a complete answer at the end of its window counts with the mean output, or with the tokens
+    that it has, if there are more. `prior_output_tokens` is the mean assumed before any answer; it counts as
+    one answer of each window. `adapters`, of which None is the base model, are those of the next window that
+    is closed; requests of others are not in it.
     """
 
     def __init__(self, adapters: Iterable[str | None], prior_output_tokens: float) -> None:
@@ -138,13 +114,7 @@ class DemandMeter:
         return (self._prior_output_tokens + self._answer_tokens) / (1.0 + self._answers)
 
     def arrive(self, adapter: str | None, prompt_tokens: int) -> CountedRequest:
-        """Count a request of the current window.
-
-        Parameters
-        ----------
-        prompt_tokens
-            Estimate, until the response has the number.
-        """
+        """Count a request of the current window; its prompt is an estimate until the response counts it."""
         request = CountedRequest(self, adapter, prompt_tokens)
         self._open[request] = None
         self._requests[adapter] += 1
@@ -189,21 +159,14 @@ _BATCH: Final = 2000
 
 @dataclass(frozen=True)
 class PostParams:
-    """Posts of shares.
-
-    Attributes
-    ----------
-    timeout_s
-        Time for the acknowledgement of a post.
-    attempts
-        Posts of new shares to an instance after which a re-balancing is given up.
-    retry_s
-        Time between attempts.
-    """
+    """Posts of shares."""
 
     timeout_s: float = 5.0
+    """Time for the acknowledgement of a post."""
     attempts: int = 3
+    """Posts of new shares to an instance after which a re-balancing is given up."""
     retry_s: float = 1.0
+    """Time between attempts."""
 
     def __post_init__(self) -> None:
         for name in ("timeout_s", "attempts", "retry_s"):
@@ -214,10 +177,7 @@ class PostParams:
 class _Told:
     """Shares that a process has acknowledged; those that are not listed are 0, or not known to it yet.
 
-    Attributes
-    ----------
-    unknown
-        Adapters that it has been told nothing of; None: all.
+    `unknown` are the adapters that it has been told nothing of; None: all.
     """
 
     def __init__(self, client: InstanceClient | None) -> None:
@@ -229,19 +189,8 @@ class _Told:
 class ShareUpdates:
     """Posts shares to instances and repeats what fails; an instance that has restarted gets all again.
 
-    Parameters
-    ----------
-    adapters
-        All that have shares; `set_adapters` changes them.
-    admin_key
-        Admin key of the instances.
-
-    Attributes
-    ----------
-    in_force
-        Shares of every instance in the placement in force; those of other adapters are 0.
-    failures
-        Number of posts that failed.
+    `in_force` has the shares of every instance in the placement in force; those of other adapters are 0.
+    `failures` is the number of posts that failed.
     """
 
     def __init__(
@@ -384,48 +333,34 @@ class RebalancingConfig:
 
 @dataclass(frozen=True)
 class Round:
-    """Outcome of a round.
-
-    Attributes
-    ----------
-    number
-        From 1.
-    trigger
-        ``period``; or ``instances``: some are down or back; or ``retry``: the last round has failed. Only the
-        first closes a window, the others use the forecast in force.
-    at_s
-        Time of its end, in seconds since 1970.
-    reason
-        Why it failed; None: its placement is in force.
-    window_s, requests, arrived_tok_s
-        Length of the window of demand, and the requests and tokens per second that arrived in it; 0 if the
-        window goes on.
-    target
-        Mean utilization of the instances that are up if the forecast demand were spread evenly; above 1 they
-        are overloaded.
-    moved_bytes, unpermuted_bytes
-        Bytes of adapters that instances do not store yet, and the same if servers had not been permuted.
-    gained, lost
-        Pairs of adapter and instance that are new in the placement, and that are no longer in it.
-    unavailable
-        Instances that were not up.
-    duration_s
-        Time of the round.
-    """
+    """Outcome of a round."""
 
     number: int
+    """From 1."""
     trigger: Trigger
+    """``period``, ``instances`` (some are down or back), or ``retry`` (the last round has failed).
+
+    Only the first closes a window, the others use the forecast in force.
+    """
     at_s: float
+    """Time of its end, in seconds since 1970."""
     reason: str | None = None
+    """Why it failed; None: its placement is in force."""
     window_s: float = 0.0
+    """Length of the window of demand, in which `requests` and `arrived_tok_s` arrived; 0 if it goes on."""
     requests: int = 0
     arrived_tok_s: float = 0.0
     target: float | None = None
+    """Mean utilization of the instances that are up if the forecast demand were spread evenly."""
     moved_bytes: int = 0
+    """Bytes of adapters that instances do not store yet."""
     unpermuted_bytes: int = 0
+    """The same if servers had not been permuted."""
     gained: int = 0
+    """Pairs of adapter and instance that are new in the placement; `lost` are no longer in it."""
     lost: int = 0
     unavailable: tuple[str, ...] = ()
+    """Instances that were not up."""
     duration_s: float = 0.0
 
 
@@ -439,13 +374,6 @@ class RefusedAdapters:
     The router sends a request that an instance refuses to another one, and would do so for each further one
     as long as the instance has a share of the adapter. Without a share no request tells whether the reason
     still stands, so that refusals are forgotten after a time.
-
-    Parameters
-    ----------
-    instances
-        Number of instances.
-    forget_s
-        Time after its last refusal for which a pair is kept.
     """
 
     def __init__(self, instances: int, forget_s: float) -> None:
@@ -476,27 +404,9 @@ class RefusedAdapters:
 class RebalanceLoop:
     """Re-balances a cluster every `every_s` of its settings; it belongs to the event loop.
 
-    Parameters
-    ----------
-    registered
-        Adapters of the registry that the instances share.
-
-    Attributes
-    ----------
-    demand
-        Tokens of requests by adapter; the proxy counts them.
-    updates
-        Shares at the instances.
-    refused
-        Adapters that instances could not store; the proxy notes them, and rounds place them elsewhere.
-    last
-        Last round; None before the first one.
-    done, failed
-        Number of rounds.
-    moved_bytes, unpermuted_bytes
-        Sums over the rounds.
-    target
-        Of the last round that has one.
+    The proxy counts the tokens of requests in `demand`, and notes in `refused` what instances could not
+    store. `done` and `failed` are numbers of rounds, `moved_bytes` and `unpermuted_bytes` sums over them;
+    `target` is of the last round that has one.
     """
 
     def __init__(
@@ -533,7 +443,6 @@ class RebalanceLoop:
 
     @property
     def every_s(self) -> float:
-        """Time between two rounds."""
         return self._config.rebalancer.settings.every_s
 
     async def run(self) -> None:
@@ -600,10 +509,7 @@ class RebalanceLoop:
     async def _place(self, facts: dict[str, Any]) -> None:
         """Put a new placement in force, and add the facts of the round.
 
-        Raises
-        ------
-        RoundFailedError, InputError
-            If there is none; the placement in force stays.
+        If there is none, raise `RoundFailedError` or `InputError`; the placement in force stays.
         """
         up = self._instances_up()
         if not up:

@@ -21,8 +21,8 @@ from capplan.errors import InputError
 from capplan.registry import AdapterRegistry, RegisteredAdapter
 
 if TYPE_CHECKING:
+    from capplan.fleet._instance import InstanceSupervisor
     from capplan.fleet._routing import InstanceRouter, RoutingTable
-    from capplan.fleet._supervisor import InstanceSupervisor
 
 _MAX_NAME: Final = 256
 _MAX_FINDING: Final = 32
@@ -112,16 +112,9 @@ def placed_by_registry(
 ) -> list[dict[str, float]]:
     """Return the shares of instances with new adapters and without removed ones.
 
-    Parameters
-    ----------
-    shares
-        In force, by instance. Those of adapters that stay are kept.
-    max_ranks
-        Largest rank that each instance serves.
-    up
-        Instances that take requests: new adapters go to others only if none of these serves the rank.
-    everywhere
-        Whether the other instances that serve the rank hold a new adapter, too, with a share of 0.
+    Shares in force of adapters that stay are kept. New adapters go to instances that are not up only if none
+    of the others serves their rank. `everywhere`: the other instances that serve the rank hold a new adapter,
+    too, with a share of 0.
     """
     ranks = snapshot.ranks
     placed = [
@@ -145,16 +138,8 @@ def placed_by_registry(
 class RegisteredAdapters:
     """Adapters of the registry that a router serves; it belongs to the event loop.
 
-    Attributes
-    ----------
-    settings
-        Settings.
-    changing
-        Held while the routing table changes.
-    on_change
-        Called after the adapters of the routing table have changed.
-    look_ups
-        Number of look-ups of unknown names.
+    `changing` is held while the routing table changes. `on_change` is called after its adapters have changed.
+    `look_ups` is the number of look-ups of unknown names.
     """
 
     def __init__(
@@ -204,10 +189,7 @@ class RegisteredAdapters:
     async def take_in(self) -> RegistrySnapshot:
         """Serve the adapters that the registry has; `changing` must be held.
 
-        Raises
-        ------
-        InputError
-            If the registry cannot be used; the adapters in force stay.
+        If the registry cannot be used, raise `InputError`; the adapters in force stay.
         """
         before = self._snapshot
         snapshot = await self.in_thread(self._read)
@@ -223,10 +205,7 @@ class RegisteredAdapters:
     async def find(self, name: str) -> bool:
         """Return whether an adapter is served; one that is new in the registry is from now on.
 
-        Raises
-        ------
-        RegistryUnavailableError
-            If the router does not serve it and the registry cannot be used.
+        If the router does not serve it and the registry cannot be used, raise `RegistryUnavailableError`.
         """
         if name in self._router:
             return True

@@ -39,18 +39,10 @@ from capplan.spec import STATE_PERIOD_S
 
 @dataclass(frozen=True)
 class RoutingTable:
-    """Holders of every adapter, by number.
+    """Holders of every adapter, by number; None, the base model, is 0.
 
-    Attributes
-    ----------
-    numbers
-        Number of each adapter; None, the base model, is 0.
-    ranks
-        Rank of each adapter.
-    placement
-        Holders by number. Places beyond those of the last adapter are former ones, which get no requests.
-    place_of
-        Per instance, the places of its adapters, former ones included.
+    Places of the placement beyond those of the last adapter are former ones, which get no requests.
+    `place_of` has the places of the adapters of each instance, former ones included.
     """
 
     numbers: Mapping[str | None, int]
@@ -66,13 +58,12 @@ class RoutingTable:
         ranks: Mapping[str, int] | None = None,
         previous: RoutingTable | None = None,
     ) -> RoutingTable:
-        """Return the table of the shares of instances.
+        """Return the table of the shares of instances, which are normalised over holders.
 
         Parameters
         ----------
         held
-            Adapters of each instance with the share of the adapter's requests meant for it. Shares are
-            normalised over holders.
+            Adapters of each instance with the share of the adapter's requests meant for it.
         base
             Share of the base model's requests meant for each instance; None: equal shares.
         ranks
@@ -250,18 +241,7 @@ class InstanceRouter:
 
     The share of unavailable holders goes to the others in proportion. Their credit does not change meanwhile.
     Rules that read the state of instances get their last report and the requests sent since it was asked for.
-
-    Parameters
-    ----------
-    held
-        Adapters of each instance with the share of the adapter's requests meant for it. Shares are normalised
-        over holders.
-    base
-        Share of the base model's requests meant for each instance; None: equal shares.
-    settings
-        The rule; by default smooth weighted round robin.
-    seed
-        Seed of random rules.
+    Without a rule it is smooth weighted round robin. Shares are as for `RoutingTable.of`.
     """
 
     def __init__(
@@ -308,18 +288,7 @@ class InstanceRouter:
         base: Sequence[float] | None = None,
         ranks: Mapping[str, int] | None = None,
     ) -> RoutingTable:
-        """Return the routing table of new shares, for `swap`.
-
-        Parameters
-        ----------
-        ranks
-            Adapters of the table with their ranks; None: those in force.
-
-        Raises
-        ------
-        InputError
-            If one of them has no holder, or there are others.
-        """
+        """Return the routing table of new shares, for `swap`; see `RoutingTable.of`."""
         return RoutingTable.of(held, base, ranks, self._table)
 
     def swap(self, table: RoutingTable) -> None:
@@ -381,7 +350,9 @@ class InstanceRouter:
 
     def holders(self, adapter: str | None) -> list[int]:
         """Return the instances with an adapter; None is the base model."""
-        return [int(each) for each in self._placement.instance[slice(*self._range(adapter))]]
+        number = self._number[adapter]
+        first, last = self._placement.start[number : number + 2].tolist()
+        return [int(each) for each in self._placement.instance[first:last]]
 
     def set_available(self, instance: int, is_available: bool) -> None:
         """Set whether an instance takes requests; at first all do."""
@@ -460,20 +431,10 @@ class InstanceRouter:
         return Choice(instance, at_ns)
 
     def report(self, instance: int, document: bytes, asked_ns: int) -> None:
-        """Take the state of an instance.
+        """Take the state of an instance, the body of its ``/state``; raise `ValueError` if it is none.
 
-        Parameters
-        ----------
-        document
-            Body of its ``/state``.
-        asked_ns
-            Time at which it was asked for. The instance may have counted some of the requests sent since,
-            which count twice until its next report.
-
-        Raises
-        ------
-        ValueError
-            If the document is no state.
+        The instance may have counted some of the requests sent since it was asked, which count twice until
+        its next report.
         """
         state = ReportedState.model_validate_json(document)
         fleet = self._fleet
@@ -583,7 +544,3 @@ class InstanceRouter:
         chosen, at_ns = route(own, seen, among.placement, request._replace(adapter=0))
         fleet.standing[places], self._credit[places] = seen.standing, own.credit
         return int(places[chosen]), at_ns
-
-    def _range(self, adapter: str | None) -> tuple[int, int]:
-        number = self._number[adapter]
-        return int(self._placement.start[number]), int(self._placement.start[number + 1])

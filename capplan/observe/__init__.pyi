@@ -1,8 +1,7 @@
 from ._api import observe
-from ._columns import REQUIRED
 from ._fit import FitReport, FitRow, fit_report
-from ._observation import DEFAULT_MEMORY_BYTES, MOST_ADAPTERS, Observation, ObservedAdapter, Tail
-from ._requests import Dropped
+from ._observation import DEFAULT_MEMORY_BYTES, MOST_ADAPTERS, Dropped, Observation, ObservedAdapter, Tail
+from ._requests import REQUIRED
 
 __all__ = [
     "DEFAULT_MEMORY_BYTES",

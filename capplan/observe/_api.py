@@ -7,10 +7,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from capplan.datasets import load_profile
-from capplan.observe._adapters import facts_of_folders, facts_of_table
 from capplan.observe._logs import observe_log
 from capplan.observe._metrics import observe_metrics
-from capplan.observe._observation import DEFAULT_MEMORY_BYTES, MOST_ADAPTERS, Observation, ObserveOptions
+from capplan.observe._observation import (
+    DEFAULT_MEMORY_BYTES,
+    MOST_ADAPTERS,
+    Observation,
+    ObserveOptions,
+    facts_of_folders,
+    facts_of_table,
+)
 from capplan.spec import TimeUnit
 
 

@@ -11,12 +11,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InputError
-from capplan.observe._adapters import adapters_of, many
-from capplan.observe._columns import choose_columns
-from capplan.observe._lengths import ValueCounts, own_histogram, prefix_of_share, quantiles_of
-from capplan.observe._observation import Observation, ObservedAdapter, ObserveOptions, Tokens
-from capplan.observe._rates import dispersion, rate_steps
-from capplan.observe._requests import US_PER_S, Log, described, may_be_times, read_requests
+from capplan.observe._distributions import (
+    ValueCounts,
+    dispersion,
+    own_histogram,
+    prefix_of_share,
+    quantiles_of,
+    rate_steps,
+)
+from capplan.observe._observation import (
+    Observation,
+    ObservedAdapter,
+    ObserveOptions,
+    Tokens,
+    adapters_of,
+    many,
+)
+from capplan.observe._requests import US_PER_S, Log, choose_columns, described, may_be_times, read_requests
 from capplan.observe._source import open_source, quoted
 from capplan.spec import Adapter
 
@@ -42,14 +53,7 @@ def observe_log(path: Path, options: ObserveOptions) -> Observation:
     """Return what a log says of the traffic."""
     with open_source(path, options.memory_bytes, options.timezone) as source:
         chosen = choose_columns(source, options.columns, lambda field: may_be_times(source, field))
-        log = read_requests(
-            source,
-            chosen,
-            time_unit=options.time_unit,
-            window=options.window,
-            base_names=(options.base_model, *options.base_aliases),
-            strip_prefix=options.strip_prefix,
-        )
+        log = read_requests(source, chosen, options)
         return _fitted(log, str(path), described(chosen), options)
 
 

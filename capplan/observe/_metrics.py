@@ -21,10 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan.errors import InputError
-from capplan.observe._adapters import adapters_of
-from capplan.observe._lengths import prefix_of_share, quantiles_of, sample_of_buckets
-from capplan.observe._observation import Observation, ObserveOptions, Tokens
-from capplan.observe._rates import rate_steps
+from capplan.observe._distributions import prefix_of_share, quantiles_of, rate_steps, sample_of_buckets
+from capplan.observe._observation import Observation, ObserveOptions, Tokens, adapters_of
 from capplan.observe._requests import span_s
 
 REQUESTS: Final = ("vllm:request_success_total", "sglang:num_requests_total", "request_success_total")
@@ -69,19 +67,8 @@ class _Reading:
 def observe_metrics(url: str, options: ObserveOptions, for_s: float) -> Observation:
     """Observe a server by its ``/metrics``, or a fleet by its Prometheus server.
 
-    Parameters
-    ----------
-    url
-        ``http://HOST:PORT/metrics`` of vLLM or SGLang, or the address of a Prometheus server.
-    options
-        As for logs; the window is that of a Prometheus server.
-    for_s
-        Seconds between two scrapes of ``/metrics``.
-
-    Raises
-    ------
-    InputError
-        If it does not answer, reports none of the metrics, or counted no request.
+    `options` are those for logs; the window is that of a Prometheus server. ``/metrics`` are scraped twice,
+    `for_s` seconds apart.
     """
     if options.columns or options.time_unit is not None:
         raise InputError("does not go with metrics", url, "map")

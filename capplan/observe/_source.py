@@ -20,7 +20,6 @@ from typing import Any, Final, Literal
 import duckdb
 
 from capplan.errors import InputError
-from capplan.observe._documents import records_of
 from capplan.spec import MAX_COLUMNS, open_stream, open_unpacked
 
 Kind = Literal["text", "number", "time", "list", "object", "other"]
@@ -100,17 +99,7 @@ def identifier(name: str) -> str:
 def open_source(path: Path, memory_bytes: int, timezone: str) -> Iterator[Source]:
     """Open a file of requests; temporary files are removed at the end.
 
-    Parameters
-    ----------
-    memory_bytes
-        Memory that DuckDB may take.
-    timezone
-        Of times that do not state one.
-
-    Raises
-    ------
-    InputError
-        For a file that cannot be read or has no rows of named fields.
+    DuckDB may take `memory_bytes`; `timezone` is that of times that do not state one.
     """
     with TemporaryDirectory(prefix="capplan-observe-") as folder:
         connection = duckdb.connect(str(Path(folder, "requests.duckdb")))
@@ -160,7 +149,7 @@ def _opened(connection: duckdb.DuckDBPyConnection, path: Path, folder: Path) -> 
     first = head.decode(encoding, errors="replace").lstrip("\ufeff").lstrip()[:1]
     if first in ("{", "["):
         return _json(connection, path, readable, packing, folder)
-    return _csv(connection, path, readable, _CsvText(packing, encoding, _stated_separator(head, encoding)))
+    return _csv(connection, path, readable, _csv_options(head, packing, encoding))
 
 
 def _encoding(head: bytes, path: Path) -> str:
@@ -220,31 +209,22 @@ def _kind(described: str) -> Kind:
     return "other"
 
 
-@dataclass(frozen=True)
-class _CsvText:
-    packing: str
-    encoding: str
-    separator: str
-    """As the first line states it, which Excel writes as ``sep=;``; empty: DuckDB finds it."""
+def _csv_options(head: bytes, packing: str, encoding: str) -> str:
+    """Return options of DuckDB's reader, by which every cell is text.
 
-    @property
-    def options(self) -> str:
-        """Options of DuckDB's reader: every cell is text."""
-        stated = f", skip = 1, delim = {quoted(self.separator)}" if self.separator else ""
-        return (
-            f"all_varchar = true, header = true, compression = '{self.packing}', "
-            f"encoding = '{self.encoding}', ignore_errors = true, max_line_size = {_LONGEST_LINE}{stated}"
-        )
-
-
-def _stated_separator(head: bytes, encoding: str) -> str:
+    The first line may state the separator, which Excel writes as ``sep=;``; otherwise DuckDB finds it.
+    """
     found = re.match(r'"?sep=(.)"?\s*[\r\n]', head.decode(encoding, errors="replace").lstrip("\ufeff"))
-    return found[1] if found else ""
+    stated = f", skip = 1, delim = {quoted(found[1])}" if found else ""
+    return (
+        f"all_varchar = true, header = true, compression = '{packing}', encoding = '{encoding}', "
+        f"ignore_errors = true, max_line_size = {_LONGEST_LINE}{stated}"
+    )
 
 
-def _csv(connection: duckdb.DuckDBPyConnection, path: Path, readable: Path, text: _CsvText) -> Source:
+def _csv(connection: duckdb.DuckDBPyConnection, path: Path, readable: Path, options: str) -> Source:
     rejects = "store_rejects = true, rejects_limit = 1000000"
-    relation = f"read_csv({quoted(str(readable))}, {text.options}, {rejects})"
+    relation = f"read_csv({quoted(str(readable))}, {options}, {rejects})"
     columns = [name for name, _ in _described(connection, relation)]
     if len(columns) > MAX_COLUMNS:
         raise InputError(f"must not have over {MAX_COLUMNS:,} columns", len(columns), str(path))
@@ -257,7 +237,7 @@ def _csv(connection: duckdb.DuckDBPyConnection, path: Path, readable: Path, text
         rule = "must name its columns in the first line, which holds values"
         raise InputError(rule, listed(columns, 5), str(path))
     sniffed = connection.execute(
-        f"SELECT Delimiter FROM sniff_csv({quoted(str(readable))}, {text.options})"
+        f"SELECT Delimiter FROM sniff_csv({quoted(str(readable))}, {options})"
     ).fetchone()
     fields = tuple(Field(name, identifier(name), "text") for name in columns)
     comma_cells = sniffed is not None and sniffed[0] != ","
@@ -383,3 +363,54 @@ def _json_sql(name: str, kind: Kind) -> str:
         lists = f"json_extract(json, {quoted('$' + keys + '.*')})"
         return f"flatten(list_transform({lists}, lambda part: part::VARCHAR[]))"
     return f"json_extract_string(json, {quoted('$' + keys)})"
+
+
+_COLUMNS: Final = ("start_times", "input_lens", "output_lens")
+"""Lists of ``vllm bench serve --save-result --save-detailed``, one item per request."""
+
+
+def records_of(document: Any, path: Path) -> tuple[list[Mapping[str, Any]], str]:
+    """Return the requests of a document, and a note on where they are.
+
+    They are the items of the document itself, its columns (``vllm bench serve``), or its longest list of
+    objects, joined over lists of the same path, such as GuideLLM's ``benchmarks.requests.successful``.
+    """
+    if isinstance(document, dict) and any(isinstance(document.get(name), list) for name in _COLUMNS):
+        return _of_columns(document, path), ""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for where, records in _lists(document, ""):
+        found.setdefault(where, []).extend(records)
+    if not found:
+        if isinstance(document, dict):
+            return [document], ""
+        raise InputError("must hold records of requests", location=str(path))
+    where = max(found, key=lambda name: len(found[name]))
+    return found[where], f"requests are those of {where}" if where else ""
+
+
+def _of_columns(document: Mapping[str, Any], path: Path) -> list[Mapping[str, Any]]:
+    for name in _COLUMNS:
+        if not isinstance(document.get(name), list):
+            rule = (
+                "is required: run vllm bench serve of vLLM 0.15 or later with --save-result --save-detailed"
+            )
+            raise InputError(rule, location=f"{path}: {name}")
+    count = len(document["start_times"])
+    columns = {
+        name: values for name, values in document.items() if isinstance(values, list) and len(values) == count
+    }
+    keys = [name for name in columns if name in (*_COLUMNS, "lora_modules", "errors")]
+    return [{name: columns[name][row] for name in keys} for row in range(count)]
+
+
+def _lists(value: Any, where: str) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+    """Yield every list of objects with its path, positions left out."""
+    if isinstance(value, list):
+        records: list[Mapping[str, Any]] = [each for each in value if isinstance(each, dict)]
+        if records and len(records) == len(value):
+            yield where, records
+        for each in value:
+            yield from _lists(each, where)
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield from _lists(each, f"{where}.{key}".lstrip("."))

@@ -1,8 +1,7 @@
-from ._api import plan
+from ._api import plan, verify_as_served
 from ._comparison import SolverComparison, SolverResult, compare
+from ._diff import GroupChange, PlanDiff, diff_plans
 from ._tuning import Settings, TuneOptions, TuningResult, fragment, tune
-from .document._as_served import verify_as_served
-from .document._diff import GroupChange, PlanDiff, diff_plans
 from .problem._problem import Assignment, Problem
 from .solvers._base import RequiredEstimator, Solver, SolverContext
 from .solvers._registry import SOLVERS

@@ -1,44 +1,65 @@
-"""`plan`: place the adapters of a workload on GPUs and verify the placement."""
+"""`plan`: place the adapters of a workload on GPUs and verify the placement.
+
+`verify_as_served` verifies a plan as a deployment target serves it: engines lack the plan's scheduler, cache
+and re-balancing, and targets may route otherwise, or load every adapter everywhere.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
+
+from pydantic import JsonValue
 
 from capplan.errors import InfeasibleError, InputError
-from capplan.planner._choices import verified_choices
-from capplan.planner.document._assemble import build_plan
+from capplan.planner._document import build_plan, fleet_totals, move_sizes
 from capplan.planner.problem._bound import lower_bound_gpus
-from capplan.planner.problem._deadline import OutOfTimeError, TimeBudget
-from capplan.planner.problem._estimate import TwinEstimator
+from capplan.planner.problem._estimate import TwinEstimator, make_estimator
 from capplan.planner.problem._evaluate import evaluate, evaluate_cluster
-from capplan.planner.problem._parallel import Progress, no_progress
-from capplan.planner.problem._previous import PreviousInstance, previous_instances, read_previous
+from capplan.planner.problem._execution import OutOfTimeError, Progress, TimeBudget, no_progress
+from capplan.planner.problem._previous import (
+    PreviousInstance,
+    count_moves,
+    name_groups,
+    previous_instances,
+    read_previous,
+)
 from capplan.planner.problem._problem import (
     OPEN_FACTOR,
+    AdapterShare,
     Assignment,
+    Estimator,
     KnobSearch,
     Problem,
     infeasible,
     require_one_kind,
 )
-from capplan.planner.problem._setup import make_problem, require_folders
-from capplan.planner.search._local_search import fleet_size_of, placement_cost
+from capplan.planner.problem._settings import choose_slots, most_slots
+from capplan.planner.problem._setup import make_problem, rebuild, require_folders, search_seed
+from capplan.planner.search._local_search import (
+    available_gpus,
+    fleet_cost,
+    fleet_gpus,
+    fleet_size_of,
+    placement_cost,
+)
 from capplan.planner.solvers import find_solver
-from capplan.planner.solvers._base import DEFAULT_TIME_LIMIT_S, Solver
-from capplan.planner.solvers._solve import SolverRun, solve
-from capplan.planner.verification._evened import evened_out
-from capplan.planner.verification._repair import RepairResult, fit_slots_in_memory, repair
+from capplan.planner.solvers._base import DEFAULT_TIME_LIMIT_S, Solver, SolverRun, solve
 from capplan.planner.verification._verify import (
     FRESH_SEEDS,
     InstanceVerification,
+    RepairResult,
     Verifier,
+    evened_out,
+    fit_slots_in_memory,
     further_seeds,
     make_verifier,
+    repair,
     require_seeds,
 )
-from capplan.spec import Objective, Plan, Profile, Workload
+from capplan.spec import BY_SHARES, Objective, Plan, Profile, RouterOptions, Workload, stores_everywhere
 
 
 def plan(
@@ -152,23 +173,12 @@ def plan_problem(
     problem = replace(problem, deadline=budget.end)
     twin = TwinEstimator(problem, options.seed, deadline=budget.search)
 
-    def place(previous: Plan | None) -> SolverRun:
-        return solve(
-            problem,
-            options.solver,
-            twin,
-            estimator=options.estimator,
-            seed=options.seed,
-            time_limit_s=budget.search_s(DEFAULT_TIME_LIMIT_S),
-            previous=previous,
-        )
-
     def verified(answer: SolverRun) -> VerifiedRun:
         progress("placing", 1, 1)
         return _verified_run(answer, replace(twin, deadline=budget.verification), options, progress)
 
     try:
-        answer = place(previous)
+        answer = _solve(problem, options, budget, twin, previous)
     except InfeasibleError as error:
         progress("placing on more GPUs", 0, 1)
         raise _with_sufficient_gpus(error, problem, options, budget) from None
@@ -176,7 +186,7 @@ def plan_problem(
     alternatives = answer.alternatives if options.verify else ()
     run = verified(answer)
     if previous is not None and run.has_grown:
-        run = _cheaper(run, lambda: verified(place(None)), old)
+        run = _cheaper(run, lambda: verified(_solve(problem, options, budget, twin)), old)
     answer, verifier, outcome, _ = run
     choices = verified_choices(verifier, outcome.assignments, alternatives, old, progress)
     drawn = replace(verifier, deadline=budget.end).with_drawn_profiles(
@@ -200,6 +210,26 @@ def plan_problem(
             **({"choices": choices} if choices else {}),
         },
         deadline=budget.end,
+    )
+
+
+def _solve(
+    problem: Problem,
+    options: PlanOptions,
+    budget: TimeBudget,
+    twin: TwinEstimator,
+    previous: Plan | None = None,
+    insufficient_gpus: int = 0,
+) -> SolverRun:
+    return solve(
+        problem,
+        options.solver,
+        twin,
+        estimator=options.estimator,
+        seed=options.seed,
+        time_limit_s=budget.search_s(DEFAULT_TIME_LIMIT_S),
+        previous=previous,
+        insufficient_gpus=insufficient_gpus,
     )
 
 
@@ -318,7 +348,7 @@ def _with_sufficient_gpus(
     """
     if not options.finds_shortage or error.reason == "memory" or options.solver.uses_all_gpus:
         return error
-    available = _gpus(problem, [pool.instances for pool in problem.pools])
+    available = available_gpus(problem)
     most = max(available, lower_bound_gpus(problem)) * OPEN_FACTOR
     pools = tuple(replace(p, instances=most // p.profile.tp, is_open=True) for p in problem.pools)
     changes = {"objective": Objective.MIN_GPUS, "previous_plan": None, "move_cost": None}
@@ -326,15 +356,7 @@ def _with_sufficient_gpus(
     larger = replace(problem, pools=pools, workload=workload, deadline=budget.shortage)
     twin = TwinEstimator(larger, options.seed, deadline=budget.shortage)
     try:
-        answer = solve(
-            larger,
-            options.solver,
-            twin,
-            estimator=options.estimator,
-            seed=options.seed,
-            time_limit_s=budget.search_s(DEFAULT_TIME_LIMIT_S),
-            insufficient_gpus=available,
-        )
+        answer = _solve(larger, options, budget, twin, insufficient_gpus=available)
     except InputError:  # larger than the solver supports
         return error
     except InfeasibleError as other:
@@ -342,12 +364,153 @@ def _with_sufficient_gpus(
         if other.reason == "time":
             words = "no number that would hold was found in time"
     else:
-        used = fleet_size_of(larger, answer.assignments)
-        words = f"{_gpus(larger, used)} GPUs would hold"
+        used = fleet_gpus(larger, fleet_size_of(larger, answer.assignments))
+        words = f"{used} GPUs would hold"
         if error.reason == "time":
-            words = f"on {_gpus(larger, used)} GPUs one was found"
+            words = f"on {used} GPUs one was found"
     return InfeasibleError(f"{error.message}; {words}", error.reason)
 
 
-def _gpus(problem: Problem, instances: Sequence[int]) -> int:
-    return sum(count * pool.profile.tp for count, pool in zip(instances, problem.pools, strict=True))
+_DIGITS: Final = 3
+"""Digits of a price per move."""
+
+
+def verified_choices(
+    verifier: Verifier,
+    plan: Sequence[Assignment],
+    alternatives: Iterable[Sequence[Assignment]],
+    old: Sequence[PreviousInstance],
+    progress: Progress,
+) -> list[JsonValue]:
+    """Return the alternatives to a plan that are verified, as documents; both are cheapest first.
+
+    ``move_cost`` of an alternative is the price of a move from which it costs less than the plan. One that is
+    never the cheapest is left out.
+    """
+    problem = verifier.problem
+
+    def cost(placement: Sequence[Assignment]) -> float:
+        return fleet_cost(problem, fleet_size_of(problem, placement))[0]
+
+    moved, least = count_moves(problem, plan, old), cost(plan)
+    found: list[tuple[float, Sequence[Assignment]]] = []
+    for number, placement in enumerate(alternatives):
+        progress("verifying fewer moves", number, number + 1)
+        saved = moved - count_moves(problem, placement, old)
+        extra = cost(placement) - least
+        if saved > 0 and extra > 0.0 and _is_verified(verifier, placement):
+            found = [*(each for each in found if each[0] < extra / saved), (extra / saved, placement)]
+    return [
+        {
+            **fleet_totals(problem, placement).model_dump(exclude_none=True, exclude={"lower_bound_gpus"}),
+            **move_sizes(problem, name_groups(problem, placement, old)[1], old),
+            "move_cost": _rounded_up(price),
+        }
+        for price, placement in found
+    ]
+
+
+def _is_verified(verifier: Verifier, placement: Sequence[Assignment]) -> bool:
+    try:
+        return verifier.verdict(verifier.whole(placement)).verdict == "verified"
+    except (InfeasibleError, OutOfTimeError):
+        return False
+
+
+def _rounded_up(price: float) -> float:
+    """Return the least number of few digits above a price."""
+    unit = 10.0 ** (math.floor(math.log10(price)) + 1 - _DIGITS)
+    return float(f"{(math.floor(price / unit) + 1) * unit:.{_DIGITS}g}")
+
+
+def verify_as_served(
+    plan: Plan,
+    workload: Workload,
+    *,
+    router: str | None = None,
+    everywhere: bool = False,
+    profile: Profile | None = None,
+    source: str = "workload",
+    progress: Progress | None = None,
+) -> Plan:
+    """Return a plan with its placement and verification for servers without its scheduler and re-balancing.
+
+    Engines without the scheduler, its queues and its cache have adapter slots: each instance gets the best
+    number of slots by the twin. So it does if it gets other adapters than planned.
+
+    Parameters
+    ----------
+    plan, workload
+        Plan, and the workload that it was made for.
+    router
+        Router in front of the servers, a name in `capplan.serving.routers.ROUTERS`; None: that of the plan.
+    everywhere
+        Whether every server loads every adapter and gets an equal part of all traffic.
+    profile
+        Profile of the plan, if it is neither a shipped one nor the workload's.
+    source
+        Name of the workload in errors.
+    progress
+        Called with (stage, done, total).
+
+    Raises
+    ------
+    InputError
+        If the workload or the profile is not the plan's, or there is no such router.
+    InfeasibleError
+        If an instance does not start with slots.
+    """
+    report = progress or no_progress
+    rebuilt = rebuild(plan, workload, profile, source)
+    served = rebuilt.problem.workload.model_copy(update=_served(plan, router))
+    problem = replace(rebuilt.problem, workload=served)
+    needs_slots = everywhere or rebuilt.problem.workload.scheduling is not None
+    seed = search_seed(plan)
+    twin = TwinEstimator(problem, seed)
+    estimator = make_estimator(problem, "auto", twin)
+    instances = [each.assignment for each in rebuilt.groups for _ in range(each.group.replicas)]
+    if everywhere:
+        equal = tuple(AdapterShare.of(each, 1.0 / len(instances)) for each in problem.traffic)
+        instances = [replace(each, shares=equal) for each in instances]
+    assignments = []
+    for number, instance in enumerate(instances):
+        report("adapter slots", number, len(instances))
+        assignments.append(_with_slots(problem, instance, estimator, twin) if needs_slots else instance)
+    count = len(plan.verification.seeds) or FRESH_SEEDS
+    verifier = make_verifier(problem, twin, seed, count=count)
+    verifications = verifier.whole(assignments, lambda done, total: report("verifying", done, total))
+    made = build_plan(
+        verifier,
+        RepairResult(tuple(assignments), tuple(verifications), ()),
+        verified=True,
+        previous=plan,
+        notes={name: value for name, value in plan.provenance.items() if name in _KEPT},
+    )
+    # The plan gives the names of the groups; it is not in force, so there is nothing to move from it.
+    kept = {name: value for name, value in made.provenance.items() if not name.startswith("moved_")}
+    return made.replace(moves=(), provenance=kept)
+
+
+_KEPT = ("solver", "estimator", "seed", "knobs", "command")
+"""Notes of the plan on its placement."""
+
+
+def _served(plan: Plan, router: str | None) -> dict[str, Any]:
+    """Return the settings of the plan's workload that are others as served."""
+    left_out: dict[str, Any] = {"scheduler": None, "cache": None, "queues": None, "rebalance": None}
+    if router in (None, plan.router):
+        return left_out
+    # Parameters are those of the plan's router. Servers still store what the plan says, unless shares of 0
+    # keep the new router from it.
+    stores_all = stores_everywhere(plan.router_options) and router not in BY_SHARES
+    options = RouterOptions(holders="all") if stores_all else None
+    return {**left_out, "router": router, "router_options": options}
+
+
+def _with_slots(
+    problem: Problem, instance: Assignment, estimator: Estimator, twin: TwinEstimator
+) -> Assignment:
+    """Return an instance with the best number of slots, or the largest if it holds with none."""
+    bare = replace(instance, queues=None)
+    slots = choose_slots(problem, bare.shares, estimator, twin, bare)
+    return replace(bare, a_max=most_slots(problem, bare.shares) if slots is None else slots)

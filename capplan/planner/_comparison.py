@@ -13,13 +13,13 @@ from capplan.planner import SOLVERS
 from capplan.planner.problem._bound import lower_bound_gpus
 from capplan.planner.problem._estimate import TwinEstimator
 from capplan.planner.problem._evaluate import known_values
-from capplan.planner.problem._parallel import Progress, no_progress
+from capplan.planner.problem._execution import Progress, no_progress
 from capplan.planner.problem._previous import read_previous
 from capplan.planner.problem._problem import Assignment, Problem, distinct_adapters
 from capplan.planner.problem._setup import make_problem, require_folders
+from capplan.planner.search._local_search import available_gpus
 from capplan.planner.solvers import find_solver
-from capplan.planner.solvers._base import DEFAULT_TIME_LIMIT_S, Solver
-from capplan.planner.solvers._solve import SolverRun, solve
+from capplan.planner.solvers._base import DEFAULT_TIME_LIMIT_S, Solver, SolverRun, solve
 from capplan.planner.verification._verify import (
     FRESH_SEEDS,
     InstanceVerification,
@@ -161,7 +161,7 @@ def compare(
     report("comparing", len(chosen), len(chosen))
     return SolverComparison(
         profile=", ".join(dict.fromkeys(pool.profile.name for pool in problem.pools)),
-        gpus=sum(pool.instances * pool.profile.tp for pool in problem.pools),
+        gpus=available_gpus(problem),
         lower_bound_gpus=lower_bound_gpus(problem),
         headroom=workload.headroom,
         adapters=len(workload.adapters),

@@ -142,13 +142,11 @@ class _Budget:
         self.spent = ""
 
     def start(self) -> None:
-        """Begin a transaction."""
         self._until_s = time.monotonic() + _READ_S
         self._max_received_bytes += _READ_BYTES
         self._taken_bytes = 0
 
     def stop(self) -> None:
-        """End a transaction."""
         self._until_s = math.inf
 
     def take(self, row: sa.Row[Any]) -> None:
@@ -191,10 +189,7 @@ def _received_bytes(connection: socket.socket) -> int:
 def _parse_url(where: str) -> tuple[sa.URL, str]:
     """Return a URL whose parts are allowed, and its text without the password.
 
-    Raises
-    ------
-    InputError
-        If a part is not allowed, without the rest of the URL: a password may stand anywhere in it.
+    The error of a part that is not has nothing of the rest of the URL: a password may stand anywhere in it.
     """
     scheme, _, rest = where.partition("://")
     if scheme not in _DRIVERS:
@@ -239,23 +234,11 @@ def _require_keys(query: str, allowed: Sequence[str], location: str) -> dict[str
 
 
 class Database:
-    """Connections to the database of a registry.
+    """Connections to the database of a registry: an SQLite file, or a URL of SQLite or PostgreSQL.
 
-    Parameters
-    ----------
-    where
-        SQLite file, or URL of SQLite or PostgreSQL.
-    create
-        Make the registry if there is none.
-    timeout_s
-        Time to wait for a lock of another process.
-    read_only
-        Read only, for one thread, and within bounds of time and bytes, whatever the database is.
-
-    Raises
-    ------
-    RegistryUnavailableError
-        If there is no registry, or it cannot be used.
+    One that is `read_only` is for one thread, and within bounds of time and bytes, whatever the database is.
+    If there is no registry, and it is not to be created, or it cannot be used, raise
+    `RegistryUnavailableError`, also in all methods.
     """
 
     def __init__(self, where: str, *, create: bool, timeout_s: float, read_only: bool = False) -> None:
@@ -333,10 +316,7 @@ class Database:
     def _require_no_journal(self) -> None:
         """Refuse a file with a rollback journal: SQLite would write to it, and to files that this names.
 
-        Raises
-        ------
-        RegistryUnavailableError
-            If it has one. Registries have write-ahead logs instead.
+        Registries have write-ahead logs instead.
         """
         path = Path(f"{self._file}-journal")
         if not os.path.lexists(path):
@@ -369,7 +349,6 @@ class Database:
         return connection
 
     def _prepare(self, connection: Any, _record: Any) -> None:
-        """Set up a new connection."""
         if self._is_sqlite:
             connection.isolation_level = None  # transactions begin where `_begin` says
             connection.execute("PRAGMA foreign_keys = ON")
@@ -383,13 +362,7 @@ class Database:
         connection.commit()
 
     def _file_identity(self) -> tuple[int, int] | None:
-        """Return what tells an SQLite file from another one at its path; None for other databases.
-
-        Raises
-        ------
-        RegistryUnavailableError
-            If there is no file.
-        """
+        """Return what tells an SQLite file from another one at its path; None for other databases."""
         if self._file is None:
             return None
         rule = "is missing: 'capplan registry add' makes a registry"
@@ -404,11 +377,6 @@ class Database:
         """Check that the SQLite file is there; open it again if it is another one than that of before.
 
         The former file has no name any more while it is open: no other process sees what is written to it.
-
-        Raises
-        ------
-        RegistryUnavailableError
-            If there is no file, or it is no registry.
         """
         if self._file is None or self._file_identity() == self._identity:
             return
@@ -527,10 +495,8 @@ class Database:
     def rows(self, connection: sa.Connection, query: sa.Select[Any]) -> Iterator[Any]:
         """Yield the rows of a query as they are read.
 
-        Raises
-        ------
-        RegistryUnavailableError
-            If one cannot be read, with its number; or if all of them take too long or too much memory.
+        The error of one that cannot be read has its number. All of them must not take too long or too much
+        memory.
         """
         number, most = 0, _MAX_ROWS_OF_ADAPTERS * input_limits().max_adapters
         try:
@@ -550,10 +516,7 @@ class Database:
     def writing(self, *, counts: bool = True) -> Iterator[sa.Connection]:
         """Open a transaction that writes: all of it or nothing, and alone.
 
-        Parameters
-        ----------
-        counts
-            Whether it is one of the `changes`, after which nothing is answered from memory.
+        `counts`: it is one of the `changes`, after which nothing is answered from memory.
         """
         self._require_file()
         with self._errors(), self._connected(writes=True) as connection:
@@ -563,10 +526,7 @@ class Database:
     def changes(self) -> tuple[int, int]:
         """Return what every committed change by any process changes, at the least cost; not for two threads.
 
-        Returns
-        -------
-        tuple of int
-            Number of times that the registry was opened again, and number of changes in it.
+        It is the number of times that the registry was opened again, and the number of changes in it.
         """
         self._require_file()
         with self._errors(), self._bounded():
@@ -633,7 +593,6 @@ class Database:
         return RegistryUnavailableError(f"cannot be used: {reason}", location=f"{self.location}{where}")
 
     def close(self) -> None:
-        """Close all connections."""
         self._budget.closed.set()
         self._close_counter()
         self._engine.dispose()

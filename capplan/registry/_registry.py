@@ -23,15 +23,7 @@ _BATCH: Final = 500
 
 
 class ServerOwner(NamedTuple):
-    """Running server that has a name.
-
-    Attributes
-    ----------
-    owner
-        Its identity.
-    renewals
-        Number that grows while it runs.
-    """
+    """Running server that has a name: its identity, URL, and a number that grows while it runs."""
 
     owner: str
     url: str
@@ -387,7 +379,7 @@ def with_locations(plan: Plan, registry: AdapterRegistry) -> Plan:
         If an adapter has another base model or rank in the registry: the plan is for another one.
     """
     paths: dict[str, str] = {}
-    for adapter in {each.name: each for group in plan.groups for each in group.adapters}.values():
+    for adapter in plan.adapters.values():
         known = registry.find(adapter.name)
         if known is None:
             continue

@@ -34,7 +34,6 @@ class Band(SpecModel):
     high: float | None = None
 
     def holds(self, value: float) -> bool:
-        """Return whether a value is inside."""
         above = self.low is None or value >= self.low
         return above and (self.high is None or value <= self.high)
 
@@ -171,7 +170,6 @@ def vary(paper: str, numbers: Mapping[str, Any]) -> None:
 
 
 def _with_numbers(setting: Mapping[str, Any], numbers: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a setting with other numbers."""
     changed: Any = deepcopy(dict(setting))
     for path, value in numbers.items():
         *parents, last = path.split(".")

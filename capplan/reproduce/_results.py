@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, Final
@@ -22,6 +22,11 @@ class Curve(SpecModel):
     name: Text
     x: tuple[float, ...]
     y: tuple[float | None, ...]
+
+
+def mean_curve(name: str, x: Sequence[float], y: Iterable[Sequence[float]]) -> Curve:
+    """Return the curve of points with a value per seed."""
+    return Curve(name=name, x=tuple(x), y=tuple(map(fmean, y)))
 
 
 @dataclass(frozen=True)

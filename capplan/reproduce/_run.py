@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib import resources
@@ -113,7 +113,7 @@ def _simulated(
         results = []
         for figure in figures:
             on_progress = options.progress and partial(options.progress, f"{paper} {figure.id}")
-            findings = _EXPERIMENTS[paper][figure.id](lab.showing(on_progress))
+            findings = _EXPERIMENTS[paper][figure.id](replace(lab, progress=on_progress))
             results.append(result_of(recipe, figure, findings))
         return tuple(results)
     finally:

@@ -1,6 +1,4 @@
 from ._http_protocol import CLIENT, ClientLink
-from ._limiter import GENERATION_PATHS, RequestLimiter, generates
-from ._limits import OPEN_ADAPTERS, ServerLimits
 from ._metrics import MetricKind, metric_family
 from ._process import DrainingServer, InstanceConfig, bind, run_instance, url_of
 from ._protocol import (
@@ -14,8 +12,8 @@ from ._protocol import (
 )
 from ._routes import ServerApp
 from ._service import Service
-from ._settings import PoolSettings, ServerSettings, is_loopback
-from ._state import ServerState
+from ._settings import OPEN_ADAPTERS, PoolSettings, ServerLimits, ServerSettings, is_loopback
+from ._state import GENERATION_PATHS, RequestLimiter, ServerState, generates
 
 __all__ = [
     "CLIENT",

@@ -5,20 +5,14 @@ of an adapter at a server fetches it from a server that stores it, or else from 
 its copy when its share of the adapter's requests is zero, they have ended, and another server has confirmed
 that its own copy is intact.
 
-Copies of adapters that one server of a pool stores: checks of their bytes, removal, and room for new ones.
+A record in the registry is no proof of another copy: files may be broken, or their machine gone. The other
+server therefore reads its copy and compares the digest, on demand. Then the registry removes this server from
+the holders, in a transaction that finds the other one among them.
 
-A copy is removed only if another server keeps one. A record in the registry is no proof of that: files may be
-broken, or their machine gone. The other server therefore reads its copy and compares the digest, on demand.
-Then the registry removes this server from the holders, in a transaction that finds the other one among them.
-
-Claim of a server to its name in the registry, and to its folder of adapters: one running server has both.
-
-Two servers of one name would take each other's copies for their own. A running server renews its claim in the
-registry. Another one that comes up under the same name watches the claim for some renewals, and is refused if
-it is renewed. No clock of another machine is read. A server that restarts on its folder is the same owner,
-and comes up at once.
-
-Prometheus metrics of a server's part of the distributed adapter pool.
+Two servers of one name would take each other's copies for their own, so that one running server has the name,
+and its folder of adapters. It renews its claim in the registry. Another one that comes up under the same name
+watches the claim for some renewals, and is refused if it is renewed. No clock of another machine is read. A
+server that restarts on its folder is the same owner, and comes up at once.
 """
 
 from __future__ import annotations
@@ -26,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import logging
 import math
 import os
@@ -57,26 +52,14 @@ from capplan.registry import (
     RegistryUnavailableError,
 )
 from capplan.server._adapters import ServedAdapters
-from capplan.server._metrics import MetricKind, metric_family
+from capplan.server._metrics import metric_family
 from capplan.server._protocol import RETRY, ApiError, overloaded, unknown_model
 from capplan.server._settings import PoolSettings, ServerSettings
 from capplan.server._transfer import Fetcher, Source, TransferError, TransferParams, location, peer
 
 
 class PoolCounters:
-    """Counts of transfers, checks and removals.
-
-    Attributes
-    ----------
-    transfers
-        By kind of source and outcome.
-    moved_bytes, moved_s
-        By kind of source.
-    checks
-        Reads of own copies by outcome.
-    removed
-        Copies that other servers keep, or that the registry does not know any more.
-    """
+    """Counts of transfers by kind of source and outcome, of checks of own copies, and of removed copies."""
 
     def __init__(self) -> None:
         self.transfers: Counter[tuple[str, str]] = Counter()
@@ -92,16 +75,10 @@ class PoolCounters:
         self.moved_s[kind] = self.moved_s.get(kind, 0.0) + took_s
 
     def collect(self, copies: int, stored_bytes: int, max_bytes: int) -> Iterator[Metric]:
-        """Yield the metrics.
-
-        Parameters
-        ----------
-        copies, stored_bytes, max_bytes
-            Adapters that the server stores, their bytes, and the limit of these.
-        """
-        yield _family(Gauge, "adapters_stored", "Adapters stored by this server", copies)
-        yield _family(Gauge, "adapters_stored_bytes", "Bytes of these adapters", stored_bytes)
-        yield _family(Gauge, "adapters_stored_bytes_limit", "Limit of these bytes", max_bytes)
+        """Yield the metrics; of the adapters that the server stores: number, bytes, and limit of these."""
+        yield Gauge("capplan:adapters_stored", "Adapters stored by this server", copies)
+        yield Gauge("capplan:adapters_stored_bytes", "Bytes of these adapters", stored_bytes)
+        yield Gauge("capplan:adapters_stored_bytes_limit", "Limit of these bytes", max_bytes)
         outcomes = [(labels, float(count)) for labels, count in sorted(self.transfers.items())]
         help_text = "Transfers of adapters to this server"
         labels = ("source", "outcome")
@@ -118,17 +95,8 @@ class PoolCounters:
         name = "capplan:adapter_copy_checks"
         yield metric_family(CounterMetricFamily, name, help_text, ("outcome",), checks)
         help_text = "Copies of adapters removed from this server"
-        yield _family(CounterMetricFamily, "adapter_copies_removed", help_text, self.removed)
+        yield CounterMetricFamily("capplan:adapter_copies_removed", help_text, self.removed)
 
-
-def _family(kind: MetricKind, name: str, help_text: str, value: float) -> Metric:
-    return metric_family(kind, f"capplan:{name}", help_text, (), [((), float(value))])
-
-
-try:
-    import fcntl
-except ImportError:  # not POSIX
-    fcntl = None  # type: ignore[assignment]
 
 OWNER_FILE: Final = ".capplan-server"
 """File of a folder of adapters with the identity of its server, locked while that runs."""
@@ -140,19 +108,9 @@ _WITHOUT_LOCKS: Final = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)  # some netw
 
 
 class OwnedFolder:
-    """Folder of adapters of one running server, which has it until `close`.
+    """Folder of adapters of one running server, which has it until `close`; another one gets an `InputError`.
 
-    Attributes
-    ----------
-    owner
-        Identity of the server: host, and a number that is kept in the folder.
-
-    Raises
-    ------
-    InputError
-        If another running server has the folder.
-    OSError
-        If its file cannot be written.
+    The owner is the identity of the server: its host, and a number that is kept in the folder.
     """
 
     def __init__(self, root: Path) -> None:
@@ -166,8 +124,6 @@ class OwnedFolder:
             raise
 
     def _lock(self, root: Path) -> None:
-        if fcntl is None:
-            return
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -193,13 +149,7 @@ class OwnedFolder:
 
 
 class ServerClaim:
-    """Claim of a server to its name in the registry.
-
-    Parameters
-    ----------
-    renew_s
-        Time between renewals, the same for all servers.
-    """
+    """Claim of a server to its name in the registry; all servers renew theirs every `renew_s`."""
 
     def __init__(
         self, registry: AdapterRegistry, server: RegisteredServer, folder: OwnedFolder, renew_s: float
@@ -213,12 +163,7 @@ class ServerClaim:
     def take(self) -> None:
         """Register the server; blocks for some renewals if another one that may be gone has the name.
 
-        Raises
-        ------
-        InputError
-            If another running server has the name.
-        RegistryUnavailableError
-            If the registry cannot be used.
+        If another running server has it, raise `InputError`.
         """
         name, url, owner = self._server.name, self._server.url, self._folder.owner
         other = self._registry.announce(name, url, owner)
@@ -238,12 +183,7 @@ class ServerClaim:
     def keep(self) -> None:
         """Renew the claim if that is due, between the parts of work that takes long.
 
-        Raises
-        ------
-        InputError
-            If another server has the name now.
-        RegistryUnavailableError
-            If the registry cannot be used.
+        If another server has the name now, raise `InputError`.
         """
         if time.monotonic() - self._renewed_s < self._renew_s:
             return
@@ -259,13 +199,7 @@ class ServerClaim:
         return InputError(rule, self._server.name, "server_name")
 
     def renew(self) -> bool:
-        """Renew the claim; return False if another server has the name now.
-
-        Raises
-        ------
-        RegistryUnavailableError
-            If the registry cannot be used.
-        """
+        """Renew the claim; return False if another server has the name now."""
         return self._registry.renew(self._server.name, self._server.url, self._folder.owner)
 
     def leave(self) -> None:
@@ -288,44 +222,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PoolParams:
-    """Times of a pool.
-
-    Attributes
-    ----------
-    round_s
-        Interval of rounds, which remove copies.
-    idle_s
-        Time without a request after which an adapter whose share is zero may be removed.
-    registry_timeout_s
-        Time to wait for a lock of the registry.
-    transfers
-        Times of transfers.
-    renew_s
-        Interval at which a server renews the claim to its name.
-    """
+    """Times of a pool."""
 
     round_s: float = 5.0
+    """Interval of rounds, which remove copies."""
     idle_s: float = 5.0
+    """Time without a request after which an adapter whose share is zero may be removed."""
     registry_timeout_s: float = 5.0
+    """Time to wait for a lock of the registry."""
     transfers: TransferParams = field(default_factory=TransferParams)
     renew_s: float = 5.0
+    """Interval at which a server renews the claim to its name."""
 
 
 @dataclass(frozen=True)
 class PoolServer:
-    """One server of a pool.
-
-    Attributes
-    ----------
-    name
-        In the registry.
-    url
-        Where other servers reach it.
-    key
-        Admin key of all servers.
-    max_bytes
-        Limit of the bytes of its copies.
-    """
+    """One server of a pool: name in the registry, URL for others, admin key of all, limit of its copies."""
 
     name: str
     url: str
@@ -336,12 +248,8 @@ class PoolServer:
 class AdapterCopies:
     """Copies of a server; it belongs to the event loop.
 
-    Attributes
-    ----------
-    stored
-        Digest of each adapter that the server stores, by name.
-    missing
-        Adapters whose broken copy was removed, and that have not been stored again.
+    `stored` has the digest of each adapter that the server stores, by name. `missing` are adapters whose
+    broken copy was removed, and that have not been stored again.
     """
 
     def __init__(
@@ -375,10 +283,7 @@ class AdapterCopies:
     def reconcile(self, keep_name: Callable[[], None]) -> None:
         """Let registry and files agree: either may be ahead after a crash.
 
-        Parameters
-        ----------
-        keep_name
-            Called between adapters, whose number is not bounded, to renew the claim to the name.
+        `keep_name` renews the claim to the name between adapters, whose number is not bounded.
         """
         own = self._own
         digests = self._store.digests()
@@ -400,7 +305,6 @@ class AdapterCopies:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all copies."""
         return sum(self._sizes.values())
 
     def touch(self, name: str) -> None:
@@ -439,11 +343,6 @@ class AdapterCopies:
         """Return whether an intact copy is stored, by reading it; a broken one is discarded.
 
         Its lock must be held.
-
-        Raises
-        ------
-        RegistryUnavailableError, OSError
-            If a broken copy cannot be discarded, or a copy cannot be read.
         """
         if not await self.in_thread(self._store.__contains__, digest):
             return False
@@ -455,13 +354,7 @@ class AdapterCopies:
         return False
 
     async def check(self, digest: str) -> bool:
-        """Return whether an intact copy is stored, by reading it.
-
-        Raises
-        ------
-        OSError
-            If it cannot be read.
-        """
+        """Return whether an intact copy is stored, by reading it."""
         async with self._checks:
             return await self._is_intact(digest)
 
@@ -475,13 +368,7 @@ class AdapterCopies:
         self._sizes[digest] = size_bytes
 
     async def hold(self, name: str, digest: str) -> None:
-        """Record a copy that is stored and intact.
-
-        Raises
-        ------
-        InputError
-            If the registry has changed or cannot be used.
-        """
+        """Record a copy that is stored and intact; raise `InputError` if the registry has changed."""
         if digest not in self._sizes:
             self._sizes[digest] = await self.in_thread(self._store.size_bytes, digest)
         try:
@@ -498,10 +385,7 @@ class AdapterCopies:
     async def discard(self, digest: str) -> None:
         """Remove a broken copy; the adapters that it was for are missing then. Its lock must be held.
 
-        Raises
-        ------
-        RegistryUnavailableError
-            If the registry cannot be used; the copy is still there then.
+        If the registry cannot be used, the copy stays.
         """
 
         def lose() -> set[str]:
@@ -526,13 +410,7 @@ class AdapterCopies:
         await self.in_thread(self._store.delete, digest)
 
     async def record_again(self) -> None:
-        """Record the copies of which the registry has no record any more.
-
-        Raises
-        ------
-        InputError
-            If the registry has changed or cannot be used.
-        """
+        """Record the copies of which the registry has no record any more."""
         stored = dict(self.stored)
 
         def unrecorded() -> list[str]:
@@ -554,11 +432,8 @@ class AdapterCopies:
     async def remove_unwanted(self, idle_s: float) -> None:
         """Remove copies whose share is zero, or whose bytes the registry does not know any more.
 
-        Parameters
-        ----------
-        idle_s
-            Time without a request after which a copy whose share is zero may be removed. Bytes that the
-            registry does not know are served to no further requests, however recent the last one is.
+        The former stay for `idle_s` after the last request. The latter are served to no further requests,
+        however recent the last one is.
         """
         stored, unresponsive = dict(self.stored), set[str]()
 
@@ -593,11 +468,8 @@ class AdapterCopies:
     async def room(self, size_bytes: int) -> AsyncIterator[None]:
         """Reserve room for a copy, until it is stored; remove other ones if there is not enough.
 
-        Raises
-        ------
-        ApiError
-            503 if too few copies can be removed: an adapter that has a share here, is in use, or is not
-            confirmed by another server, stays.
+        An adapter that has a share here, is in use, or is not confirmed by another server, stays. If too few
+        can be removed, raise 503.
         """
         if size_bytes > self._free_bytes:
             async with self._making_room:
@@ -632,10 +504,7 @@ class AdapterCopies:
     async def _release(self, name: str, digest: str, unresponsive: set[str]) -> Kept | None:
         """Remove a copy if another server confirms its own; return why not, or None.
 
-        Parameters
-        ----------
-        unresponsive
-            Servers that have not responded lately and are not asked; others are added.
+        Servers among `unresponsive` have not responded lately and are not asked; others are added.
         """
         if self._has_share(name):
             return "with a share here"
@@ -667,10 +536,7 @@ class AdapterCopies:
     async def _remove(self, name: str, digest: str, keeper: str | None) -> Kept | None:
         """Remove a copy if no request uses it and `keeper` still holds one; return why not, or None.
 
-        Parameters
-        ----------
-        keeper
-            None: the registry does not know the copy any more.
+        Without a keeper the registry does not know the copy any more.
         """
         lock = self.lock_of(digest)
         if lock.locked():  # a load that makes room holds another one
@@ -707,29 +573,9 @@ _log = logging.getLogger(__name__)
 
 
 class AdapterPool:
-    """Adapters of a registry at one server; it belongs to the event loop.
+    """Adapters of a registry at one server, which listens at a URL; it belongs to the event loop.
 
-    Parameters
-    ----------
-    registry
-        Shared by all servers; closed by `close`.
-    store
-        Files of this server.
-    served
-        Adapters that the engine has.
-    settings
-        Settings of the server, with its name in the registry.
-    url
-        Where the server listens.
-    folder
-        Folder of the store, closed by `close`.
-
-    Raises
-    ------
-    InputError
-        If another running server has the name.
-    RegistryUnavailableError
-        If the registry cannot be used.
+    It closes registry and folder at its end.
     """
 
     def __init__(
@@ -769,7 +615,7 @@ class AdapterPool:
         self._broken: set[str] = set()
         self._causes: dict[str, str] = {}
         self._loads: dict[str, asyncio.Task[None]] = {}
-        self._background: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[object]] = set()
         self._claim.take()
         self._copies.reconcile(self._claim.keep)
 
@@ -792,13 +638,8 @@ class AdapterPool:
     async def require(self, name: str) -> None:
         """Serve an adapter, which is fetched if this server does not store it.
 
-        Requests of the same adapter share one transfer, which goes on if they are cancelled.
-
-        Raises
-        ------
-        ApiError
-            404 if the registry does not hold the adapter, 400 if it does not fit the server, 503 if it cannot
-            be fetched or the registry cannot be used.
+        Requests of the same adapter share one transfer, which goes on if they are cancelled. Raise 404 if the
+        registry does not hold the adapter, 400 if it does not fit the server, 503 if it cannot be fetched.
         """
         if name in self._served:
             self._copies.touch(name)
@@ -820,7 +661,7 @@ class AdapterPool:
             task.add_done_callback(lambda done: self._on_loaded(name, done))
         return self._loads[name]
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
         """Run work until it ends, or the pool is closed."""
         task = asyncio.ensure_future(work)
         self._background.add(task)
@@ -902,13 +743,10 @@ class AdapterPool:
                 return found
             causes.setdefault(found, []).append(str(source))
             if source.kind == "server":  # its copy may be broken
-                self._spawn(self._ask_to_check(source, adapter.size_bytes or 0))
+                self._spawn(self._fetcher.confirms(source, adapter.size_bytes or 0))
         self._log_causes(adapter.name, causes)
         message = f"None of {len(sources)} sources delivers the adapter {adapter.name!r}"
         raise ApiError(503, message, "model", "adapter_unavailable", RETRY)
-
-    async def _ask_to_check(self, source: Source, size_bytes: int) -> None:
-        await self._fetcher.confirms(source, size_bytes)
 
     def _log_causes(self, name: str, causes: Mapping[str, Sequence[str]]) -> None:
         """Log which sources do not deliver an adapter, unless the last line was the same."""
@@ -923,10 +761,7 @@ class AdapterPool:
     ) -> int | str:
         """Store an adapter from a source; return its bytes, or why the source has not delivered it.
 
-        Raises
-        ------
-        ApiError
-            If the bytes are those that the registry knows, and cannot be served or stored.
+        If the bytes are those that the registry knows, and cannot be served or stored, raise `ApiError`.
         """
         begin_s = time.monotonic()
         async with self._receiving(digest, adapter.size_bytes) as incoming:
@@ -968,13 +803,7 @@ class AdapterPool:
         ]
 
     async def open_file(self, digest: str, name: str) -> BinaryIO:
-        """Open a file of a stored adapter for another server.
-
-        Raises
-        ------
-        ApiError
-            404 if the registry does not know the digest, or this server does not store it.
-        """
+        """Open a file of a stored adapter for another server; 404 if registry or server do not have it."""
         missing = ApiError(404, "This server stores no such file", code="not_found")
         if name not in ADAPTER_FILES:
             raise missing
@@ -991,12 +820,8 @@ class AdapterPool:
     async def check(self, digest: str) -> dict[str, object]:
         """Return whether the copy of an adapter is intact, by reading it, and the name of this server.
 
-        A broken copy is removed, and fetched again unless the share of its adapter is zero.
-
-        Raises
-        ------
-        ApiError
-            503 if the copy cannot be read, or the registry cannot be used.
+        A broken copy is removed, and fetched again unless the share of its adapter is zero. If the copy
+        cannot be read, raise 503.
         """
         try:
             known = await self._copies.in_thread(self._registry.with_digest, digest)
@@ -1077,7 +902,6 @@ class AdapterPool:
         self._fetch_missing()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of the pool."""
         copies = self._copies
         return self._counters.collect(len(copies.stored), copies.stored_bytes, self._own.max_bytes)
 
@@ -1094,10 +918,8 @@ def open_pool(
 ) -> AdapterPool:
     """Return the pool of a server that listens at a URL.
 
-    Raises
-    ------
-    InputError
-        If the registry or `lora_root` cannot be used, or another running server has the folder or the name.
+    If registry or `lora_root` cannot be used, or another server has the folder or the name, raise
+    `InputError`.
     """
     pool, root = settings.pool, settings.lora_root
     if pool is None or root is None:

@@ -8,18 +8,15 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from capplan.engine import CoreReady
 from capplan.engine.lora import AdapterLayout, PeftFolder
 from capplan.errors import InputError
-from capplan.server._async_engine import AsyncEngine
-from capplan.server._limits import NAME_RULE, is_name
-from capplan.server._output_stream import EngineDeadError
+from capplan.server._async_engine import AsyncEngine, EngineDeadError
 from capplan.server._protocol import RETRY, ApiError, engine_failed, overloaded
-from capplan.server._settings import ServerSettings
+from capplan.server._settings import NAME_RULE, ServerSettings, is_name
 from capplan.spec import ADAPTER_CONFIG, NOT_PRINTABLE, WEIGHTS_FILE, is_printable
 
 T = TypeVar("T")
@@ -30,28 +27,10 @@ _MAX_READERS: Final = 12
 """Threads that read adapters. Users bound their reads below it; it is reached if a file system hangs."""
 
 
-@dataclass(frozen=True)
-class AdapterInfo:
-    """Entry of an adapter in `/v1/models`."""
-
-    name: str
-    created: int = field(default_factory=lambda: int(time.time()))
-
-
 class ServedAdapters:
-    """Adapters of a server by name.
+    """Adapters of a server by name; `initial`: folder or rank of those that the engine started with.
 
-    Parameters
-    ----------
-    ready
-        Facts of the engine.
-    initial
-        Name to folder or rank of the adapters that the engine started with.
-
-    Attributes
-    ----------
-    readers
-        Threads that read adapters.
+    Methods that change adapters raise `ApiError` if the engine has failed or the time limit has passed.
     """
 
     def __init__(
@@ -68,8 +47,8 @@ class ServedAdapters:
         self._layout = AdapterLayout(ready.config)
         self._dtype = ready.dtype
         self._max_rank = ready.args.max_lora_rank
-        self._adapters = {name: AdapterInfo(name) for name in initial}
-        self._outdated: dict[str, AdapterInfo] = {}
+        self._adapters = {name: int(time.time()) for name in initial}
+        self._outdated: dict[str, int] = {}
         self._folders: dict[str, str] = {}
         self._lock = asyncio.Lock()
         self._capacity = ready.max_adapters
@@ -79,23 +58,16 @@ class ServedAdapters:
     def __contains__(self, name: object) -> bool:
         return name in self._adapters
 
-    def all(self) -> list[AdapterInfo]:
-        """Return all adapters, oldest first."""
-        return list(self._adapters.values())
+    def created(self) -> Mapping[str, int]:
+        """Return the time at which each adapter was created, oldest first, in seconds since 1970."""
+        return self._adapters
 
     async def load(self, name: str, path: str, *, in_place: bool = False) -> None:
         """Load an adapter from a folder below the root.
 
-        Parameters
-        ----------
-        in_place
-            Replace the adapter of this name, if one was loaded and no request uses it.
-
-        Raises
-        ------
-        ApiError
-            If the name is invalid, taken or in use, the folder is outside the root, the adapter is broken or
-            does not fit the model, or the time limit has passed.
+        `in_place`: replace the adapter of this name, if one was loaded and no request uses it. An adapter
+        that is broken or does not fit the model, a folder outside the root, and a name that is invalid, taken
+        or in use are errors.
         """
         if not is_name(name):
             raise ApiError(400, f"lora_name {NAME_RULE}", "lora_name")
@@ -115,49 +87,29 @@ class ServedAdapters:
                     raise ApiError(409, message, "lora_name", "adapter_in_use")
             except InputError as error:
                 raise ApiError(400, str(error), "lora_path") from None
-            self._adapters[name] = AdapterInfo(name)
+            self._adapters[name] = int(time.time())
 
     async def unload(self, name: str) -> None:
-        """Remove an adapter.
-
-        Raises
-        ------
-        ApiError
-            If it does not exist, requests use it, or the time limit has passed.
-        """
+        """Remove an adapter that exists and that no request uses."""
         async with self._changing():
-            info = self._adapters.pop(name, None)  # new requests get 404 from here on
-            if info is None:
+            created = self._adapters.pop(name, None)  # new requests get 404 from here on
+            if created is None:
                 raise ApiError(404, f"There is no adapter {name!r}", "lora_name", "adapter_not_found")
             try:
                 await self._engine.call("remove_adapter", name)
             except InputError as error:
-                self._adapters[name] = info
+                self._adapters[name] = created
                 raise ApiError(409, str(error), "lora_name", "adapter_in_use") from None
             self._folders.pop(name, None)
 
     def check(self, folder: PeftFolder) -> None:
-        """Read an adapter as the engine core will, in a thread of the caller.
-
-        Raises
-        ------
-        InputError
-            If it is broken or does not fit the model.
-        """
+        """Read an adapter as the engine core will, with its errors, in a thread of the caller."""
         folder.read(self._layout, self._dtype, pin=False, max_rank=self._max_rank)
 
     async def serve(self, name: str, folder: PeftFolder, removable: Iterable[str]) -> bool:
         """Serve an adapter that has been checked; return False while requests use another one of its name.
 
-        Parameters
-        ----------
-        removable
-            Adapters that may be removed for it if there is no room, the first ones first.
-
-        Raises
-        ------
-        ApiError
-            If the adapter is broken, there is no room, or the time limit has passed.
+        If there is no room, the first of `removable` that no request uses are removed for it.
         """
         async with self._changing():
             former = self._folders.get(name)
@@ -172,7 +124,7 @@ class ServedAdapters:
                     return False
             except InputError as error:
                 raise ApiError(400, str(error).replace(folder.name, name), "model") from None
-            self._adapters[name] = AdapterInfo(name)
+            self._adapters[name] = int(time.time())
             self._folders[name] = folder.name
             return True
 
@@ -204,13 +156,7 @@ class ServedAdapters:
             await self._removed(candidates.pop(0))
 
     async def expire(self, name: str, folder: str) -> None:
-        """Serve an adapter to no further requests if it is the one of a folder; those that run go on.
-
-        Raises
-        ------
-        ApiError
-            If the engine has failed or the time limit has passed.
-        """
+        """Serve an adapter to no further requests if it is the one of a folder; those that run go on."""
         async with self._changing():
             if name in self._adapters and self._folders.get(name) == folder:
                 self._expire(name)
@@ -227,13 +173,7 @@ class ServedAdapters:
         return set(self._folders.values())
 
     async def withdraw(self, name: str) -> bool:
-        """Stop to serve an adapter unless requests use it; return whether it is not served any more.
-
-        Raises
-        ------
-        ApiError
-            If the engine has failed or the time limit has passed.
-        """
+        """Stop to serve an adapter unless requests use it; return whether it is not served any more."""
         async with self._changing():
             return await self._removed(name)
 
@@ -254,11 +194,11 @@ class ServedAdapters:
             return True
         if self._pins[name]:
             return False
-        info = adapters.pop(name)
+        created = adapters.pop(name)
         try:
             await self._engine.call("remove_adapter", name)
         except InputError:  # requests use it
-            adapters[name] = info
+            adapters[name] = created
             return False
         self._folders.pop(name, None)
         return True
@@ -317,50 +257,30 @@ class ReaderThreads:
         self._running = 0
 
     async def run(self, function: Callable[[], T]) -> T:
-        """Return what a function returns.
-
-        Raises
-        ------
-        ApiError
-            503 if all threads hang.
-        """
+        """Return what a function returns; raise 503 if all threads hang."""
         if self._running >= _MAX_READERS:
             raise overloaded("The file system of adapters does not respond")
         self._running += 1
-        return await _in_daemon_thread(function, self._ended)
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[T] = loop.create_future()
 
-    def _ended(self) -> None:
-        self._running -= 1
+        def settle(value: Any, error: BaseException | None) -> None:  # also after this call was cancelled
+            self._running -= 1
+            if result.done():
+                return
+            if error is None:
+                result.set_result(value)
+            else:
+                result.set_exception(error)
 
+        def run() -> None:
+            value, error = None, None
+            try:
+                value = function()
+            except BaseException as raised:  # noqa: BLE001 - raised in the caller
+                error = raised
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(settle, value, error)
 
-async def _in_daemon_thread(function: Callable[[], T], on_end: Callable[[], None]) -> T:
-    """Return what a function returns; a thread that hangs does not keep the process from ending.
-
-    Parameters
-    ----------
-    on_end
-        Called on the event loop when the function ends, also after this call was cancelled.
-    """
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[T] = loop.create_future()
-
-    def settle(value: Any, error: BaseException | None) -> None:
-        on_end()
-        if result.done():
-            return
-        if error is None:
-            result.set_result(value)
-        else:
-            result.set_exception(error)
-
-    def run() -> None:
-        value, error = None, None
-        try:
-            value = function()
-        except BaseException as raised:  # noqa: BLE001 - raised in the caller
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop has been closed
-            loop.call_soon_threadsafe(settle, value, error)
-
-    threading.Thread(target=run, daemon=True, name="adapter-reader").start()
-    return await result
+        threading.Thread(target=run, daemon=True, name="adapter-reader").start()
+        return await result

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable
 
-    from capplan.server._limits import ServerLimits
+    from capplan.server._settings import ServerLimits
     from capplan.server._state import ByteBudget
 
 CLIENT: Final = "capplan.client"
@@ -32,23 +32,9 @@ _MAX_PARTS: Final = 16_384
 class ConnectionCap:
     """Maximum number of connections of a server.
 
-    Parameters
-    ----------
-    limits
-        Limits of headers and times.
-    max_connections
-        Beyond it, the connection is closed that has waited longest for a request or the rest of one.
-    budget
-        Bytes of incomplete requests.
-    refusals
-        Number of refused requests by status; those with 408, 413, 431 and 503 are counted here.
-
-    Attributes
-    ----------
-    draining
-        Whether connections are closed after their next response.
-    on_new
-        Called for every new connection.
+    Beyond it, the connection is closed that has waited longest for a request or the rest of one. Refusals are
+    counted by status. If the server is `draining`, connections are closed after their next response. `on_new`
+    is called for every new connection.
     """
 
     def __init__(
@@ -64,7 +50,6 @@ class ConnectionCap:
         self._waiting: dict[LimitedProtocol, None] = {}  # in the order in which they began to wait
 
     def new_protocol(self, **arguments: Any) -> LimitedProtocol:
-        """Return the protocol of a connection."""
         self.on_new()
         return LimitedProtocol(self, **arguments)
 
@@ -87,7 +72,6 @@ class ConnectionCap:
         self._waiting.pop(connection, None)
 
     def remove(self, connection: LimitedProtocol) -> None:
-        """Forget a closed connection."""
         self._open -= 1
         self._waiting.pop(connection, None)
 
@@ -173,13 +157,7 @@ class _UnframedSend:
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """HTTP connection with limits on its headers, and on the time in which a client sends and reads.
-
-    Parameters
-    ----------
-    cap
-        Connections of the server.
-    """
+    """HTTP connection with limits on its headers, and on the time in which a client sends and reads."""
 
     def __init__(self, cap: ConnectionCap, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -227,7 +205,6 @@ class LimitedProtocol(HttpToolsProtocol):
             self._start_timer()
 
     def on_message_begin(self) -> None:
-        """Begin a request."""
         super().on_message_begin()
         self._receives_body = False
 
@@ -254,7 +231,6 @@ class LimitedProtocol(HttpToolsProtocol):
             self._running = self.cycle
 
     def on_body(self, body: bytes) -> None:
-        """Pass a part of a body on."""
         self._parts += 1
         if self._parts > _MAX_PARTS:
             message = f"The body must not come in more than {_MAX_PARTS} parts"
@@ -264,7 +240,6 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """End a request."""
         self._parsed()
         self._receives_body = False
         if self._running is None:  # the rest of a refused body
@@ -295,7 +270,6 @@ class LimitedProtocol(HttpToolsProtocol):
             self._send_timer = self.loop.call_later(self._limits.send_timeout_s, self._abort)
 
     def resume_writing(self) -> None:
-        """Write again."""
         if self._send_timer is not None:
             self._send_timer.cancel()
             self._send_timer = None

@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from capplan.engine import CoreReady, Ended, Gauges, PoolGauges, StepRecord
-from capplan.server._output_stream import RequestState
+from capplan.server._async_engine import RequestState
 from capplan.version import installed_version
 
 _TTFT_S: Final = (
@@ -65,7 +65,6 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Count a value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self.sum += value
 
@@ -76,18 +75,7 @@ class Histogram:
 
 
 class Metrics:
-    """Prometheus collector of an engine.
-
-    Parameters
-    ----------
-    ready
-        Facts of the engine.
-
-    Attributes
-    ----------
-    answers, answer_tokens
-        Finished requests, and their output tokens.
-    """
+    """Prometheus collector of an engine; `answers` are finished requests, with `answer_tokens` in sum."""
 
     def __init__(self, model_name: str, ready: CoreReady) -> None:
         self._labels = (model_name, "0")
@@ -145,12 +133,7 @@ class Metrics:
     def text(self, gauges: Gauges | None, refused: Mapping[int, int]) -> bytes:
         """Return all metrics in Prometheus' text format.
 
-        Parameters
-        ----------
-        gauges
-            None: as last known.
-        refused
-            Refused requests by status.
+        Without gauges they are as last known. Refused requests are by status.
         """
         self._gauges = gauges or self._gauges
         self._refused = refused
@@ -252,7 +235,7 @@ def _pool_metrics(pool: PoolGauges) -> Iterator[Metric]:
         (Gauge, "adapters_cached", "Idle adapters in memory", pool.cached_adapters),
         *((Counter, name, text, pool.counts[field]) for name, text, field in _POOL_COUNTERS),
     ):
-        yield metric_family(kind, f"capplan:{name}", help_text, (), [((), float(value))])
+        yield kind(f"capplan:{name}", help_text, value)
     outcomes = [((each,), float(pool.counts[f"{each}_prefetches"])) for each in _PREFETCHES]
     help_text = "Prefetched adapters by outcome"
     yield metric_family(Counter, "capplan:adapter_prefetches", help_text, ("outcome",), outcomes)

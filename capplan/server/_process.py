@@ -36,12 +36,11 @@ from capplan.engine import (
 from capplan.engine.models import model_config, require_shardable
 from capplan.errors import InputError
 from capplan.processes import collect_rarely, raise_file_limit, without_full_collections
+from capplan.server._async_engine import RequestState
 from capplan.server._http_protocol import ConnectionCap, LimitedProtocol
-from capplan.server._limits import NAME_RULE, is_name
-from capplan.server._output_stream import RequestState
 from capplan.server._routes import ServerApp
 from capplan.server._service import Service
-from capplan.server._settings import ServerSettings
+from capplan.server._settings import NAME_RULE, ServerSettings, is_name
 from capplan.server._state import ServerState
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
@@ -236,7 +235,6 @@ class DrainingServer(uvicorn.Server):
             await asyncio.sleep(_TICK_S)
 
     def _cut_off(self) -> None:
-        """End all requests."""
         for connection in self._connections:
             connection.cut_off()
 

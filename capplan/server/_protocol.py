@@ -125,14 +125,11 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 async def json_body(request: Request) -> bytes:
-    """Return the bytes of a body that is to be JSON, which the request does not keep.
-
-    Raises
-    ------
-    ApiError
-        400 if it is empty or of another type; 408, 413 and 503 of the limits.
-    """
-    body = await whole_body(request)
+    """Return the bytes of a body that is to be JSON, which the request does not keep."""
+    try:
+        body = b"".join([part async for part in request.stream()])
+    except ClientDisconnect:
+        raise ApiError(400, "The client has disconnected") from None
     if not body or not _is_json(request.headers.get("content-type", "")):
         raise _not_an_object()
     return body
@@ -153,20 +150,6 @@ def parsed(body: bytes, model: type[Model]) -> Model:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
     raise _problem(first)
-
-
-async def whole_body(request: Request) -> bytes:
-    """Return the bytes of a body, which the request does not keep.
-
-    Raises
-    ------
-    ApiError
-        If the client disconnects.
-    """
-    try:
-        return b"".join([part async for part in request.stream()])
-    except ClientDisconnect:
-        raise ApiError(400, "The client has disconnected") from None
 
 
 def _containers(body: bytes) -> int:

@@ -14,6 +14,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import sys
 from collections.abc import Mapping
 from datetime import datetime
@@ -29,13 +30,7 @@ _NICENESS: Final = 5  # an endless template takes a quarter of a busy core, not 
 
 
 def compiled(source: str) -> Template:
-    """Return a template, with the functions that `transformers` provides.
-
-    Raises
-    ------
-    TemplateError
-        If the source is not a template.
-    """
+    """Return a template, with the functions that `transformers` provides."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -45,13 +40,7 @@ def compiled(source: str) -> Template:
 
 
 def rendered(template: Template, context: dict[str, Any], max_characters: int) -> str:
-    """Return the text of a template.
-
-    Raises
-    ------
-    TemplateError
-        If the text is too long.
-    """
+    """Return the text of a template; if it is too long, raise `TemplateError`."""
     parts, characters = [], 0
     for part in template.generate(context):
         parts.append(part)
@@ -66,8 +55,9 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(_NICENESS)
-    connection: BinaryIO = open(0, "r+b", buffering=0)  # noqa: SIM115 - a socket
-    settings = _received(connection)
+    connection = socket.socket(fileno=0)
+    reader = connection.makefile("rb")
+    settings = _received(reader)
     if settings is None:
         return
     template: Template | None = None
@@ -85,34 +75,17 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001 - of a template that is not trusted
             reply = {"error": (str(error) or type(error).__name__)[:_MAX_ERROR]}
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _send(connection, reply)
-        message = _received(connection)
+        connection.sendall(framed(reply))
+        message = _received(reader)
 
 
-def _received(connection: BinaryIO) -> dict[str, Any] | None:
+def _received(reader: BinaryIO) -> dict[str, Any] | None:
     """Return the next message; None at the end."""
-    length = _exactly(connection, LENGTH_BYTES)
-    if length is None:
-        return None
-    data = _exactly(connection, int.from_bytes(length, "big"))
-    message: dict[str, Any] | None = None if data is None else json.loads(data)
+    size = int.from_bytes(reader.read(LENGTH_BYTES), "big")
+    data = reader.read(size)
+    is_whole = 0 < size == len(data)
+    message: dict[str, Any] | None = json.loads(data) if is_whole else None
     return message
-
-
-def _exactly(connection: BinaryIO, size: int) -> bytes | None:
-    data = bytearray()
-    while len(data) < size:
-        part = connection.read(size - len(data))
-        if not part:
-            return None
-        data += part
-    return bytes(data)
-
-
-def _send(connection: BinaryIO, message: dict[str, Any]) -> None:
-    data = memoryview(framed(message))
-    while data:
-        data = data[connection.write(data) :]
 
 
 def framed(message: Mapping[str, Any]) -> bytes:

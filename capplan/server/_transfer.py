@@ -20,7 +20,7 @@ from capplan.engine.lora import IncomingAdapter
 from capplan.errors import InputError, printable
 from capplan.registry import ADAPTER_FILES
 from capplan.server._adapters import ReaderThreads
-from capplan.server._limiter import PEER_PATH, transfer_key
+from capplan.server._state import PEER_PATH, transfer_key
 from capplan.spec import error_reason, open_regular, parse_json
 
 _PART_BYTES: Final = 2**20
@@ -40,24 +40,15 @@ class _WriteError(Exception):
 
 @dataclass(frozen=True)
 class TransferParams:
-    """Times of transfers.
-
-    Attributes
-    ----------
-    connect_timeout_s
-        Time to connect to a source.
-    stall_timeout_s
-        Time without any bytes after which a source is given up.
-    max_transfers
-        Transfers to a server at a time; further ones wait.
-    check_bytes_per_s
-        Rate at which a server reads a copy to check it, at least; slower ones do not confirm their copies.
-    """
+    """Times of transfers."""
 
     connect_timeout_s: float = 3.0
     stall_timeout_s: float = 5.0
+    """Time without any bytes after which a source is given up."""
     max_transfers: int = 4
+    """Transfers to a server at a time; further ones wait."""
     check_bytes_per_s: float = 5e7
+    """Rate at which a server reads a copy to check it, at least; slower ones do not confirm their copies."""
 
     def __post_init__(self) -> None:
         for name in ("connect_timeout_s", "stall_timeout_s", "max_transfers", "check_bytes_per_s"):
@@ -67,18 +58,9 @@ class TransferParams:
 
 @dataclass(frozen=True)
 class Source:
-    """Place that an adapter can be fetched from.
+    """Place that an adapter can be fetched from: URL of the folder, or its path on this machine.
 
-    Attributes
-    ----------
-    kind
-        Shown in metrics.
-    name
-        Of the server in the registry; of a location empty.
-    at
-        URL of the folder, or its path on this machine.
-    key
-        Key that a server requires for the adapter; None: none is sent.
+    The name is that of a server in the registry. The key is what a server requires for the adapter.
     """
 
     kind: Literal["server", "location"]
@@ -102,13 +84,7 @@ def location(at: str) -> Source:
 
 
 def origin_of(url: str) -> tuple[str, str, int]:
-    """Return scheme, host and port of an HTTP URL.
-
-    Raises
-    ------
-    ValueError
-        If it is none, or holds a user or a password.
-    """
+    """Return scheme, host and port of an HTTP URL; raise `ValueError` for another one, or with a user."""
     parts = urlsplit(url)
     if parts.scheme not in _PORTS or not parts.hostname or "@" in parts.netloc:
         raise ValueError("must be an http(s) URL without a user")
@@ -130,7 +106,6 @@ class _Resolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        """Return the addresses of a name."""
         may_be_loopback = self._kind == "server" or host == "localhost"
         found = [
             each
@@ -142,7 +117,6 @@ class _Resolver(AbstractResolver):
         return found
 
     async def close(self) -> None:
-        """Close the resolver."""
         await self._resolver.close()
 
 
@@ -158,14 +132,8 @@ def _is_public(address: str, may_be_loopback: bool) -> bool:
 class Fetcher:
     """HTTP client and threads of transfers; it belongs to the event loop.
 
-    Parameters
-    ----------
-    readers
-        Threads for folders.
-    threads
-        For writing.
-    allowed_locations
-        URLs of the hosts that locations may name.
+    Folders are read in `readers`, files written in `threads`. `allowed_locations` are URLs of the hosts that
+    locations may name.
     """
 
     def __init__(
@@ -184,12 +152,8 @@ class Fetcher:
     async def fetch(self, source: Source, adapter: IncomingAdapter, timeout_s: float) -> None:
         """Write the files of an adapter as a source has them.
 
-        Raises
-        ------
-        TransferError
-            If the source does not deliver them, or more bytes than the registry says.
-        OSError
-            If they cannot be written.
+        If the source does not deliver them, or more bytes than the registry says, raise `TransferError`, and
+        if they cannot be written `OSError`.
         """
         with _reasons(self._params, timeout_s):
             async with asyncio.timeout(timeout_s):
@@ -203,13 +167,7 @@ class Fetcher:
                     await self._readers.run(lambda: _copy(Path(source.at), adapter))
 
     async def confirms(self, source: Source, size_bytes: int) -> bool | None:
-        """Let a server check its copy; return whether it is intact, or None if the server does not tell.
-
-        Parameters
-        ----------
-        size_bytes
-            Bytes of the adapter.
-        """
+        """Let a server check its copy; return whether it is intact, or None if the server does not tell."""
         headers = {} if source.key is None else {"Authorization": f"Bearer {source.key}"}
         timeout_s = self._params.stall_timeout_s + size_bytes / self._params.check_bytes_per_s
         timeout = aiohttp.ClientTimeout(timeout_s, self._params.connect_timeout_s)
@@ -227,13 +185,7 @@ class Fetcher:
             return None
 
     def _require_allowed(self, source: Source) -> None:
-        """Check the host of a URL: one of a location is named by the operator of this server.
-
-        Raises
-        ------
-        TransferError
-            If it is not allowed.
-        """
+        """Check the host of a URL: one of a location is named by the operator of this server."""
         scheme, host, port = origin_of(source.at)
         if source.kind == "location":
             if (scheme, host, port) not in self._allowed:
@@ -271,7 +223,6 @@ class Fetcher:
         return self._sessions[kind]
 
     async def close(self) -> None:
-        """Close the connections."""
         for session in self._sessions.values():
             await session.close()
 

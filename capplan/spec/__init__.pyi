@@ -32,16 +32,6 @@ from ._files import (
     write_text_atomic,
     yaml_text,
 )
-from ._lengths import LengthPairs, Lengths
-from ._limits import (
-    MAX_SIMULATED_S,
-    InputLimits,
-    beyond,
-    input_limits,
-    limited,
-    require_duration,
-    require_seed_count,
-)
 from ._lora_modules import (
     ADAPTER_CONFIG,
     ALL_LINEAR,
@@ -71,25 +61,23 @@ from ._peft_folder import (
 )
 from ._plan import (
     OUT_OF_TIME,
+    PERCENTILES,
     Binds,
     Group,
     GroupVerification,
+    LatencyStats,
     Move,
+    Percentiles,
     Plan,
     PlanAdapter,
     PlanBase,
     PlanEngine,
-    Totals,
-    Verdict,
-    Verification,
-)
-from ._predicted import (
-    PERCENTILES,
-    LatencyStats,
-    Percentiles,
     Predicted,
     SchedulingPrediction,
     SizePrediction,
+    Totals,
+    Verdict,
+    Verification,
     grouped_latency_stats,
     latency_stats,
     latency_stats_in_place,
@@ -112,19 +100,16 @@ from ._profile import (
     StepTable,
     Uncertainty,
 )
-from ._queues import (
-    MOST_QUEUES,
-    PROMPT_WEIGHT,
-    AdapterCharge,
-    ClusterRule,
-    QueueClass,
-    QueueConfig,
-    Queues,
-    QuotaSize,
-    RestWeights,
-    SizeForm,
-    Wrs,
-    require_room,
+from ._requests import (
+    NS_PER_S,
+    LengthPairs,
+    Lengths,
+    NamedRows,
+    TimeUnit,
+    Trace,
+    TraceFormat,
+    lengths_column,
+    require_each,
 )
 from ._routing import (
     BY_SHARES,
@@ -143,20 +128,31 @@ from ._routing import (
 )
 from ._scheduling import (
     CHAMELEON_WEIGHTS,
+    MOST_QUEUES,
+    PROMPT_WEIGHT,
     SLORA_CADENCE,
+    AdapterCharge,
     Cache,
     CacheSource,
+    ClusterRule,
     Merging,
     Predictor,
+    QueueClass,
+    QueueConfig,
+    Queues,
+    QuotaSize,
+    RestWeights,
     Scheduler,
     SchedulerSource,
+    SizeForm,
+    Wrs,
     cache_of,
     completed,
+    require_room,
     scheduler_of,
 )
 from ._slo import STABLE_TTFT_P99_S, STARVED_BELOW, Gpus, Objective, Pool, Slo, describe_latency
 from ._table_files import MAX_COLUMNS, Header, open_unpacked, read_columns, table_parts, with_decimal_points
-from ._trace import NS_PER_S, NamedRows, TimeUnit, Trace, TraceFormat, lengths_column, require_each
 from ._traffic import (
     ArrivalProcess,
     Arrivals,
@@ -172,9 +168,11 @@ from ._traffic import (
 )
 from ._validation import (
     LORA_RANKS,
+    MAX_SIMULATED_S,
     MAX_TOKENS,
     NOT_PRINTABLE,
     Count,
+    InputLimits,
     Key,
     Line,
     Many,
@@ -190,22 +188,32 @@ from ._validation import (
     SpecModel,
     Text,
     allowed_lora_rank,
+    beyond,
     format_key,
     input_error,
+    input_limits,
     is_printable,
+    limited,
+    require_duration,
+    require_seed_count,
     rule_error,
     unknown_key,
     validate_document,
 )
-from ._workload import Adapter, AdapterFields, BaseTraffic, PlanningRequirements, Workload, is_profile_path
-from ._workload_file import (
+from ._workload import (
+    Adapter,
     AdapterEntry,
+    AdapterFields,
     BaseEntry,
+    BaseTraffic,
     LengthsFile,
+    PlanningRequirements,
     RegistryEntry,
     RequestsEntry,
     TraceEntry,
+    Workload,
     WorkloadFile,
+    is_profile_path,
 )
 
 __all__ = [

@@ -370,17 +370,7 @@ class Node:
 
 @dataclass(frozen=True)
 class YamlSource:
-    """A parsed YAML file: its data, and where each key stands.
-
-    Attributes
-    ----------
-    path : str
-        The file, as the user wrote it.
-    data : object
-        Dicts, lists and scalars; None for an empty file.
-    root : Node or None
-        The same with line numbers.
-    """
+    """A parsed YAML file: its path as the user wrote it, its data, and the same with line numbers."""
 
     path: str
     data: Any

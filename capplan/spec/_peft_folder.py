@@ -43,13 +43,7 @@ _TYPE_BYTES: Final = MappingProxyType({"F64": 8, "F32": 4, "F16": 2, "BF16": 2, 
 
 
 def read_whole(file: BinaryIO, size_bytes: int, location: str) -> bytearray:
-    """Return the next bytes of a file.
-
-    Raises
-    ------
-    InputError
-        If it has fewer, or cannot be read.
-    """
+    """Return the next bytes of a file; if it has fewer, or cannot be read, raise an input error."""
     data = bytearray(size_bytes)
     view, at = memoryview(data), 0
     while at < size_bytes:
@@ -434,20 +428,26 @@ def _by_pattern(patterns: dict[str, Any], modules: Sequence[str], default: Any, 
 
 
 def _matches(pattern: str, modules: Sequence[str], location: str) -> list[bool]:
-    """Return the modules whose names end with a match; Arrow matches by RE2, which does not backtrack."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
+    """Return the modules whose names end with a match."""
     rule = "must be a regular expression of at most 256 letters, digits and . | ( ) [ ] * + ? ^ $ : - \\d \\w"
     if _PATTERN.fullmatch(pattern) is None:
         raise InputError(rule, pattern, location)
-    names = pa.array([f"model.{module}" for module in modules], pa.string())
-    try:
-        found = pc.match_substring_regex(names, rf"^(.*\.)?({pattern})$")
-    except pa.ArrowInvalid:
-        raise InputError(rule, pattern, location) from None
-    matched: list[bool] = found.to_pylist()
+    matched = _searched(rf"^(.*\.)?({pattern})$", [f"model.{module}" for module in modules])
+    if matched is None:
+        raise InputError(rule, pattern, location)
     return matched
+
+
+def _searched(expression: str, names: Sequence[str]) -> list[bool] | None:
+    """Return the names with a match by RE2, which does not backtrack; None for an unknown expression."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    try:
+        found: list[bool] = pc.match_substring_regex(pa.array(names, pa.string()), expression).to_pylist()
+    except (pa.ArrowInvalid, UnicodeError):  # half of a surrogate pair
+        return None
+    return found
 
 
 def _finite(value: Any, location: str) -> float:
@@ -559,19 +559,9 @@ def _parent(module: str) -> str:
 
 def _full_matches(pattern: str, names: Sequence[str]) -> list[bool] | None:
     """Return the names that a ``target_modules`` matches as a whole; None for a pattern unknown to RE2."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     if pattern == ALL_LINEAR:
         return [True] * len(names)
-    try:
-        if len(pattern) > _MAX_TARGETS:
-            return None
-        found = pc.match_substring_regex(pa.array(names, pa.string()), f"^(?:{pattern})$")
-    except (pa.ArrowInvalid, UnicodeError):  # half of a surrogate pair
-        return None
-    matched: list[bool] = found.to_pylist()
-    return matched
+    return _searched(f"^(?:{pattern})$", names) if len(pattern) <= _MAX_TARGETS else None
 
 
 def require_fit(

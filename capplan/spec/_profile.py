@@ -10,11 +10,11 @@ from enum import StrEnum
 from itertools import pairwise
 from math import prod
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Final, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from pydantic import Field, SerializerFunctionWrapHandler, Strict, model_serializer, model_validator
+from pydantic import Field, Strict, model_validator
 
 from capplan.errors import InputError
 from capplan.spec._engine_args import DEFAULT_MAX_MODEL_LEN
@@ -285,8 +285,10 @@ class Gpu(SpecModel):
     memory_bytes: Annotated[int, Field(gt=0, le=2**53)] = Field(description="Memory of one GPU, in bytes.")
 
 
-class ProfileEngine(SpecModel):
+class ProfileEngine(SparseModel):
     """The engine that was measured."""
+
+    _optional_keys = ("quantization", "sgmv_from_tokens")
 
     name: Line = Field(description="Name of the engine, such as vllm.")
     version: Line = Field(description="Version of the engine.")
@@ -319,14 +321,6 @@ class ProfileEngine(SpecModel):
         description="Mean tokens per adapter in a step from which LoRA kernels in tiles of tokens (SGMV) "
         "take less time than token-wise ones (MBGMV), as measured; absent: not measured.",
     )
-
-    @model_serializer(mode="wrap")
-    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        document: dict[str, Any] = handler(self)
-        for name in ("quantization", "sgmv_from_tokens"):
-            if getattr(self, name) is None:
-                document.pop(name, None)
-        return document
 
 
 class Coefficient(SpecModel):
@@ -376,8 +370,10 @@ class Uncertainty(SpecModel):
         return self
 
 
-class FittedModel(SpecModel):
+class FittedModel(SparseModel):
     """Coefficients of a named form, the range they were fitted on, and their error."""
+
+    _optional_keys = ("tables",)
 
     form: Line = Field(description="Name of the formula.")
     coefficients: dict[str, Coefficient] = Field(description="Coefficients of the formula by name.")
@@ -402,13 +398,6 @@ class FittedModel(SpecModel):
     def _tables_of_form(self) -> Self:
         check_tables(self.form, self.tables)
         return self
-
-    @model_serializer(mode="wrap")
-    def _without_empty_tables(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        document: dict[str, Any] = handler(self)
-        if not self.tables:
-            document.pop("tables", None)
-        return document
 
     def value(self, name: str) -> float:
         """Return the coefficient `name`."""

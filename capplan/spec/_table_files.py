@@ -228,13 +228,7 @@ def _parquet(
 
 
 def _column_type(field: pa.Field, location: str, is_text: bool) -> pa.DataType:
-    """Return the type in which a column of a Parquet file is read.
-
-    Raises
-    ------
-    InputError
-        For a column that holds neither numbers nor text nor times, or no text where text is required.
-    """
+    """Return the type in which a column of a Parquet file is read: numbers, text or times, or only text."""
     import pyarrow.types as kinds
     from pyarrow import float64, string
 
@@ -388,10 +382,6 @@ def _chosen_cells(
     return pd.DataFrame(columns, index=part.index)
 
 
-def _contains(column: pd.Series, sign: str) -> bool:
-    return bool(column.dropna().astype(str).str.contains(sign, regex=False).any())
-
-
 def _stripped(column: pd.Series) -> pd.Series:
     """Return a column of text without blanks around the cells; empty ones are missing."""
     import pandas as pd
@@ -431,11 +421,11 @@ def with_decimal_points(column: pd.Series, header: Header, name: str) -> pd.Seri
     InputError
         If all commas may separate thousands.
     """
-    if header.separator == "," or not _contains(column, ","):
+    if header.separator == ",":
         return column
     cells = column.dropna().astype(str)
     commas = cells[cells.str.contains(",", regex=False)]
-    if not cells.str.fullmatch(_DECIMAL_COMMA).all():
+    if commas.empty or not cells.str.fullmatch(_DECIMAL_COMMA).all():
         return column
     if commas.str.fullmatch(_THOUSANDS).all():
         rule = f"commas may be decimal or separate thousands (row {commas.index[0] + 1}); write points"

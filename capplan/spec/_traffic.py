@@ -283,14 +283,8 @@ def zipf(adapters: int, s: float) -> tuple[float, ...]:
 def power_law(adapters: int, alpha: float) -> tuple[float, ...]:
     """Return S-LoRA's shares: adapter floor(N U^(1 / alpha)) with U uniform; 1 is uniform, less is skewer.
 
-    The first k of N adapters have (k / N)^alpha together; this is not the exponent of :func:`zipf`.
-
-    Parameters
-    ----------
-    adapters : int
-        At least 1; the first adapter is the most popular one.
-    alpha : float
-        Above 0 and at most 1.
+    The first adapter is the most popular one. The first k of N adapters have (k / N)^alpha together; this is
+    not the exponent of :func:`zipf`.
     """
     _check_parameters(adapters, 0 < alpha <= 1, "alpha", alpha, "must be a number above 0 and at most 1")
     together = [(k / adapters) ** alpha for k in range(adapters + 1)]
@@ -298,15 +292,7 @@ def power_law(adapters: int, alpha: float) -> tuple[float, ...]:
 
 
 def exponential(adapters: int, b: float) -> tuple[float, ...]:
-    """Return shares in proportion to exp(-b k) for k = 0, 1, ... (LoRAServe's exponential popularity).
-
-    Parameters
-    ----------
-    adapters : int
-        At least 1; the first adapter is the most popular one.
-    b : float
-        At least 0; 0 is uniform.
-    """
+    """Return shares in proportion to exp(-b k) for k = 0, 1, ... (LoRAServe's exponential popularity)."""
     _check_parameters(adapters, b >= 0, "b", b, "must be a number >= 0")
     return _normalized([math.exp(-b * k) for k in range(adapters)])
 

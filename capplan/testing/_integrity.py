@@ -1,9 +1,4 @@
-"""`check_integrity`: recompute every counter of a scheduler state and compare.
-
-Integrity of the state under the rules for one pool: queues, quotas, reservations, the adapter cache.
-
-Assertions on the structures of a state: lists of rows, heaps, links.
-"""
+"""`check_integrity`: recompute every counter of a scheduler state, and check its lists, heaps and links."""
 
 from __future__ import annotations
 
@@ -93,18 +88,8 @@ def links_members(links: NDArray[np.int64]) -> list[int]:
 def check_pool_state(state: State, limits: Limits, running: list[int], waiting: list[int]) -> None:
     """Assert that the state of one pool follows from its rows, and that no limit is exceeded.
 
-    Parameters
-    ----------
-    state, limits
-        As of `capplan.testing.check_integrity`.
-    running, waiting
-        Its rows.
-
-    Raises
-    ------
-    AssertionError
-        When a queue, a book, a reservation, a reference count or a counter is wrong, a row holds more than
-        it reserved, or more tokens are outstanding than the queues have.
+    Queues, books, reservations, reference counts and counters are checked; no row holds more than it
+    reserved, and no more tokens are outstanding than the queues have.
     """
     _check_pool_queues(state, limits, waiting)
     _check_quotas(state, limits, running)

@@ -1,4 +1,3 @@
-from ._lengths import LengthTable, length_table
 from ._load import load_workload
 from ._peak import DecidingTime, TraceWindow, busiest_window, deciding_time, is_modulated, trace_windows
 from ._predictors import (
@@ -13,10 +12,20 @@ from ._predictors import (
     read_predictor,
 )
 from ._presets import Preset, preset, presets
-from ._requests import Requests, draw_requests
+from ._requests import LengthTable, Requests, draw_requests, length_table
 from ._sampling import uniform
-from ._time_units import EPOCH_S, PER_S, UNIT_WORDS, WHOLE, TimeColumn, time_unit_of
-from ._trace_files import defined_unit, read_length_pairs, read_trace, read_vllm_result
+from ._trace_files import (
+    EPOCH_S,
+    PER_S,
+    UNIT_WORDS,
+    WHOLE,
+    TimeColumn,
+    defined_unit,
+    read_length_pairs,
+    read_trace,
+    read_vllm_result,
+    time_unit_of,
+)
 
 __all__ = [
     "ADAPTERS",

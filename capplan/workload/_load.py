@@ -133,7 +133,9 @@ class _Reader:
         """Return the adapters of the list, of the CSV file, or of the registry."""
         if isinstance(source, RegistryEntry):
             return self.registered(source)
-        return self.table(source) if isinstance(source, str) else self.listed(source or ())
+        if isinstance(source, str):
+            return self._rows(source, ("name", "rank", "rate_rps"), ("adapters",))
+        return self.listed(source or ())
 
     def registered(self, entry: RegistryEntry) -> list[_AdapterRecord]:
         """Return the adapters of a base model in a registry, with the rates of the entry."""
@@ -164,23 +166,26 @@ class _Reader:
 
     def listed(self, entries: Sequence[AdapterEntry]) -> list[_AdapterRecord]:
         """Return the adapters that the entries of the list stand for."""
-        adapters = 0
+        adapters, most = 0, input_limits().max_adapters
         for index, entry in enumerate(entries):
             adapters += entry.count or 1
-            _require_few(adapters, partial(self.locate, ("adapters", index)))
+            if adapters > most:
+                rule = beyond(most, "adapters", "--max-adapters")
+                raise InputError(rule, adapters, self.locate(("adapters", index)))
         placed = []
         for index, entry in enumerate(entries):
             key = ("adapters", index)
             fields = _fields(entry, AdapterFields)
             fields |= {name: self.lengths(getattr(entry, name)) for name in _LENGTHS}
+
+            def locate(name: str, at: Key = key) -> str:
+                return self.locate((*at, name))
+
             for i, rate_rps in enumerate(entry.rates_rps()):
                 numbered = fields if entry.count is None else _numbered(fields, i)
-                described = self.described_fields(numbered, self._keys_at(key))
+                described = self.described_fields(numbered, locate)
                 placed.append(_AdapterRecord(described | {"rate_rps": rate_rps}, key))
         return placed
-
-    def _keys_at(self, at: Key) -> Callable[[str], str]:
-        return lambda name: self.locate((*at, name))
 
     def described_fields(self, fields: dict[str, Any], locate: Callable[[str], str]) -> dict[str, Any]:
         """Return the fields of an adapter, checked and completed by its folder if that is on this machine."""
@@ -204,11 +209,8 @@ class _Reader:
         require_described(found, rank or found.rank, stated, self.base_model, locate)
         return fields | {"path": path, "rank": found.rank, "target_modules": found.target_modules}
 
-    def table(self, name: str) -> list[_AdapterRecord]:
-        """Return the adapters of a CSV file."""
-        return self._rows(name, ("name", "rank", "rate_rps"), ("adapters",))
-
     def _rows(self, name: str, columns: Sequence[str], key: Key) -> list[_AdapterRecord]:
+        """Return the adapters of a CSV file."""
         if "://" in name:
             rule = "must be a CSV file; a registry is {registry: URL}"
             raise InputError(rule, location=self.locate(key))
@@ -350,16 +352,8 @@ def read_adapters(
 ) -> list[AdapterFields]:
     """Read a CSV file of adapters, one per line; a rate that is not among ``columns`` is 0.
 
-    Parameters
-    ----------
-    complete
-        Returns the fields of an adapter as its folder completes them, which may give the rank. Its second
-        argument returns the location of a key.
-
-    Raises
-    ------
-    InputError
-        For a missing or unknown column, or the first value that breaks a rule, with file and line.
+    `complete` returns the fields of an adapter as its folder completes them, which may give the rank. Its
+    second argument returns the location of a key.
     """
     adapters: dict[str, AdapterFields] = {}
     for part in _adapter_cells(path, columns, optional):
@@ -396,12 +390,6 @@ def _adapter_cells(path: Path, columns: Sequence[str], optional: Sequence[str]) 
             yield part
 
 
-def _require_few(adapters: int, location: Callable[[], str]) -> None:
-    most = input_limits().max_adapters
-    if adapters > most:
-        raise InputError(beyond(most, "adapters", "--max-adapters"), adapters, location())
-
-
 def _adapter_of(cells: Mapping[str, str | None], path: Path, line: int, complete: _Complete) -> AdapterFields:
     data: dict[str, Any] = {"rate_rps": 0.0} | {
         name: text for name, text in cells.items() if isinstance(text, str)
@@ -432,13 +420,7 @@ def _adapter_of(cells: Mapping[str, str | None], path: Path, line: int, complete
 
 
 def read_lengths(path: Path, column: str) -> Lengths:
-    """Read one column of lengths as a histogram of exact values.
-
-    Raises
-    ------
-    InputError
-        For an unreadable file, a missing column, or a value that is not a length.
-    """
+    """Read one column of lengths as a histogram of exact values."""
     tokens = read_columns(path, (column,))[column].to_numpy()
     try:
         return Lengths.of(tokens)

@@ -37,8 +37,6 @@ from capplan.spec import (
     validate_document,
 )
 
-__all__ = ["Preset", "preset", "presets"]
-
 _PROFILE: Final = "profile: ./profile.json  # yours, or a shipped name: see `capplan profiles`"
 _Entry: TypeAlias = dict[str, Any]
 
@@ -234,10 +232,7 @@ def preset(name: str) -> Preset:
 def read_presets(text: str, name: str) -> tuple[int, list[Preset]]:
     """Return the position of a file among all, and its presets with families expanded.
 
-    Raises
-    ------
-    InputError
-        For the first broken rule, located in the file ``name``.
+    Errors are located in the file ``name``.
     """
     source = parse_yaml(text, name)
     document = validate_document(_PresetFile, source.data, source.locate)

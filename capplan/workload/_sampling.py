@@ -109,26 +109,10 @@ def renewals(
 ) -> tuple[Owners, Floats]:
     """Return the events of one process per span, each in [0, span), not sorted over the processes.
 
-    Parameters
-    ----------
-    spans : ndarray of float64, shape (n,)
-        How far each process runs, in mean gaps.
-    cv : float
-        About how much the gaps spread; decides only how many are drawn at a time.
-    first, gaps : callable
-        Draw the wait for the first event, and the gaps after it, of the processes given by number.
-
-    Returns
-    -------
-    owner : ndarray of int64, shape (events,)
-        Process of each event.
-    time : ndarray of float64, shape (events,)
-        In mean gaps.
-
-    Raises
-    ------
-    InputError
-        When over 1e8 events are to be expected.
+    Spans, shape (n,), and the times returned are in mean gaps; the owners returned are the processes of the
+    events. `cv` is about how much the gaps spread, and decides only how many are drawn at a time. `first` and
+    `gaps` draw the wait for the first event, and the gaps after it, of the processes given by number. Over
+    1e8 expected events are an error.
     """
     expected = float(spans.sum())
     if expected > MAX_REQUESTS:
@@ -247,15 +231,10 @@ def discrete_table(
     distributions: Distributions,
     over: Callable[[NDArray[np.float64]], NDArray[np.float64]] | None = None,
 ) -> DiscreteTable:
-    """Return the table of these distributions.
+    """Return the table of distributions, which are values of at least 1 and their weights.
 
-    Parameters
-    ----------
-    distributions : sequence of (values, weights)
-        Values are at least 1; weights are non-negative with a positive sum, one per value.
-    over : callable, optional
-        Maps cumulative probabilities, 0 to 1, to what the table is to be inverted at instead, again 0 to 1
-        and ascending.
+    `over` maps cumulative probabilities, 0 to 1, to what the table is to be inverted at instead, again 0 to 1
+    and ascending.
     """
     sizes = np.array([values.size for values, _ in distributions])
     share = _MOST_BUCKETS // len(sizes)

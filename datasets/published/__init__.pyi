@@ -4,13 +4,14 @@ from ._runs import (
     MAX_NUM_SEQS,
     PROMPT_TOKENS,
     PUBLISHED,
+    TABLES,
     TOKEN_BUDGET,
     UTILIZATION,
     PublishedModel,
     PublishedRun,
     published_runs,
+    write_tables,
 )
-from ._tables import TABLES, write_tables
 
 __all__ = [
     "GROUPS",

@@ -9,8 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from capplan.datasets.published._runs import GROUPS, PUBLISHED
-from capplan.datasets.published._tables import TABLES, write_tables
+from capplan.datasets.published._runs import GROUPS, PUBLISHED, TABLES, write_tables
 
 
 def main() -> None:

@@ -95,23 +95,10 @@ def read_table(
     text: Sequence[str] = (),
     blank: Sequence[str] = (),
 ) -> pd.DataFrame:
-    """Read a CSV or Parquet table of finite numbers that are not negative.
+    """Read a CSV or Parquet table of finite numbers that are not negative; other columns are ignored.
 
-    Parameters
-    ----------
-    path
-        A .parquet file, or a CSV file under any other name.
-    required, optional
-        Columns; others are ignored.
-    text
-        Columns of text.
-    blank
-        Columns of numbers that may be blank, which reads as NaN.
-
-    Raises
-    ------
-    InputError
-        Naming file, column and row (the first row after the header is 1).
+    Columns of `text` hold text, those of `blank` may be blank, which reads as NaN. Errors name the file, the
+    column and the row, where the first one after the header is 1.
     """
     path = Path(path)
     frame = read_columns(path, required, optional)
@@ -143,13 +130,7 @@ def _numbers(column: pd.Series, location: str, *, may_be_blank: bool) -> NDArray
 
 
 def require_positive(frame: pd.DataFrame, columns: Sequence[str], location: str) -> None:
-    """Check that the values of these columns are above 0; missing columns are skipped.
-
-    Raises
-    ------
-    InputError
-        Naming the first row that breaks the rule.
-    """
+    """Check that the values of these columns are above 0; missing columns are skipped."""
     for name in columns:
         if name in frame.columns and (frame[name] < _LEAST).any():
             row = int(np.argmax(frame[name].to_numpy() < _LEAST))
@@ -341,19 +322,9 @@ def prompt_quantiles(
     The prompts of a step are taken as Poisson in number. Their tokens are taken as gamma-distributed, with
     the mean and the variance of the compound sum given at least one prompt.
 
-    Parameters
-    ----------
-    prefills
-        Mean number of prompts in a step, shape (rows,).
-    std_per_mean
-        Standard deviation over mean of the tokens that one prompt has in a step, same shape.
-    single
-        Rows of one step, whose tokens are known, same shape.
-
-    Returns
-    -------
-    ndarray
-        Shape (rows, `QUANTILES`), each row with mean 1.
+    `prefills` is the mean number of prompts in a step, `std_per_mean` the standard deviation over the mean of
+    the tokens that one prompt has in a step, and `single` marks rows of one step, whose tokens are known;
+    shape (rows,) each. The result has shape (rows, `QUANTILES`), each row with mean 1.
     """
     number = np.maximum(prefills, 1e-9)
     share = -np.expm1(-number)

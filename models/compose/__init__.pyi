@@ -1,7 +1,7 @@
 from ._decoder import Decoder, decoder_of, known_decoder, quantized_on_loading, with_weights
-from ._layers import layer_times
+from ._forward import layer_times
+from ._operators import SYSTEMS, operator_tables
 from ._profile import compose_profile, operator_times, profile_of_times
-from ._tables import SYSTEMS, operator_tables
 
 __all__ = [
     "SYSTEMS",

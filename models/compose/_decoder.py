@@ -19,9 +19,7 @@ from capplan.datasets import (
     weight_format,
 )
 from capplan.errors import InputError
-from capplan.models.compose._attention import Heads
-from capplan.models.compose._gemm import INT4_BYTES
-from capplan.models.compose._moe import SPREADS
+from capplan.models.compose._operators import INT4_BYTES, SPREADS, Heads
 from capplan.spec import ModelArch
 
 DENSE: Final = (
@@ -65,7 +63,7 @@ class Decoder:
     quantization: str | None = None
     """See `quantized_on_loading`."""
     expert_spread: float = 1.0
-    """See `capplan.models.compose._moe`."""
+    """See `SPREADS`."""
 
     @property
     def window_layers(self) -> int:
@@ -109,11 +107,11 @@ class Decoder:
         query, kv = heads.query * arch.head_dim, heads.kv * arch.head_dim
         rotary = 2 * (query + kv)
         norm = 4 * arch.hidden_size  # the stream and the residual, read and written
-        norms = [norm] * (self.norms - fused_norms)
+        norms = (norm,) * (self.norms - fused_norms)
         # The activation of experts is a part of their kernels; the choice of experts is another one.
         mlp = 3 * arch.intermediate_size // tp if arch.experts is None else arch.experts.number
-        parts = [*norms, rotary, 4 * kv, mlp]
-        return tuple(_ACTIVATION_BYTES * part for part in [*parts, *([rotary] if self.arch.qk_norm else [])])
+        qk_norm = (rotary,) if arch.qk_norm else ()
+        return tuple(_ACTIVATION_BYTES * part for part in (*norms, rotary, 4 * kv, mlp, *qk_norm))
 
 
 def decoder_of(

@@ -1,26 +1,44 @@
-"""Milliseconds of a forward pass: operators of a decoder on a GPU, added up.
+"""Milliseconds of a forward pass: operators of a decoder on a GPU, or its whole layers, added up.
 
 A pass is a sequence of kernels on one stream, so their times add. The parts follow what each depends on:
 tokens of the step (matrix products, norms, all-reduces), requests and KV tokens (decode attention, output
 head), and pairs of query and key (prefill attention).
+
+Latencies of whole layers are those that LLMServingSim's profiler writes for a model on a GPU: ``dense.csv``
+has microseconds of each kind of layer by tokens, ``attention.csv`` of attention by prefill chunk and requests
+that decode, ``per_sequence.csv`` of output head and sampler by requests. Source of the format:
+github.com/casys-kaist/LLMServingSim, MIT.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from typing import Final, Protocol
+from pathlib import Path
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.interpolate import interp1d
 
-from capplan.datasets import GpuSheet
+from capplan.datasets import GpuSheet, gpu_sheet
 from capplan.errors import InputError
-from capplan.models.compose._attention import DecodeAttention, decode_attention, prefill_ms_per_mpair
 from capplan.models.compose._decoder import Decoder
-from capplan.models.compose._gemm import CARRIED, GemmTimes, gemm_times
-from capplan.models.compose._lora import small_product_ratio
-from capplan.models.compose._moe import ExpertTimes, expert_times
-from capplan.models.compose._tables import OperatorTables
+from capplan.models.compose._operators import (
+    CARRIED,
+    DecodeAttention,
+    ExpertTimes,
+    GemmTimes,
+    OperatorTables,
+    decode_attention,
+    decode_times,
+    expert_times,
+    gemm_times,
+    ms_per_mpair,
+    prefill_ms_per_mpair,
+    small_product_ratio,
+)
+from capplan.spec import read_columns
 
 Floats = NDArray[np.float64]
 
@@ -30,53 +48,11 @@ KERNEL_MS: Final = 0.003
 ELEMENTWISE_BANDWIDTH: Final = 0.8
 """Share of the memory's peak that memory-bound kernels reach."""
 
-
 _ALL_REDUCES: Final = 2
 """Of a layer: after attention and after the MLP. Another one follows the embedding."""
 
 _AFTER_ATTENTION: Final = 1
 """Position of o in `Decoder.products`: attention does not quantize its output."""
-
-
-class StepTimes(Protocol):
-    """Times of the forward passes of a decoder on `tp` GPUs, from measurements of its parts."""
-
-    @property
-    def decoder(self) -> Decoder:
-        """The model."""
-
-    @property
-    def tp(self) -> int:
-        """GPUs per copy of the model."""
-
-    @property
-    def sheet(self) -> GpuSheet:
-        """Data sheet of the GPU."""
-
-    @property
-    def source(self) -> str:
-        """Source of the measurements, in words."""
-
-    @property
-    def parts(self) -> str:
-        """Kind of the measured parts: operators or layers."""
-
-    @property
-    def small_product_ratio(self) -> float:
-        """Time of products of LoRA's shapes over that on an H100."""
-
-    @property
-    def ms_per_prefill_mpair(self) -> float:
-        """Prefill attention of all layers, per million pairs of query and key."""
-
-    def tokens_ms(self, tokens: Floats) -> Floats:
-        """Return the milliseconds that depend on tokens of the step, of their shape."""
-
-    def requests_ms(self, requests: Floats, kv_tokens: Floats) -> Floats:
-        """Return the milliseconds that depend on requests and their KV tokens, of their common shape."""
-
-    def beyond(self, max_tokens: int) -> tuple[str, ...]:
-        """Return in words what lies beyond the measured range, and how far."""
 
 
 @dataclass(frozen=True)
@@ -176,13 +152,10 @@ class ForwardPass:
     def _all_reduce_ms(self, elements: Floats) -> Floats:
         if self.tp == 1:
             return np.zeros_like(elements)
-        rows = self.tables.all_reduce[self.tables.all_reduce["num_gpus"] == self.tp].sort_values(
-            "message_size"
-        )
-        size, ms = (
-            rows["message_size"].to_numpy(dtype=float),
-            np.maximum.accumulate(rows["latency"].to_numpy()),
-        )
+        table = self.tables.all_reduce
+        rows = table[table["num_gpus"] == self.tp].sort_values("message_size")
+        size = rows["message_size"].to_numpy(dtype=float)
+        ms = np.maximum.accumulate(rows["latency"].to_numpy())
         inside = np.clip(elements, size[0], size[-1])
         log_ms = np.interp(np.log(np.maximum(inside, 1.0)), np.log(size), np.log(ms))
         return np.asarray(np.exp(log_ms) * np.maximum(1.0, elements / size[-1]))
@@ -191,28 +164,14 @@ class ForwardPass:
 def forward_pass(
     tables: OperatorTables, decoder: Decoder, tp: int = 1, *, expert_parallel: bool = False
 ) -> ForwardPass:
-    """Return the times of a decoder on a GPU type.
+    """Return the times of a decoder on `tp` GPUs of a type, by its measured operators.
 
-    Parameters
-    ----------
-    tables
-        Measured operators of the GPU.
-    decoder
-        The model.
-    tp
-        GPUs per copy of the model.
-    expert_parallel
-        Whether each GPU has some of the experts, and not a share of each.
-
-    Raises
-    ------
-    InputError
-        If `tp` does not divide the heads or was not measured, or no product of the model's dtype was.
+    With `expert_parallel`, each GPU has some of the experts, and not a share of each.
     """
     _check_tp(tables, decoder, tp)
-    sheet, heads = tables.system.sheet, decoder.heads(tp)
+    sheet, heads, arch = tables.system.sheet, decoder.heads(tp), decoder.arch
     products = gemm_times(tables.gemm, sheet, decoder.dtype)
-    arch, experts = decoder.arch, None
+    experts = None
     if arch.experts is not None:
         experts = expert_times(
             tables.experts,
@@ -231,7 +190,7 @@ def forward_pass(
         experts=experts,
         head=products if decoder.dtype == "bfloat16" else gemm_times(tables.gemm, sheet, "bfloat16"),
         attention=decode_attention(tables.decode, heads),
-        ms_per_prefill_mpair=decoder.arch.layers * prefill_ms_per_mpair(tables.prefill, heads),
+        ms_per_prefill_mpair=arch.layers * prefill_ms_per_mpair(tables.prefill, heads),
     )
 
 
@@ -244,3 +203,124 @@ def _check_tp(tables: OperatorTables, decoder: Decoder, tp: int) -> None:
     inner = arch.intermediate_size if arch.experts is None else arch.experts.intermediate_size
     if arch.heads % tp or inner % tp or (arch.kv_heads % tp and tp % arch.kv_heads):
         raise InputError(f"must divide the {arch.heads} heads and the MLP of {arch.name}", tp, "--tp")
+
+
+_PER_LAYER: Final = {
+    "layernorm": 2,
+    "qkv_proj": 1,
+    "rotary_emb": 1,
+    "o_proj": 1,
+    "gate_up_proj": 1,
+    "act_fn": 1,
+    "down_proj": 1,
+}
+"""Kinds of layers by how often a decoder layer has them."""
+
+_ONCE: Final = ("embedding", "final_layernorm")
+_COLUMNS: Final = {
+    "dense.csv": ("layer", "tokens", "time_us"),
+    "attention.csv": ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode", "time_us"),
+    "per_sequence.csv": ("layer", "sequences", "time_us"),
+}
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Times by measured layers; see `layer_times`."""
+
+    decoder: Decoder
+    sheet: GpuSheet
+    source: str
+    dense: tuple[Floats, Floats]
+    """Tokens, and milliseconds of all layers for them."""
+    per_sequence: tuple[Floats, Floats]
+    """Requests, and milliseconds of output head and sampler for them."""
+    attention: DecodeAttention
+    ms_per_prefill_mpair: float
+    tp: int = 1
+    parts: str = "layers"
+    small_product_ratio: float = 1.0
+    """Not measured: LoRA's kernels are assumed to start as fast as on an H100."""
+
+    def tokens_ms(self, tokens: Floats) -> Floats:
+        """Return the milliseconds that depend on tokens of the step, of their shape."""
+        return _line(*self.dense, tokens)
+
+    def requests_ms(self, requests: Floats, kv_tokens: Floats) -> Floats:
+        """Return the milliseconds that depend on requests and their KV tokens, of their common shape."""
+        attention = self.decoder.arch.layers * self.attention.ms(requests, kv_tokens)
+        return np.asarray(attention + _line(*self.per_sequence, requests))
+
+    def beyond(self, max_tokens: int) -> tuple[str, ...]:
+        """Return in words what lies beyond the measured range, and how far."""
+        dense = ("dense layers", self.dense[0][-1], max_tokens)
+        head = ("output head", self.per_sequence[0][-1], 1024)
+        return tuple(
+            f"{name}: {asked} rows, {asked / measured:.2f} times the largest measured"
+            for name, measured, asked in (dense, head)
+            if asked > measured
+        )
+
+
+StepTimes: TypeAlias = ForwardPass | LayerTimes
+"""Times of the forward passes of a decoder on `tp` GPUs, from measurements of its parts."""
+
+
+def layer_times(folder: str | os.PathLike[str], gpu: str, decoder: Decoder) -> LayerTimes:
+    """Return step times from the tables of a folder.
+
+    Parameters
+    ----------
+    folder
+        Folder with ``dense.csv``, ``attention.csv`` and ``per_sequence.csv``.
+    gpu
+        Name of the data sheet of the GPU that was measured.
+    decoder
+        The model that was measured, on one GPU.
+
+    Raises
+    ------
+    InputError
+        If a file is missing, or lacks columns, kinds of layers or contexts; if the model has other layers.
+    """
+    import pandas as pd
+
+    _require_plain(decoder)
+    dense, attention, sequences = (read_columns(Path(folder) / name, _COLUMNS[name]) for name in _COLUMNS)
+    by_layer = dense.pivot_table(index="tokens", columns="layer", values="time_us") / 1e3
+    if set(by_layer.columns) != {*_PER_LAYER, *_ONCE} or by_layer.isna().any(axis=None):
+        rule = f"must have the layers {', '.join([*_PER_LAYER, *_ONCE])} at the same numbers of tokens"
+        raise InputError(rule, ", ".join(map(str, by_layer.columns)), f"{folder}/dense.csv")
+    often = pd.Series(
+        {kind: decoder.arch.layers * count for kind, count in _PER_LAYER.items()} | dict.fromkeys(_ONCE, 1)
+    )
+    total_ms = by_layer[often.index] @ often
+    head_ms = sequences.groupby("sequences")["time_us"].sum() / 1e3
+    heads = decoder.heads(1)
+    decode = attention[(attention["prefill_chunk"] == 0) & (attention["n_decode"] > 0)]
+    times = decode.pivot_table(index="n_decode", columns="kv_decode", values="time_us") / 1e3
+    prefill = attention[(attention["n_decode"] == 0) & (attention["kv_prefill"] == 0)]
+    return LayerTimes(
+        decoder=decoder,
+        sheet=gpu_sheet(gpu),
+        source=f"layers of {decoder.arch.name} on one GPU, measured by LLMServingSim's profiler",
+        dense=(total_ms.index.to_numpy(float), total_ms.cummax().to_numpy(float)),
+        per_sequence=(head_ms.index.to_numpy(float), head_ms.cummax().to_numpy(float)),
+        attention=decode_times(times, heads),
+        ms_per_prefill_mpair=decoder.arch.layers
+        * ms_per_mpair(prefill["prefill_chunk"].to_numpy(float), prefill["time_us"].to_numpy(float) / 1e3),
+    )
+
+
+def _require_plain(decoder: Decoder) -> None:
+    """Check that the kinds of layers of the files are all that the model has."""
+    arch = decoder.arch
+    if decoder.norms != 2 or arch.qk_norm or decoder.window_layers or decoder.dtype != "bfloat16":
+        rule = "must be a model with two norms per layer, without QK norm, windows and quantization"
+        raise InputError(rule, arch.name, "--layers")
+
+
+def _line(points: Floats, ms: Floats, at: Floats) -> Floats:
+    """Return values between points by lines, and beyond them along the last one."""
+    inside = interp1d(points, ms, fill_value="extrapolate")(np.maximum(at, points[0]))
+    return np.asarray(inside, dtype=float)

@@ -1,12 +1,20 @@
 """Profiles composed from measured operators: a GPU, a dense model, tensor parallelism, and a vLLM version.
 
-Step tables of a forward pass: its times on a grid of tokens, requests and KV tokens.
+Step tables hold the times of a forward pass on a grid of tokens, requests and KV tokens.
 
-Host terms of a composed profile: milliseconds per step and request that no operator table holds.
+Host terms are the milliseconds per step and request that no operator table holds. They belong to an engine
+version and a dtype, and are fitted on measured inter-token latencies (``python -m
+benchmarks.fit_host_terms``). Steps of versions in between have those of the nearest fitted version with the
+same kind of scheduling, since asynchronous scheduling hides most of the host's work.
 
-They belong to an engine version and a dtype, and are fitted on measured inter-token latencies (``python -m
-benchmarks.fit_host_terms``). Steps of versions in between have those of the nearest fitted
-version with the same kind of scheduling, since asynchronous scheduling hides most of the host's work.
+LoRA terms are carried over from the measured H100 profiles of vLLM 0.8.5, since no table of vLLM's LoRA
+kernels on other GPUs is known. A kernel's time is split by what it depends on, and each part is carried over
+by its own ratio:
+
+- launches and exits of blocks, and work per adapter: the time of dense products of LoRA's shapes (inputs or
+  outputs of a rank) on this GPU over those on an H100;
+- bytes of A and B: elements per layer and rank of this model on one GPU, over memory bandwidth;
+- activations per token: their bytes, over memory bandwidth.
 """
 
 from __future__ import annotations
@@ -23,17 +31,16 @@ from pydantic import Field
 from scipy.optimize import isotonic_regression
 
 import capplan.datasets
+from capplan.datasets import GpuSheet, gpu_sheet, model_arch
 from capplan.errors import InputError
 from capplan.models._memory import HOST_FORM, assumed_model, memory_model
-from capplan.models._roofline import loading_model, require_weights_fit
+from capplan.models._roofline import VllmLora, activation_bytes, loading_model, require_weights_fit
 from capplan.models._step_latency import GRAPH_TOKENS
 from capplan.models._uncertainty import DEFAULT_SCATTER
 from capplan.models.compose._decoder import Decoder
 from capplan.models.compose._forward import ForwardPass, StepTimes, forward_pass
-from capplan.models.compose._lora import CARRIED_STD_ERROR, lora_coefficients
-from capplan.models.compose._moe import EXPERTS_ERROR
-from capplan.models.compose._tables import operator_tables
-from capplan.serving import VLLM_ENGINE, ServingRules
+from capplan.models.compose._operators import EXPERTS_ERROR, operator_tables
+from capplan.serving import VLLM_ENGINE, ServingRules, lora_elements_per_rank
 from capplan.spec import (
     TABLE_FORM,
     Coefficient,
@@ -42,6 +49,7 @@ from capplan.spec import (
     Gpu,
     Kernel,
     Line,
+    ModelArch,
     Profile,
     ProfileEngine,
     Provenance,
@@ -124,32 +132,21 @@ def host_terms(version: str, dtype: str, parts: str = "operators", is_async: boo
 
     Terms of the same scheduling are nearer: asynchronous from vLLM 0.14 on, unless given. Measured layers
     hold the starts of their kernels and the sampler, so that their terms are others.
-
-    Raises
-    ------
-    InputError
-        If the version is not one of numbers.
     """
-    asked = _numbers(version)
-    scheduling = _is_async(asked) if is_async is None else is_async
+    major, minor = _numbers(version)
+    scheduling = _is_async((major, minor)) if is_async is None else is_async
     of_parts = [each for each in fitted_terms() if each.parts == parts]
-    fitted = [each for each in of_parts if each.dtype == dtype] or of_parts
-    return min(
-        fitted,
-        key=lambda each: (
-            _is_async(_numbers(each.engine_version)) != scheduling,
-            _distance(asked, _numbers(each.engine_version)),
-        ),
-    )
+
+    def distance(terms: HostTerms) -> tuple[bool, int]:
+        fitted = _numbers(terms.engine_version)
+        return _is_async(fitted) != scheduling, abs(100 * (major - fitted[0]) + minor - fitted[1])
+
+    return min([each for each in of_parts if each.dtype == dtype] or of_parts, key=distance)
 
 
 def composition_terms() -> HostTerms:
     """Return the terms whose errors hold for other GPUs and models: those with most rows of several."""
     return max((each for each in fitted_terms() if each.spans_hardware), key=lambda each: each.rows)
-
-
-def _distance(one: tuple[int, int], other: tuple[int, int]) -> int:
-    return abs(100 * (one[0] - other[0]) + one[1] - other[1])
 
 
 def _is_async(version: tuple[int, int]) -> bool:
@@ -354,6 +351,48 @@ def _step_model(times: StepTimes, terms: HostTerms) -> FittedModel:
         ),
         uncertainty=_uncertainty(coefficients, carried, terms.scatter if compared else _DEFAULT_SCATTER),
     )
+
+
+CARRIED_STD_ERROR: Final = 0.3
+"""Relative standard error of carried terms. Terms per layer of the two measured profiles, of one GPU and
+version, differ by up to 20 %, those of empty slots by more; ratios between GPUs and versions are assumed to
+add as much.
+"""
+
+_MEASURED_SHEET: Final = "h100-64g"
+_MEASURED_MODEL: Final = "llama-3.1-8b"
+_BY_BYTES: Final = frozenset({"us_per_slot_rank16", "us_per_adapter_rank16", "us_per_adapter_small_rank16"})
+_BY_HOST: Final = frozenset({"us_per_adapter_queued"})
+
+
+def lora_coefficients(
+    sheet: GpuSheet, arch: ModelArch, tp: int, small_product_ratio: float
+) -> dict[str, Coefficient]:
+    """Return LoRA terms of the step model in milliseconds, with standard errors.
+
+    `small_product_ratio` is the time of products of LoRA's shapes over that on an H100.
+    """
+    carried, measured = VllmLora(), gpu_sheet(_MEASURED_SHEET)
+    bandwidth = measured.bytes_per_s / sheet.bytes_per_s
+    elements = _elements_per_layer(arch, tp) / _elements_per_layer(model_arch(_MEASURED_MODEL), 1)
+    values = {}
+    for name, us in vars(carried).items():
+        if not name.startswith("us_"):
+            continue
+        ratio = (
+            elements * bandwidth if name in _BY_BYTES else 1.0 if name in _BY_HOST else small_product_ratio
+        )
+        values[f"ms_{name.removeprefix('us_')}"] = arch.layers * us * ratio / 1e3
+    activations_ms = activation_bytes(arch, tp) / (sheet.bytes_per_s / 1e3)
+    values["ms_per_lora_ktoken"] = 1e3 * carried.traffic * activations_ms
+    return {name: Coefficient(value=v, std_error=CARRIED_STD_ERROR * v) for name, v in values.items()}
+
+
+def _elements_per_layer(arch: ModelArch, tp: int) -> float:
+    """Return what a token's adapter reads in a layer: of experts, those that the token passes."""
+    if arch.experts is not None:
+        arch = arch.replace(experts=arch.experts.replace(number=arch.experts.per_token))
+    return lora_elements_per_rank(arch, tp) / arch.layers
 
 
 def _are_compared(times: StepTimes, terms: HostTerms) -> bool:

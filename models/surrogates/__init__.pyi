@@ -1,4 +1,15 @@
-from ._compiled import STARVED_PROBABILITY, CompiledSurrogate, PackedTrees, compile_surrogate
+from ._compiled import (
+    STARVED_PROBABILITY,
+    AdapterQueue,
+    CompiledSurrogate,
+    FillRules,
+    PackedTrees,
+    Scratch,
+    SlotNumbers,
+    compile_surrogate,
+    fill_gpu,
+    scratch_arrays,
+)
 from ._features import (
     FEATURES,
     HORIZON_S,
@@ -13,10 +24,17 @@ from ._features import (
     unsupported_workload,
 )
 from ._files import KINDS, load_surrogate, profile_digest, surrogate_bytes
-from ._greedy_fill import AdapterQueue, FillRules, Scratch, SlotNumbers, fill_gpu, scratch_arrays
 from ._surrogate import COVERAGE, Surrogate, SurrogateAnswer
-from ._tree import LOG_OVER_EXPECTED, Tree
-from ._tree_export import EXPECTED, DecisionRule, compile_tree, decision_rules, export_python, export_svg
+from ._tree import (
+    EXPECTED,
+    LOG_OVER_EXPECTED,
+    DecisionRule,
+    Tree,
+    compile_tree,
+    decision_rules,
+    export_python,
+    export_svg,
+)
 
 __all__ = [
     "COVERAGE",

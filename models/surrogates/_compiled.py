@@ -2,6 +2,10 @@
 
 The results equal `Surrogate.predict_many`. For a few vectors at a time NumPy is much slower: 100 microseconds
 where compiled small trees take one.
+
+`fill_gpu` visits all testing points of the adapter-caching paper's algorithm in one compiled call: algorithms
+1 and 2 of section 7 with a surrogate. The planner's `solve_greedy` makes the same decisions with any
+estimator, point by point.
 """
 
 from __future__ import annotations
@@ -21,16 +25,17 @@ from capplan.models.surrogates._features import (
     CommonInputs,
     common_inputs,
     feature_vectors,
+    fill_vectors,
     gpu_limits,
     unsupported_workload,
     vectors_alone,
 )
 from capplan.models.surrogates._outputs import (
     LEAST_PROBABILITY,
-    LOG_ODDS,
     LOG_SERVED,
     OVER_EXPECTED,
     PROBABILITY,
+    STARVATION,
     Forest,
     forest_value,
     joined,
@@ -62,7 +67,7 @@ LOAD_FEATURES: Final = (
 STARVED_PROBABILITY: Final = 0.5
 """Probability of starvation from which a GPU counts as starved."""
 
-_STARVATION: Final = (PROBABILITY, LOG_ODDS, LOG_SERVED)
+_STARVATION: Final = tuple(STARVATION)
 _GIVES_PROBABILITY: Final = _STARVATION.index(PROBABILITY)
 _GIVES_LOG_SERVED: Final = _STARVATION.index(LOG_SERVED)
 _OFFERED: Final = FEATURES.index("offered_tok_s")
@@ -151,9 +156,24 @@ class CompiledSurrogate:
         return self._predict(vectors_alone(self.common, limits, rates_rps, ranks))
 
     def _predict(self, vectors: Vectors) -> Predictions:
-        if self.packed is None:
-            return predict_numpy(self.surrogate, vectors)
-        return predict_compiled(self.packed, vectors)
+        request_s = vectors[:, _SLOT_WAIT].astype(np.float64) + vectors[:, _LIFE]
+        if self.packed is None:  # in NumPy, for any form of output
+            answers, domain = self.surrogate.predict_many(vectors), self.surrogate.domain
+            lighter = replace(domain, low=_without_load(domain.low)).contains(vectors)
+            return Predictions(**vars(answers), is_lighter=lighter, request_s=request_s)
+        rows = np.empty((len(PREDICTED), len(vectors)))
+        fill_predictions(rows, self.packed, vectors, np.empty((2, vectors.shape[1])))
+        throughput, low, high, probability, novelty, in_range, is_lighter = rows
+        return Predictions(
+            throughput_tok_s=throughput,
+            low_tok_s=low,
+            high_tok_s=high,
+            starvation_probability=probability,
+            novelty=novelty,
+            in_range=in_range > 0.0,
+            is_lighter=is_lighter > 0.0,
+            request_s=request_s,
+        )
 
 
 def compile_surrogate(
@@ -174,7 +194,7 @@ def compile_surrogate(
 def pack_trees(surrogate: Surrogate) -> PackedTrees | None:
     """Return the arrays of a surrogate; None if an output needs more than one forest."""
     throughput, starvation, domain = surrogate.throughput, surrogate.starvation, surrogate.domain
-    if throughput.form != OVER_EXPECTED or starvation.form not in _STARVATION:
+    if throughput.form != OVER_EXPECTED:
         return None
     forests = (*throughput.forests, *starvation.forests)
     ends = (surrogate.intervals.low.forest, surrogate.intervals.high.forest)
@@ -190,35 +210,6 @@ def pack_trees(surrogate: Surrogate) -> PackedTrees | None:
         whitening=domain.whitening,
         farthest=domain.farthest,
     )
-
-
-def predict_compiled(packed: PackedTrees, vectors: Vectors) -> Predictions:
-    """Predict vectors in the order of `FEATURES`, shape (n, features)."""
-    rows = np.empty((len(PREDICTED), len(vectors)))
-    fill_predictions(rows, packed, vectors, np.empty((2, vectors.shape[1])))
-    throughput, low, high, probability, novelty, in_range, is_lighter = rows
-    return Predictions(
-        throughput_tok_s=throughput,
-        low_tok_s=low,
-        high_tok_s=high,
-        starvation_probability=probability,
-        novelty=novelty,
-        in_range=in_range > 0.0,
-        is_lighter=is_lighter > 0.0,
-        request_s=_request_s(vectors),
-    )
-
-
-def predict_numpy(surrogate: Surrogate, vectors: Vectors) -> Predictions:
-    """Predict vectors in NumPy, for any form of output."""
-    answers = surrogate.predict_many(vectors)
-    without_load = replace(surrogate.domain, low=_without_load(surrogate.domain.low))
-    is_lighter = without_load.contains(vectors)
-    return Predictions(**vars(answers), is_lighter=is_lighter, request_s=_request_s(vectors))
-
-
-def _request_s(vectors: Vectors) -> Floats:
-    return vectors[:, _SLOT_WAIT].astype(np.float64) + vectors[:, _LIFE]
 
 
 def _without_load(lowest: Vectors) -> Vectors:
@@ -287,3 +278,154 @@ def _within(low: Vectors, x: Vectors, high: Vectors) -> bool:
     for i in range(x.size):
         inside = inside and low[i] <= x[i] <= high[i]
     return inside
+
+
+_THROUGHPUT: Final = PREDICTED.index("throughput_tok_s")
+_STARVATION_PROBABILITY: Final = PREDICTED.index("starvation_probability")
+_IN_RANGE: Final = PREDICTED.index("in_range")
+_IS_LIGHTER: Final = PREDICTED.index("is_lighter")
+_FAILS, _UNKNOWN = -1, -2
+
+
+class AdapterQueue(NamedTuple):
+    """Adapters in the order of placement; shape (adapters,) each."""
+
+    rates_rps: Floats
+    ranks: Floats
+    by_rate: NDArray[np.int64]
+    """Positions in the queue, by ascending rate."""
+
+
+class SlotNumbers(NamedTuple):
+    """Numbers of slots to try, ascending."""
+
+    limits: Floats
+    """`gpu_limits` of each, shape (numbers, 5)."""
+    fits: NDArray[np.bool_]
+    """Whether they fit in memory."""
+    host: int
+    """Adapters that fit on the host."""
+
+
+class Scratch(NamedTuple):
+    """Work arrays; made by `scratch_arrays`."""
+
+    ascending_rps: Floats
+    load: Floats
+    vectors: NDArray[np.float32]
+    predictions: Floats
+    feature: Floats
+
+
+class FillRules(NamedTuple):
+    """Predictions that count, and those that hold."""
+
+    extrapolates: bool
+    """Whether predictions outside the training range count."""
+    least_throughput: float
+    """Least throughput over offered load of a GPU that holds; 0: starvation alone decides."""
+
+
+def scratch_arrays(adapters: int) -> Scratch:
+    """Return the work arrays for a queue of adapters."""
+    return Scratch(
+        ascending_rps=np.empty(adapters),
+        load=np.empty((4, adapters)),
+        vectors=np.empty((2, len(FEATURES)), np.float32),
+        predictions=np.empty((len(PREDICTED), 2)),
+        feature=np.empty((2, len(FEATURES))),
+    )
+
+
+@jit
+def fill_gpu(
+    packed: PackedTrees,
+    common: CommonInputs,
+    queue: AdapterQueue,
+    start: int,
+    grid: NDArray[np.int64],
+    slots: SlotNumbers,
+    rules: FillRules,
+    scratch: Scratch,
+) -> tuple[int, int, bool, bool]:
+    """Fill a GPU from a position of the queue until a test fails or the grid ends.
+
+    Parameters
+    ----------
+    packed, common, queue, start
+        Surrogate, its inputs that all GPUs share, and the adapters from position `start`.
+    grid
+        Testing points, ascending.
+    slots
+        Numbers of slots; the grid, or a fixed one.
+    rules
+        Which predictions count, and when they hold.
+    scratch
+        Work arrays.
+
+    Returns
+    -------
+    int
+        Adapters on the GPU.
+    int
+        Index of their number of slots, -1 without adapters.
+    bool
+        Whether the test of a rest smaller than its testing point failed.
+    bool
+        Whether every prediction that decided was in range.
+    """
+    waiting = queue.rates_rps.size - start
+    count, at, point = 0, -1, 0
+    while count < waiting and count < grid[grid.size - 1]:
+        while grid[point] <= count:
+            point += 1
+        tested = min(grid[point], waiting)
+        best = _test(packed, common, queue, (start, start + tested), at, slots, rules, scratch)
+        if best < 0:
+            return count, at, best == _FAILS and tested < grid[point], best == _FAILS
+        count, at = tested, best
+    return count, at, False, True
+
+
+@jit
+def _test(
+    packed: PackedTrees,
+    common: CommonInputs,
+    queue: AdapterQueue,
+    tested: tuple[int, int],
+    at: int,
+    slots: SlotNumbers,
+    rules: FillRules,
+    scratch: Scratch,
+) -> int:
+    """Return the better of the current and the next number of slots, by index; `_FAILS` or `_UNKNOWN`."""
+    begin, end = tested
+    size = 0
+    for position in queue.by_rate:
+        if begin <= position < end:
+            scratch.ascending_rps[size] = queue.rates_rps[position]
+            size += 1
+    first = last = max(at, 0)
+    while last < min(at + 2, slots.fits.size) and slots.fits[last]:
+        if slots.host < min(slots.limits[last, 0], size):
+            break
+        last += 1
+    candidates = last - first
+    if candidates == 0:
+        return _FAILS
+    vectors, limits = scratch.vectors[:candidates], slots.limits[first:last]
+    rates_rps, ranks = queue.rates_rps[begin:end], queue.ranks[begin:end]
+    ascending_rps = scratch.ascending_rps[:size]
+    fill_vectors(vectors, common, limits, rates_rps, ranks, ascending_rps, scratch.load)
+    answers = scratch.predictions
+    fill_predictions(answers, packed, vectors, scratch.feature)
+    best, best_holds = 0, False
+    for number in range(candidates):
+        enough = answers[_THROUGHPUT, number] >= rules.least_throughput * vectors[number, _OFFERED]
+        holds = enough and answers[_STARVATION_PROBABILITY, number] < STARVED_PROBABILITY
+        in_range = answers[_IN_RANGE, number] > 0.0 or (answers[_IS_LIGHTER, number] > 0.0 and holds)
+        if not (in_range or rules.extrapolates):
+            return _UNKNOWN
+        if answers[_THROUGHPUT, number] >= answers[_THROUGHPUT, best]:
+            best, best_holds = number, holds
+    return first + best if best_holds else _FAILS

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from capplan._jit import jit
 from capplan.errors import InputError
-from capplan.models._fluid import FluidEngine, batch_limit, fluid_state
+from capplan.models._fluid import FluidEngine, FluidLoad, batch_limit, fluid_state
 from capplan.models._memory import KvBudget, kv_budget
-from capplan.models._slot_sharing import FluidLoad
 from capplan.models._step_latency import coefficient_array, latency_code
 from capplan.spec import Adapter, Arrivals, EngineArgs, EngineLimits, Lengths, Profile, Workload
 
@@ -29,7 +28,8 @@ MAX_IN_FLIGHT: Final = 25_000
 """Requests that the front end holds, as the client of the published runs did. Without a bound, an overloaded
 engine would be slowed by the scan of a queue far longer than any that a profile was fitted on."""
 
-_MAX_RUNNING_SHARE: Final = 0.98
+MAX_RUNNING_SHARE: Final = 0.98
+"""Largest share of the load that still runs at the end of the horizon, and so is not completed."""
 
 
 class FeatureVector(NamedTuple):
@@ -97,14 +97,6 @@ class CommonInputs(NamedTuple):
     """Load into a slot: constant, per rank, and extra time of a rank below the slot's."""
 
 
-class _Mix(NamedTuple):
-    """Moments of rates and ranks over adapters."""
-
-    rate_std_rps: float
-    rank_mean: float
-    rank_std: float
-
-
 def feature_vectors(
     common: CommonInputs, limits: Sequence[Sequence[float]], rates_rps: Floats, ranks: Floats
 ) -> NDArray[np.float32]:
@@ -152,7 +144,7 @@ def fill_vectors(
     """Write the rows of `feature_vectors`; `scratch` has shape (4, adapters) or more columns."""
     _, rate_std = _moments(rates_rps)
     rank_mean, rank_std = _moments(ranks)
-    mix = _Mix(rate_std, rank_mean, rank_std)
+    moments = (rate_std, rank_mean, rank_std)
     load = _fluid_load(common, rates_rps, ranks, ascending_rps, scratch)
     for row in range(limits.shape[0]):
         gpu = FluidEngine(
@@ -163,7 +155,7 @@ def fill_vectors(
             adapter_load_s=_load_s(common, load, rates_rps, ranks, limits[row, 1]),
             max_in_flight=float(MAX_IN_FLIGHT),
         )
-        vector = _vector(common, limits[row, 3], mix, gpu, load, ascending_rps, scratch[3])
+        vector = _vector(common, limits[row, 3], moments, gpu, load, ascending_rps, scratch[3])
         for number, value in enumerate(vector):
             vectors[row, number] = value
 
@@ -186,16 +178,17 @@ def _fill_alone(
 def _vector(
     common: CommonInputs,
     kv_tokens: float,
-    mix: _Mix,
+    moments: tuple[float, float, float],
     gpu: FluidEngine,
     load: FluidLoad,
     ascending_rps: Floats,
     scratch: Floats,
 ) -> FeatureVector:
+    rate_std_rps, rank_mean, rank_std = moments
     state = fluid_state(gpu, load, HORIZON_S, scratch)
     limit = batch_limit(gpu, load)
     life_s = state.step_s * load.output_tokens
-    in_time = 1.0 - min(_MAX_RUNNING_SHARE, life_s / HORIZON_S)  # those at the end are not completed
+    in_time = 1.0 - min(MAX_RUNNING_SHARE, life_s / HORIZON_S)  # those at the end are not completed
     total_rps = max(load.total_rps, 1e-12)
     rate_max_rps = ascending_rps[ascending_rps.size - 1]
     outside_rps = 0.0
@@ -204,10 +197,10 @@ def _vector(
     return FeatureVector(
         adapters=load.adapters,
         rate_sum_rps=load.total_rps,
-        rate_std_rps=mix.rate_std_rps,
+        rate_std_rps=rate_std_rps,
         rank_max=load.max_rank,
-        rank_mean=mix.rank_mean,
-        rank_std=mix.rank_std,
+        rank_mean=rank_mean,
+        rank_std=rank_std,
         a_max=gpu.limits.max_loras,
         s_max=gpu.limits.max_lora_rank,
         rate_max_rps=rate_max_rps,
@@ -314,8 +307,6 @@ def _load_s(common: CommonInputs, load: FluidLoad, rates_rps: Floats, ranks: Flo
 
 FEATURES = FeatureVector._fields
 
-PAPER_FEATURES = FEATURES[:7]
-
 
 def offered_tok_s(workload: Workload) -> float:
     """Return the offered input and output tokens per second."""
@@ -340,8 +331,7 @@ def feature_vector(workload: Workload, profile: Profile, args: EngineArgs) -> ND
     ranks = np.array([a.rank for a in workload.adapters], float)
     common = common_inputs(workload, profile)
     limits = gpu_limits(kv_budget(profile, args.gpu_memory_utilization), args)
-    vector: NDArray[np.float32] = feature_vectors(common, [limits], rates_rps, ranks)[0]
-    return vector
+    return np.asarray(feature_vectors(common, [limits], rates_rps, ranks)[0])
 
 
 def gpu_limits(budget: KvBudget, args: EngineArgs | EngineLimits) -> tuple[float, ...]:
@@ -417,8 +407,7 @@ def held_tokens(
 
 def feature_of(features: NDArray[np.float32], name: str) -> NDArray[np.float64]:
     """Return one feature by its name, as float64; shape (...)."""
-    column: NDArray[np.float64] = features[..., FEATURES.index(name)].astype(float)
-    return column
+    return np.asarray(features[..., FEATURES.index(name)].astype(float))
 
 
 def expected_tok_s(features: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -435,7 +424,7 @@ def steady_share(features: NDArray[np.float32]) -> NDArray[np.float64]:
 
     Features have shape (..., features), the result shape (...).
     """
-    in_time = 1.0 - np.minimum(_MAX_RUNNING_SHARE, feature_of(features, "request_life_s") / HORIZON_S)
+    in_time = 1.0 - np.minimum(MAX_RUNNING_SHARE, feature_of(features, "request_life_s") / HORIZON_S)
     return np.asarray(feature_of(features, "expected_share") / in_time)
 
 

@@ -150,10 +150,7 @@ def arrays_of(surrogate: Surrogate) -> dict[str, NDArray[Any]]:
 def surrogate_of(document: Mapping[str, Any], arrays: Arrays, profile: Profile) -> Surrogate:
     """Return the surrogate of a document whose `identity` was checked, and of the arrays beside it.
 
-    Raises
-    ------
-    InputError, KeyError, TypeError, ValueError
-        When anything is missing, of another type, or would lead a tree walk out of bounds.
+    Whatever is missing, of another type, or would lead a tree walk out of bounds is one of `_DAMAGE`.
     """
     report, intervals = document["report"], document["intervals"]
     if not isinstance(report, dict):
@@ -284,13 +281,7 @@ def load_surrogate(profile: str | Profile, kind: str = "best") -> Surrogate:
 
 
 def read_surrogate(path: Path, profile: Profile, kind: str = "best") -> Surrogate:
-    """Read a surrogate file and check that it belongs to `profile` and is of that kind.
-
-    Raises
-    ------
-    InputError
-        In one line, with the command that makes a new file.
-    """
+    """Read a surrogate file and check that it belongs to `profile` and is of that kind."""
     advice = f"make one with: capplan train {profile.name}"
     damaged = InputError(f"damaged; {advice}", location=str(path))
     if not path.exists():

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan._jit import jit
-from capplan.models.surrogates._features import HORIZON_S, expected_tok_s, feature_of
+from capplan.models.surrogates._features import HORIZON_S, MAX_RUNNING_SHARE, expected_tok_s, feature_of
 from capplan.spec import STARVED_BELOW
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ LEAST_SHARE: Final = 0.01
 """Lower bound of served fractions."""
 
 LEAST_PROBABILITY: Final = 1e-4
-_MAX_RUNNING_SHARE: Final = 0.98
 
 
 class Forest(NamedTuple):
@@ -168,7 +167,7 @@ def throughput_of(features: Features, served: Floats, step_ms: Floats) -> Floats
     prompt = feature_of(features, "prompt_mean_tokens")
     life_s = step_ms / 1e3 * output
     weight = (prompt + output + feature_of(features, "output_std_tokens") ** 2 / output) / (prompt + output)
-    still_running = np.minimum(_MAX_RUNNING_SHARE, life_s * served / HORIZON_S * weight)
+    still_running = np.minimum(MAX_RUNNING_SHARE, life_s * served / HORIZON_S * weight)
     return feature_of(features, "offered_tok_s") * served * (1.0 - still_running)
 
 

@@ -32,11 +32,8 @@ _SLACK: Final = 1.02
 class Intervals:
     """Conformal intervals with one width per regime (Mondrian).
 
-    Attributes
-    ----------
-    low, high
-        Trees of the same regimes; leaves are the 5 % and 95 % quantiles of the logarithm of true over
-        predicted throughput on held-out scenarios.
+    The trees have the same regimes; their leaves are the 5 % and 95 % quantiles of the logarithm of true over
+    predicted throughput on held-out scenarios.
     """
 
     low: Tree
@@ -59,8 +56,7 @@ class SigmoidCalibration:
 
     def probability(self, score: Floats) -> Floats:
         """Return the probability of starvation, shape (n,)."""
-        chance: Floats = 0.5 * (1.0 + np.tanh(0.5 * (self.slope * score + self.offset)))
-        return chance
+        return np.asarray(0.5 * (1.0 + np.tanh(0.5 * (self.slope * score + self.offset))))
 
 
 @dataclass(frozen=True)
@@ -110,8 +106,7 @@ def fit_domain(features: Features) -> Domain:
 
 
 def _scaled(features: Features) -> Floats:
-    scaled: Floats = np.arcsinh(features.astype(float))
-    return scaled
+    return np.asarray(np.arcsinh(features.astype(float)))
 
 
 @dataclass(frozen=True)

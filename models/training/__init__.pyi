@@ -1,4 +1,4 @@
-from ._candidates import FAMILIES, PAPER_FAMILIES, RelativeRegressor, Task
+from ._candidates import FAMILIES, PAPER_FAMILIES, RelativeRegressor
 from ._data import (
     MANIFEST,
     OUTCOMES,
@@ -13,7 +13,7 @@ from ._data import (
     require_columns,
     schema,
 )
-from ._evaluation import grouped_folds, macro_f1, predictions
+from ._evaluation import Task, grouped_folds, macro_f1, predictions
 from ._length_predictor import PredictorOptions, train_predictor
 from ._train import Trained, TrainingOptions, train_surrogates
 

@@ -147,8 +147,7 @@ class TrainingTable:
     @property
     def starved(self) -> NDArray[np.bool_]:
         """Whether the GPU starves requests."""
-        starved: NDArray[np.bool_] = self.served_fraction < STARVED_BELOW
-        return starved
+        return np.asarray(self.served_fraction < STARVED_BELOW)
 
     @property
     def share_tok_s(self) -> NDArray[np.float64]:

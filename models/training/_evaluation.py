@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,9 @@ from capplan.models.surrogates._features import FEATURES, feature_of
 from capplan.models.surrogates._outputs import LEAF, Forest
 from capplan.models.surrogates._surrogate import COVERAGE, Intervals, SigmoidCalibration
 from capplan.models.surrogates._tree import LOG_OVER_EXPECTED, tree_of
-from capplan.models.training._candidates import Task
 from capplan.models.training._data import TrainingTable
 
+Task: TypeAlias = Literal["throughput", "starvation"]
 Features: TypeAlias = NDArray[np.float32]
 Floats: TypeAlias = NDArray[np.float64]
 Rows: TypeAlias = NDArray[np.int64]
@@ -201,6 +201,6 @@ def importance(forests: tuple[Forest, ...]) -> dict[str, float]:
     return {FEATURES[i]: float(total[i] / total.sum()) for i in order if total[i] > 0.0}
 
 
-def rounded(scores: Mapping[str, Any], digits: int = 4) -> dict[str, float]:
+def rounded(scores: Mapping[str, Any]) -> dict[str, float]:
     """Return scores rounded for a report."""
-    return {name: round(float(value), digits) for name, value in scores.items()}
+    return {name: round(float(value), 4) for name, value in scores.items()}

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from capplan.errors import InputError
 from capplan.workload import (
@@ -91,11 +90,13 @@ def train_predictor(
     kinds = classes.tokens.size
     if kinds == 1:
         raise InputError("must have outputs of different lengths", int(outputs[0]), "output_tokens")
-    right, features = (
-        classes.classify(outputs),
-        predictor_features(requests, adapters, numbered_adapters(adapters)),
-    )
-    train = _matrix(features[:first_held_out], right[:first_held_out])
+    right = classes.classify(outputs)
+    features = predictor_features(requests, adapters, numbered_adapters(adapters))
+
+    def matrix(rows: slice) -> xgboost.DMatrix:
+        return xgboost.DMatrix(features[rows], label=right[rows], feature_names=list(FEATURES))
+
+    train, test = matrix(slice(first_held_out)), matrix(slice(first_held_out, None))
     parameters = {
         "objective": "multi:softprob",
         "num_class": kinds,
@@ -109,7 +110,6 @@ def train_predictor(
     model.set_attr(
         **{CLASS_TOKENS: json.dumps(classes.tokens.tolist()), ADAPTERS: json.dumps(list(adapters))}
     )
-    test = _matrix(features[first_held_out:], right[first_held_out:])
     chosen = np.argmax(model.predict(test).reshape(-1, kinds), axis=1)
     usual = np.bincount(right[:first_held_out]).argmax()
     return TrainedPredictor(
@@ -120,9 +120,3 @@ def train_predictor(
         accuracy=float(np.mean(chosen == right[first_held_out:])),
         baseline=float(np.mean(usual == right[first_held_out:])),
     )
-
-
-def _matrix(features: NDArray[np.float32], classes: NDArray[np.int64]) -> object:
-    from xgboost import DMatrix
-
-    return DMatrix(features, label=classes, feature_names=list(FEATURES))

@@ -145,8 +145,7 @@ class GrowthProblem:
 
     def goes_left(self, node: SplitNode | _Choice, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
         """Return whether each of `rows` goes left at a split."""
-        left: NDArray[np.bool_] = self.cuts.codes[rows, node.feature] <= node.cut
-        return left
+        return np.asarray(self.cuts.codes[rows, node.feature] <= node.cut)
 
 
 @dataclass(frozen=True)
@@ -187,10 +186,10 @@ def grow(problem: GrowthProblem, leaves: int, sweeps: int = 4) -> Node:
     return root
 
 
-def prune(problem: GrowthProblem, root: Node, sweeps: int = 1) -> Iterator[Node]:
+def prune(problem: GrowthProblem, root: Node) -> Iterator[Node]:
     """Yield ever smaller trees: the weakest split is merged, the others are optimized."""
     while isinstance(root, SplitNode):
-        root = optimize(problem, _merge_weakest(problem, root), sweeps)
+        root = optimize(problem, _merge_weakest(problem, root), sweeps=1)
         yield root
 
 
@@ -238,8 +237,7 @@ def _swept(problem: GrowthProblem, node: Node, rows: NDArray[np.intp]) -> Node:
 def _losses(problem: GrowthProblem, node: Node, rows: NDArray[np.intp]) -> NDArray[np.float64]:
     """Return the weighted loss of each of `rows` in a subtree."""
     if isinstance(node, LeafNode):
-        own: NDArray[np.float64] = problem.loss[node.value][problem.bins[rows]] * problem.weight[rows]
-        return own
+        return np.asarray(problem.loss[node.value][problem.bins[rows]] * problem.weight[rows])
     goes_left = problem.goes_left(node, rows)
     losses = np.empty(rows.size)
     losses[goes_left] = _losses(problem, node.left, rows[goes_left])
@@ -280,8 +278,7 @@ def _best_split(problem: GrowthProblem, rows: NDArray[np.intp]) -> _Choice:
 def _allowed(problem: GrowthProblem, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
     """Return the splits that leave enough rows on both sides, shape (features, cuts)."""
     lefts = problem.cuts.histogram(rows, np.ones(rows.size)).cumsum(axis=1)[:, :-1]
-    allowed: NDArray[np.bool_] = (lefts >= problem.min_rows) & (rows.size - lefts >= problem.min_rows)
-    return allowed
+    return np.asarray((lefts >= problem.min_rows) & (rows.size - lefts >= problem.min_rows))
 
 
 def _least(losses: NDArray[np.float64]) -> _Choice:
@@ -414,8 +411,7 @@ def starvation_objective(features: Features, starved: NDArray[np.bool_]) -> Tree
 
 def _smape_loss(predicted: Floats, targets: Floats) -> Floats:
     """Return |p - a| / (p + a) of logarithms, shape (predicted, targets)."""
-    loss: Floats = np.abs(np.tanh((predicted[:, None] - targets) / 2.0))
-    return loss
+    return np.asarray(np.abs(np.tanh((predicted[:, None] - targets) / 2.0)))
 
 
 @dataclass(frozen=True)
@@ -453,20 +449,10 @@ def refine(
     folds: int = 5,
     seed: int = 0,
 ) -> Refinement:
-    """Return small trees of one objective.
+    """Return small trees of one objective, by default with at most the rules of the paper's (`_LIMIT`).
 
-    Parameters
-    ----------
-    objective
-        By `throughput_objective` or `starvation_objective`.
-    groups
-        Near-duplicate scenarios share a group, shape (n,).
-    limit
-        Most rules of the chosen tree; None: that of the paper's small trees.
-    labels
-        Soft-label model; None: trees are fitted to the twin's results only.
-    folds, seed
-        Of the cross-validation; the seed also draws the synthetic scenarios.
+    Near-duplicate scenarios share a group, shape (n,). Without `labels`, trees are fitted to the twin's
+    results only. The seed is of the cross-validation, and draws the synthetic scenarios.
     """
     limit = _LIMIT[objective.answer] if limit is None else limit
     classes = objective.target >= 0.5 if objective.answer == PROBABILITY else None

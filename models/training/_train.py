@@ -45,9 +45,16 @@ from capplan.models.surrogates._outputs import (
 )
 from capplan.models.surrogates._surrogate import Domain, Surrogate, fit_domain
 from capplan.models.surrogates._tree import Tree
-from capplan.models.training._candidates import FAMILIES, Task, candidate_model, monotone_constraints
+from capplan.models.training._candidates import (
+    FAMILIES,
+    SearchOptions,
+    candidate_model,
+    monotone_constraints,
+    tune,
+)
 from capplan.models.training._data import TrainingTable
 from capplan.models.training._evaluation import (
+    Task,
     coverage,
     fit_calibration,
     fit_intervals,
@@ -65,7 +72,6 @@ from capplan.models.training._refinement import (
     starvation_objective,
     throughput_objective,
 )
-from capplan.models.training._search import SearchOptions, tune
 from capplan.spec import STARVED_BELOW, Profile
 
 if TYPE_CHECKING:
@@ -95,16 +101,8 @@ def flatten_boosted(model: XGBModel | Booster) -> Forest:
     ``x <= threshold``; both compare float32, so the threshold becomes the next smaller float32. Missing
     values do not occur in features.
 
-    Parameters
-    ----------
-    model
-        A fitted single-output model of plain trees (booster ``gbtree``). Trees after the best iteration of
-        early stopping are dropped, as XGBoost's scikit-learn interface does.
-
-    Raises
-    ------
-    InputError
-        For several outputs, categorical splits or an unknown objective.
+    The model has a single output and plain trees (booster ``gbtree``). Trees after the best iteration of
+    early stopping are dropped, as XGBoost's scikit-learn interface does.
     """
     booster = model if not hasattr(model, "get_booster") else model.get_booster()
     if booster.attr("best_iteration") is not None:
@@ -166,16 +164,9 @@ def _flat_tree(tree: Mapping[str, Any]) -> Forest:
 
 @dataclass(eq=False, repr=False)
 class _Boosted(BaseEstimator):  # type: ignore[misc]
-    """Shared hyper-parameters; defaults chosen on both designs of both shipped profiles.
+    """XGBoost's hyper-parameters under its names; defaults chosen on both designs of both shipped profiles.
 
-    Parameters
-    ----------
-    n_estimators, learning_rate, max_depth, min_child_weight, subsample, colsample_bytree, max_bin
-        As XGBoost's.
-    random_state
-        Seed.
-    n_jobs
-        Threads; predictions do not depend on it.
+    Predictions do not depend on `n_jobs`, the number of threads.
     """
 
     n_estimators: int = 400
@@ -264,8 +255,7 @@ class ServedEdge(ClassifierMixin, _Boosted):  # type: ignore[misc]
 def starvation_target(served_fraction: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the target of `ServedEdge`: 0.5 at the edge of starvation, 1 far below, 0 far above it."""
     distance = np.log(STARVED_BELOW / np.maximum(served_fraction, LEAST_SERVED))
-    target: NDArray[np.float64] = 0.5 * (1.0 + np.tanh(0.5 * distance / SERVED_SCATTER))
-    return target
+    return np.asarray(0.5 * (1.0 + np.tanh(0.5 * distance / SERVED_SCATTER)))
 
 
 OnStage: TypeAlias = Callable[[str, int, int], None]

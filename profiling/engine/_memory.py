@@ -67,12 +67,7 @@ def memory_row(options: EngineProfilingOptions, base: Profile, slots: SlotSettin
     """Start an engine and return its row of the memory table.
 
     A GPU engine reports its free memory. For a CPU engine the row holds the blocks that fit into the
-    profile's memory beside weights and slots.
-
-    Raises
-    ------
-    InfeasibleError
-        If no memory is left for KV.
+    profile's memory beside weights and slots. Raise `InfeasibleError` if no memory is left for KV.
     """
     a_max, s_max = slots
     fields = options.engine_fields(max_loras=a_max, max_lora_rank=s_max)

@@ -34,7 +34,6 @@ class SlotSetting(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name in tables."""
         return f"a{self.a_max}-s{self.s_max}"
 
 

@@ -15,7 +15,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
@@ -42,7 +42,7 @@ from capplan.profiling.engine._stepping import (
     candidates,
     most_informative,
 )
-from capplan.profiling.kernels._cases import PAPER_BATCHES, PAPER_RANKS, Case, timing_row
+from capplan.profiling.kernels._measure import PAPER_BATCHES, PAPER_RANKS, Case, timing_row
 from capplan.profiling.load._preflight import beside_engine, preflight
 from capplan.profiling.load._record import FINISHED
 from capplan.profiling.load._requests import BASE, Target
@@ -136,7 +136,6 @@ def _seen(point: EnginePoint, rows: list[dict[str, Any]]) -> tuple[EnginePoint, 
 
 
 def _problem(rows: list[dict[str, Any]]) -> LinearProblem:
-    """Return step times as a linear problem."""
     design = np.array([[1.0, *(float(row[name]) for name in _COLUMNS)] for row in rows])
     times = np.array([float(row["step_ms"]) for row in rows])
     return LinearProblem(("base", *_COLUMNS), design, times)
@@ -147,12 +146,10 @@ class IterationCase(Case):
 
     @property
     def configuration(self) -> str:
-        """Key that cross-validation keeps in one fold."""
         return self.mix
 
     @property
     def name(self) -> str:
-        """Unique name."""
         return f"{self.grid}-{self.mix}"
 
 
@@ -228,17 +225,6 @@ class Window(NamedTuple):
     """Requests that ended per second."""
 
 
-@dataclass
-class ServedSteps:
-    """Rows measured at one engine setting."""
-
-    steps: list[dict[str, Any]] = field(default_factory=list)
-    idle: list[dict[str, float]] = field(default_factory=list)
-    """First tokens of the idle server, a row per prompt length."""
-    failed: list[str] = field(default_factory=list)
-    """Points without rows, with the reason."""
-
-
 def serve_and_measure(
     options: EngineProfilingOptions,
     slots: SlotSetting,
@@ -246,8 +232,8 @@ def serve_and_measure(
     budget_s: float,
     folder: Path,
     done: Callable[[int, int], None],
-) -> ServedSteps:
-    """Start a server and measure its steps at operating points, as rows of a step table."""
+) -> _Client:
+    """Start a server and measure its steps at operating points; return the client with the rows."""
     typical = min(_TYPICAL_TOKENS, options.widest.max_model_len // _LONGEST_OVER_TYPICAL)
     bounds = ServerBounds(
         adapters=slots.a_max,
@@ -265,10 +251,10 @@ def serve_and_measure(
         with running_server(_server_command(options, slots, kv_blocks, records)) as url:
             last_s = asyncio.run(client.measure(Target(url, base_model=options.model), points, done))
         if last_s is not None:
-            client.found.steps = _rows(records, client.windows, last_s)
+            client.steps = _rows(records, client.windows, last_s)
     finally:
         records.unlink(missing_ok=True)
-    return client.found
+    return client
 
 
 def _server_command(
@@ -291,8 +277,13 @@ class _Client:
     """Closed-loop client of one server."""
 
     def __init__(self, options: EngineProfilingOptions, slots: SlotSetting) -> None:
-        self.found = ServedSteps()
         self.windows: list[Window] = []
+        self.steps: list[dict[str, Any]] = []
+        """Rows of the step table."""
+        self.idle: list[dict[str, float]] = []
+        """First tokens of the idle server, a row per prompt length."""
+        self.failed: list[str] = []
+        """Points without rows, with the reason."""
         self._options, self._slots = options, slots
         longest = options.widest.max_model_len - OUTPUT_TOKENS
         self._idle_prompts = sorted({min(tokens, longest) for tokens in _IDLE_PROMPTS})
@@ -305,11 +296,9 @@ class _Client:
         found = await preflight(target, names)
         async with beside_engine(target), open_sender(target, found, names, names) as sender:
             try:
-                self.found.idle = await first_tokens(
-                    sender, [1], self._idle_prompts, _IDLE_REPEATS, lambda: None
-                )
+                self.idle = await first_tokens(sender, [1], self._idle_prompts, _IDLE_REPEATS, lambda: None)
             except LoopError as error:
-                self.found.failed.append(f"first tokens: {error}")
+                self.failed.append(f"first tokens: {error}")
             last_s = None
             for number, point in enumerate(points):
                 done(number, len(points))
@@ -329,7 +318,7 @@ class _Client:
         try:
             done, start_s, end_s = await closed_loop(sender, point, models, ramp_s, point_s - ramp_s, seed)
         except LoopError as error:
-            self.found.failed.append(f"{point.name}: {error}")
+            self.failed.append(f"{point.name}: {error}")
             return None
         ended = sum(start_s <= each.outcome.ended_s < end_s for each in done)
         rate_rps = ended / (end_s - start_s)

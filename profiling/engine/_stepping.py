@@ -51,7 +51,6 @@ class EnginePoint:
 
     @property
     def name(self) -> str:
-        """Name in tables."""
         rank = "mixed" if self.rank == MIXED else str(self.rank)
         return f"b{self.batch}-c{self.context}-p{self.prompt}-a{self.adapters}-r{rank}-w{self.waiting}"
 

@@ -1,6 +1,5 @@
-from ._cases import SamplingLimits
 from ._cpu_lora import CpuLoraMeasurement, Invocation, measure_cpu_lora
-from ._measure import KernelProfilingOptions, KernelProfilingResult, measure
+from ._measure import KernelProfilingOptions, KernelProfilingResult, SamplingLimits, measure
 
 __all__ = [
     "CpuLoraMeasurement",

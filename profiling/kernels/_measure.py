@@ -1,8 +1,7 @@
-"""Resumable measurement of kernels into a folder.
+"""Timing of kernels on batches, on a CPU or a GPU, resumable in a folder.
 
-Kernel calls on a batch and their timing, on a CPU or a GPU.
-
-Bandwidth of copies on a device and from pinned host memory, to which kernels and loads are compared.
+Points are measured in rounds in a random order, so that disturbances meet all points alike. Copies on a
+device and from pinned host memory give the bandwidth to which kernels and loads are compared.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import math
 import re
 import resource
 import statistics
@@ -34,27 +34,255 @@ from capplan.errors import InputError
 from capplan.models import COLUMNS, read_kernel_table
 from capplan.profiling._machine import describe, last_cache_bytes
 from capplan.profiling._tables import PROVENANCE, OnProgress, require_same
-from capplan.profiling.kernels._cases import (
-    HALVES,
-    Case,
-    KernelPoint,
-    KernelTiming,
-    SamplingLimits,
-    cases,
-    rounds,
-    timing_row,
-)
 from capplan.spec import read_text, write_bytes_atomic, write_text_atomic
 
 if TYPE_CHECKING:
     from capplan.engine.kernels import Kind
+
+PAPER_BATCHES: Final = (4, 8, 12, 16, 20, 24, 28, 32)
+"""Toppings, section 5 and figure 11: batches of 4 to 32 ..."""
+PAPER_RANKS: Final = (8, 16, 32, 64)
+"""... of adapters of ranks 8 to 64."""
+WIDE_BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+WIDE_RANKS: Final = (8, 16, 32, 64, 128)
+PREFILL_BATCHES: Final = (1, 2, 4, 8)
+PREFILL_TOKENS: Final = (16, 64, 256)
+CROSSOVER_ADAPTERS: Final = (1, 4, 16)
+CROSSOVER_TOKENS: Final = (1, 2, 4, 8, 16, 32, 64)
+"""Tokens of each adapter, between decode and prefill."""
+CROSSOVER_RANKS: Final = (8, 16, 64)
+SHARED_BY: Final = 4
+"""Requests per shared adapter."""
+HALVES: Final = ("shrink", "expand")
+MIN_PASSES: Final = 5
+_SIGMAS_PER_MAD: Final = 1.4826
+_SPREAD_OF_MEDIAN: Final = 1.2533  # standard error of a median over that of a mean, for normal samples
+
+
+@dataclass(frozen=True)
+class Case:
+    """Batch of requests with adapters."""
+
+    grid: str
+    """First grid of the case; wider grids include its cases."""
+    phase: str
+    """``decode``, ``prefill``, or ``crossover``: a few tokens of each adapter."""
+    mix: str
+    """Mix of ranks, part of the configuration, whose draws (`seed`) share a fold."""
+    seed: int
+    ranks: tuple[int, ...]
+    """Rank of each adapter; the requests of an adapter are adjacent."""
+    requests_each: int = 1
+    """Requests of each adapter."""
+    tokens_each: int = 1
+    """Tokens of each request."""
+
+    @property
+    def requests(self) -> int:
+        return len(self.ranks) * self.requests_each
+
+    @property
+    def tokens(self) -> int:
+        return self.requests * self.tokens_each
+
+    @property
+    def configuration(self) -> str:
+        """Key that cross-validation keeps in one fold."""
+        return f"{self.phase}/{self.requests}x{self.tokens_each}/{self.mix}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.configuration}/{self.seed}"
+
+
+def _paper(seed: int) -> Iterator[Case]:
+    for requests in PAPER_BATCHES:
+        yield from _mixes("paper", "decode", requests, 1, PAPER_RANKS, 2, seed)
+
+
+def _wide(seed: int) -> Iterator[Case]:
+    known = {case.name for case in _paper(seed)}
+    for requests in WIDE_BATCHES:
+        mixes = _mixes("wide", "decode", requests, 1, WIDE_RANKS, 1, seed)
+        yield from (case for case in mixes if case.name not in known)
+        if requests > SHARED_BY:
+            for rank in WIDE_RANKS[::2]:
+                ranks = (rank,) * (requests // SHARED_BY)
+                yield Case("wide", "decode", f"shared-{rank}", 0, ranks, requests_each=SHARED_BY)
+
+
+def _prefill(seed: int) -> Iterator[Case]:
+    for requests in PREFILL_BATCHES:
+        for tokens in PREFILL_TOKENS:
+            yield from _mixes("prefill", "prefill", requests, tokens, PAPER_RANKS, 1, seed)
+
+
+def _crossover(seed: int) -> Iterator[Case]:
+    del seed  # nothing is drawn
+    sizes = itertools.product(CROSSOVER_ADAPTERS, CROSSOVER_TOKENS, CROSSOVER_RANKS)
+    for adapters, tokens, rank in sizes:
+        yield Case("crossover", "crossover", f"all-{rank}", 0, (rank,) * adapters, tokens_each=tokens)
+
+
+def _tiny(seed: int) -> Iterator[Case]:
+    for requests in (1, 2, 4, 6):
+        yield from _mixes("tiny", "decode", requests, 1, (4, 8), 1, seed)
+    yield from _mixes("tiny", "prefill", 2, 3, (4, 8), 1, seed)
+    for tokens in (1, 4, 16):
+        yield Case("tiny", "crossover", "all-4", 0, (4, 4), tokens_each=tokens)
+
+
+def _mixes(
+    grid: str, phase: str, requests: int, tokens: int, ranks: tuple[int, ...], draws: int, seed: int
+) -> Iterator[Case]:
+    """Yield batches of one rank, half and half, one large among small, and random ranks."""
+    low, high = ranks[0], ranks[-1]
+    mixes = [(f"all-{rank}", 0, (rank,) * requests) for rank in ranks]
+    if requests > 1:
+        half = (high,) * (requests // 2) + (low,) * (requests - requests // 2)
+        mixes.append((f"half-{low}-{high}", 0, half))
+        mixes.append((f"one-{high}-rest-{low}", 0, (high,) + (low,) * (requests - 1)))
+        for draw in range(draws):
+            rng = np.random.default_rng((seed, requests, len(ranks), draw))
+            drawn = rng.choice(np.array(ranks), size=requests).tolist()
+            mixes.append((f"drawn-{low}-{high}", draw, tuple(drawn)))
+    for mix, draw, chosen in mixes:
+        yield Case(grid, phase, mix, draw, chosen, tokens_each=tokens)
+
+
+GRIDS: Final = MappingProxyType(
+    {
+        "paper": (_paper,),
+        "wide": (_paper, _wide, _prefill),
+        "prefill": (_prefill,),
+        "crossover": (_crossover,),
+        "tiny": (_tiny,),
+    }
+)
+
+
+def cases(grid: str, seed: int = 0) -> tuple[Case, ...]:
+    """Return the cases of a grid, one of `GRIDS`; ``wide`` includes ``paper``."""
+    if grid not in GRIDS:
+        raise InputError(f"must be one of {', '.join(GRIDS)}", grid, "grid")
+    return tuple(case for part in GRIDS[grid] for case in part(seed))
+
+
+class KernelTiming(NamedTuple):
+    """Median of the calls of one pass."""
+
+    median_us: float
+    disturbed: bool
+    """Whether every call was interrupted by another process on its core."""
+
+
+@dataclass
+class KernelPoint:
+    """One kernel on one case at one width, with the medians of its passes."""
+
+    kernel: str
+    width: int
+    case: Case
+    times_us: dict[str, list[float]] = field(default_factory=lambda: {half: [] for half in HALVES})
+    """By half, in microseconds."""
+    disturbed: int = 0
+    """Passes of which every call was interrupted."""
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        """Identity across restarts."""
+        return self.kernel, self.width, self.case.name
+
+    @property
+    def passes(self) -> int:
+        return len(self.times_us[HALVES[0]])
+
+    def add(self, *timings: KernelTiming) -> None:
+        """Add a pass: shrink, expand."""
+        for half, timing in zip(HALVES, timings, strict=True):
+            self.times_us[half].append(timing.median_us)
+        self.disturbed += any(timing.disturbed for timing in timings)
+
+    def is_converged(self, limits: SamplingLimits) -> bool:
+        """Return whether the medians have converged or the passes are used up."""
+        if self.passes >= limits.max_passes:
+            return True
+        return self.passes >= MIN_PASSES and all(
+            relative_error(times) <= limits.tolerance for times in self.times_us.values()
+        )
+
+
+@dataclass(frozen=True)
+class SamplingLimits:
+    """Limits on sampling."""
+
+    budget_s: float = 600.0
+    """Time for all points."""
+    tolerance: float = 0.02
+    """Relative standard error of a converged median."""
+    max_passes: int = 60
+    """Passes after which a point counts as converged."""
+    calls: int = 4
+    """Timed calls of each half per pass."""
+
+
+def relative_error(times: Sequence[float]) -> float:
+    """Return the relative standard error of the median, from the median absolute deviation."""
+    values = np.asarray(times)
+    middle = float(np.median(values))
+    spread = _SIGMAS_PER_MAD * float(np.median(np.abs(values - middle)))
+    return _SPREAD_OF_MEDIAN * spread / math.sqrt(values.size) / middle
+
+
+def timing_row(
+    case: Case, kernel: str, half: str, width: int, times_us: Sequence[float], disturbed: int
+) -> dict[str, Any]:
+    """Return the row of the kernel table for the medians of a case's passes."""
+    rank_sum = sum(case.ranks)
+    return {
+        "kernel": kernel,
+        "half": half,
+        "width": width,
+        "case": case.name,
+        "configuration": case.configuration,
+        "grid": case.grid,
+        "phase": case.phase,
+        "requests": case.requests,
+        "tokens": case.tokens,
+        "adapters": len(case.ranks),
+        "max_rank": max(case.ranks),
+        "rank_sum": rank_sum * case.requests_each,
+        "adapter_rank_sum": rank_sum,
+        "rank_tokens": rank_sum * case.requests_each * case.tokens_each,
+        "median_us": float(np.median(times_us)),
+        "relative_error": relative_error(times_us) if len(times_us) > 1 else float("nan"),
+        "visits": len(times_us),
+        "disturbed": disturbed,
+        "visits_us": [float(each) for each in times_us],
+    }
+
+
+def rounds(
+    points: Sequence[KernelPoint],
+    limits: SamplingLimits,
+    seed: int,
+    now_s: Callable[[], float] = time.monotonic,
+) -> Iterator[KernelPoint]:
+    """Yield the next point until all have converged or the budget is spent."""
+    rng = np.random.default_rng(seed)
+    until = now_s() + limits.budget_s
+    while open_points := [point for point in points if not point.is_converged(limits)]:
+        for at in rng.permutation(len(open_points)):
+            if now_s() >= until:
+                return
+            yield open_points[at]
 
 
 _COPIES: Final = 21
 _BYTES: Final = {"cuda": 2**30, "cpu": 2**26}
 
 
-def copy_rows(device: str, copies: int = _COPIES) -> list[dict[str, Any]]:
+def copy_rows(device: str) -> list[dict[str, Any]]:
     """Measure copies; return the rows of the copy table.
 
     A copy on the device counts twice its bytes, which are read and written. On a CPU the host's memory is
@@ -69,17 +297,17 @@ def copy_rows(device: str, copies: int = _COPIES) -> list[dict[str, Any]]:
         {
             "source": name,
             "bytes": size_bytes,
-            "bytes_per_s": moved / _median_s(place, partial(target.copy_, source, non_blocking=True), copies),
+            "bytes_per_s": moved / _median_s(place, partial(target.copy_, source, non_blocking=True)),
         }
         for name, source, moved in sources
     ]
 
 
-def _median_s(device: torch.device, run: Callable[[], object], copies: int) -> float:
+def _median_s(device: torch.device, run: Callable[[], object]) -> float:
     """Return the median time of a copy after a first one."""
     times_s: list[float] = []
     new_event: Any = partial(torch.cuda.Event, enable_timing=True)
-    for _ in range(copies + 1):
+    for _ in range(_COPIES + 1):
         if device.type == "cuda":
             begin, end = new_event(), new_event()
             begin.record()
@@ -150,7 +378,6 @@ class CudaClock:
         self._dirt = torch.empty(size, dtype=torch.int8, device=device)
 
     def __call__(self, calls: Sequence[Callable[[], object]]) -> KernelTiming:
-        """See `KernelClock`."""
         calls[0]()
         make_event: Any = partial(torch.cuda.Event, enable_timing=True)
         marks = []
@@ -179,13 +406,7 @@ class WeightPool:
         self._next = 0
 
     def take(self, rows: int, width: int) -> int:
-        """Return the offset of the next matrix.
-
-        Raises
-        ------
-        ValueError
-            If it is larger than the pool.
-        """
+        """Return the offset of the next matrix, which is at most as large as the pool."""
         size = rows * width
         if size > self.numbers.numel():
             raise ValueError(f"a matrix of {size} numbers from a pool of {self.numbers.numel()}")
@@ -196,7 +417,6 @@ class WeightPool:
         return at
 
     def matrix(self, rows: int, width: int) -> torch.Tensor:
-        """Return the next matrix."""
         at = self.take(rows, width)
         return self.numbers[at : at + rows * width].view(rows, width)
 
@@ -266,36 +486,30 @@ def _views(case: Case, width: int, pool: WeightPool, layers: int) -> dict[int, l
     return views
 
 
-class TritonCalls:
-    """Maker of the calls of one Triton kernel."""
+def triton_calls(kind: Kind, case: Case, width: int, pool: WeightPool, number: int) -> KernelCalls:
+    """One Triton kernel."""
+    from capplan.engine.kernels import TritonLoRA
 
-    def __init__(self, kind: Kind) -> None:
-        self._kind = kind
-
-    def __call__(self, case: Case, width: int, pool: WeightPool, number: int) -> KernelCalls:
-        """See `MakeCalls`."""
-        from capplan.engine.kernels import TritonLoRA
-
-        layout = AdapterLayout(_square_model(width, number))
-        tables = RowTables(layout, len(case.ranks), max(case.ranks), pool.numbers.device)
-        padded = self._kind == "bgmv"
-        for index, rank in enumerate(case.ranks):
-            tables.number_of[index + 1] = index
-            tables.max_rank_of[index] = rank
-            tables.ranks[index, :, _O_PROJ] = rank
-            for layer in range(number):
-                for side in (A, B):
-                    rows = tables.rows[index, layer, GROUPS.index((_O_PROJ, side))]
-                    # A padded kernel reads rows beyond the rank, too, and each adapter has its own.
-                    held = rows.numel() if padded else rank
-                    first = pool.take(held, width)
-                    rows[:held] = first + width * torch.arange(held, device=rows.device)
-        adapters = TritonLoRA(layout, tables, pool.numbers, segments_of(case), case.tokens, self._kind)
-        x, out = activations(case, width, pool)
-        return KernelCalls(
-            [partial(adapters.shrink, layer, _OUT_SITE, x) for layer in range(number)],
-            [partial(adapters.expand, layer, _OUT_SITE, out) for layer in range(number)],
-        )
+    layout = AdapterLayout(_square_model(width, number))
+    tables = RowTables(layout, len(case.ranks), max(case.ranks), pool.numbers.device)
+    padded = kind == "bgmv"
+    for index, rank in enumerate(case.ranks):
+        tables.number_of[index + 1] = index
+        tables.max_rank_of[index] = rank
+        tables.ranks[index, :, _O_PROJ] = rank
+        for layer in range(number):
+            for side in (A, B):
+                rows = tables.rows[index, layer, GROUPS.index((_O_PROJ, side))]
+                # A padded kernel reads rows beyond the rank, too, and each adapter has its own.
+                held = rows.numel() if padded else rank
+                first = pool.take(held, width)
+                rows[:held] = first + width * torch.arange(held, device=rows.device)
+    adapters = TritonLoRA(layout, tables, pool.numbers, segments_of(case), case.tokens, kind)
+    x, out = activations(case, width, pool)
+    return KernelCalls(
+        [partial(adapters.shrink, layer, _OUT_SITE, x) for layer in range(number)],
+        [partial(adapters.expand, layer, _OUT_SITE, out) for layer in range(number)],
+    )
 
 
 def _square_model(width: int, layers: int) -> ModelConfig:
@@ -306,7 +520,11 @@ def _square_model(width: int, layers: int) -> ModelConfig:
 
 
 MAKERS: Final[Mapping[str, MakeCalls]] = MappingProxyType(
-    {"padded": padded_calls, "grouped": grouped_calls, **{kind: TritonCalls(kind) for kind in CUDA_KERNELS}}
+    {
+        "padded": padded_calls,
+        "grouped": grouped_calls,
+        **{kind: partial(triton_calls, kind) for kind in CUDA_KERNELS},
+    }
 )
 
 
@@ -380,7 +598,7 @@ class KernelProfilingOptions:
     device: str = "cpu"
     """``cpu`` or a CUDA device. On a CPU the kernels are PyTorch's, on a GPU Triton's."""
     grids: tuple[str, ...] = ("wide",)
-    """Names of `capplan.profiling.kernels._cases.cases`."""
+    """Names of `capplan.profiling.kernels._measure.cases`."""
     phases: tuple[str, ...] = tuple(PHASES)
     widths: tuple[int, ...] | None = None
     """Hidden sizes; None: those of the built-in models."""

@@ -1,8 +1,7 @@
 from ._bench import BenchOptions, LoadProgress, bench
 from ._record import RequestFile
 from ._requests import LoadSettings, PromptForm, Target
-from ._result import BenchResult, LoadMetrics
-from ._vllm_bench import read_result, write_vllm_bench
+from ._result import BenchResult, LoadMetrics, read_result, write_vllm_bench
 
 __all__ = [
     "BenchOptions",

@@ -20,7 +20,7 @@ import numpy as np
 from capplan.errors import InputError
 from capplan.processes import without_full_collections
 from capplan.profiling.load._client import CompletionClient, open_session
-from capplan.profiling.load._preflight import MetricsSampler, Preflight, beside_engine, bodies_for, preflight
+from capplan.profiling.load._preflight import Preflight, beside_engine, bodies_for, preflight, sample_metrics
 from capplan.profiling.load._record import (
     FINISHED,
     NOT_FAILURES,
@@ -72,13 +72,7 @@ class BenchOptions:
     limits: LagLimits = field(default_factory=LagLimits)
 
     def resolved_model_len(self, workload: Workload, found: Preflight | None = None) -> int:
-        """Return the limit on prompt and output tokens.
-
-        Raises
-        ------
-        InputError
-            If it exceeds the positions of the profile's model.
-        """
+        """Return the limit on prompt and output tokens, at most the positions of the profile's model."""
         chosen = self.max_model_len or workload.engine.max_model_len
         served = None if found is None else found.max_model_len
         if chosen is not None and self.profile is not None:
@@ -225,18 +219,12 @@ def stopped_by_signals(stop: asyncio.Event) -> Iterator[None]:
             loop.remove_signal_handler(each)
 
 
-_MS_PER_S: Final = 1e3
-
 _LEAD_S: Final = 0.05
-
 """From the start of the run to time 0, so that the first request is not late."""
 
 _TICK_S: Final = 0.25
-
 _CANCEL_S: Final = 5.0
-
 _SENT_IN_A_ROW: Final = 32
-
 """Overdue requests that are sent before answers are read again."""
 
 
@@ -296,8 +284,9 @@ class OpenLoop:
         self.origin = self.loop.time() + _LEAD_S
         async with open_session(self.target) as session:
             self.client = CompletionClient(session, self.target, self.settings.timeout_s, self._clock)
-            sampler = MetricsSampler(session, self.target, self.settings.metrics_interval_s, self._clock)
-            background = (self.loop_lag.watch(), self._report_progress(on_tick), sampler.run())
+            interval_s = self.settings.metrics_interval_s
+            sampling = sample_metrics(session, self.target, interval_s, self._clock, self.samples)
+            background = (self.loop_lag.watch(), self._report_progress(on_tick), sampling)
             helpers = [asyncio.create_task(each) for each in background]
             sender = asyncio.create_task(self._send_all())
             stopped = asyncio.create_task(stop.wait())
@@ -311,7 +300,6 @@ class OpenLoop:
                 await _cancel(list(self.tasks))
         if self.error is not None:
             raise self.error
-        self.samples = sampler.samples
         self.partial = ended_s < self.window.end_s
         if self.partial:  # if the window had not started, all of the time is the window
             start_s = self.window.start_s if ended_s > self.window.start_s else 0.0

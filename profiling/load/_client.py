@@ -77,13 +77,7 @@ async def fetch(
     """Return status and text of a GET request, or of a POST request with `data`.
 
     A GET request follows redirections to other paths of the server, as frameworks send them for ``/metrics``.
-
-    Raises
-    ------
-    ConnectionLostError
-        If the response is not whole, or longer than `max_bytes`.
-    OSError
-        If there is no connection.
+    Raise `ConnectionLostError` if the response is not whole, or longer than `max_bytes`.
     """
     for _ in range(_MOST_REDIRECTIONS):
         status, text, location = await _fetch_once(pool, path, max_bytes, data)
@@ -206,7 +200,6 @@ class _Answer:
         self.done = None
 
     def on_progress(self) -> None:
-        """Record what has arrived."""
         if not math.isnan(self.ended_s):
             return
         connection, now_s = self.connection, self._clock()
@@ -233,7 +226,6 @@ class _Answer:
         return self.events.token_times()[: self._most_events]
 
     def fail(self, kind: str, message: str) -> None:
-        """End with a failure."""
         if math.isnan(self.ended_s):
             self.failure = kind, message
             self._end(self._clock())
@@ -316,7 +308,6 @@ class EventCounter:
         return self._usage_tokens or self._counted or None
 
     def feed(self, data: bytes, now_s: float) -> None:
-        """Parse bytes that have arrived."""
         if self._after_return and data[:1] == b"\n":
             data = data[1:]
         self._after_return = data[-1:] == b"\r"

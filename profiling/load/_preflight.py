@@ -85,10 +85,7 @@ class Preflight:
 async def preflight(target: Target, adapters: Sequence[str], form: PromptForm | None = None) -> Preflight:
     """Request the model list, then one token in each prompt form until the server accepts one.
 
-    Raises
-    ------
-    InputError
-        If the server does not answer, does not serve an adapter, or accepts no prompt form.
+    Raise `InputError` if the server does not answer, does not serve an adapter, or accepts no prompt form.
     """
     async with open_session(target) as session:
         probe = _Probe(session, target)
@@ -174,33 +171,33 @@ def _error_message(document: Any) -> str:
 
 async def fetch_metrics(session: ConnectionPool, target: Target) -> str | None:
     """Return the text of ``/metrics``; None if the server has none."""
+    return await _fetch_text(session, target, "/metrics")
+
+
+async def _fetch_text(session: ConnectionPool, target: Target, path: str) -> str | None:
     try:
         async with asyncio.timeout(_METRICS_TIMEOUT_S):
-            status, text = await fetch(session, target.path("/metrics"), _MAX_RESPONSE_BYTES)
+            status, text = await fetch(session, target.path(path), _MAX_RESPONSE_BYTES)
     except (TimeoutError, OSError, ConnectionLostError):
         return None
     return text if status == _OK else None
 
 
-class MetricsSampler:
-    """Samples ``/metrics`` every `interval_s` seconds; never, if it is 0."""
-
-    def __init__(
-        self, session: ConnectionPool, target: Target, interval_s: float, clock: Callable[[], float]
-    ) -> None:
-        self.samples: list[ServerSample] = []
-        self._session, self._target = session, target
-        self._interval_s, self._clock = interval_s, clock
-
-    async def run(self) -> None:
-        """Sample until cancelled."""
-        while self._interval_s > 0.0:
-            time_s = self._clock()
-            text = await fetch_metrics(self._session, self._target)
-            if text is not None:
-                took_ms = 1e3 * (self._clock() - time_s)
-                self.samples.append(ServerSample(time_s=time_s, took_ms=took_ms, values=parse_metrics(text)))
-            await asyncio.sleep(self._interval_s)
+async def sample_metrics(
+    session: ConnectionPool,
+    target: Target,
+    interval_s: float,
+    clock: Callable[[], float],
+    samples: list[ServerSample],
+) -> None:
+    """Append samples of ``/metrics`` every `interval_s` seconds until cancelled; none, if it is 0."""
+    while interval_s > 0.0:
+        time_s = clock()
+        text = await fetch_metrics(session, target)
+        if text is not None:
+            took_ms = 1e3 * (clock() - time_s)
+            samples.append(ServerSample(time_s=time_s, took_ms=took_ms, values=parse_metrics(text)))
+        await asyncio.sleep(interval_s)
 
 
 Labels = frozenset[tuple[str, str]]
@@ -373,10 +370,8 @@ async def fetch_server_info(target: Target) -> ServerInfo:
 async def _fetch_document(session: ConnectionPool, target: Target, path: str) -> Any:
     """Return a JSON document; None if the server has none."""
     try:
-        async with asyncio.timeout(_METRICS_TIMEOUT_S):
-            status, text = await fetch(session, target.path(path), _MAX_RESPONSE_BYTES)
-        return json.loads(text) if status == _OK else None
-    except (TimeoutError, OSError, ConnectionLostError, ValueError, RecursionError):
+        return json.loads(await _fetch_text(session, target, path) or "null")
+    except (ValueError, RecursionError):
         return None
 
 

@@ -69,7 +69,6 @@ class RequestOutcome(NamedTuple):
 
 
 def not_sent(number: int, kind: str) -> RequestOutcome:
-    """Return the outcome of an unsent request."""
     return RequestOutcome(number, kind, math.nan, math.nan, [])
 
 
@@ -80,7 +79,6 @@ class LogHistogram:
         self.counts: NDArray[np.int64] = np.zeros(_BINS, np.int64)
 
     def add(self, gaps_s: NDArray[np.float64]) -> None:
-        """Add durations in seconds."""
         places = np.log2(np.maximum(gaps_s, _SMALLEST_S) / _SMALLEST_S) * _PER_OCTAVE
         bins = np.minimum(places.astype(np.int64), _BINS - 1)
         self.counts += np.bincount(bins, minlength=_BINS)
@@ -105,7 +103,6 @@ class MeasurementWindow:
 
     @property
     def duration_s(self) -> float:
-        """Length in seconds."""
         return self.end_s - self.start_s
 
     def holds(self, times_s: NDArray[np.float64]) -> NDArray[np.bool_]:
@@ -159,7 +156,6 @@ class RequestRecords:
         return self.due_s.size
 
     def take(self, rows: NDArray[np.int64] | slice) -> Self:
-        """Return some of the requests."""
         columns: dict[str, Any] = {
             name: value[rows] for name, value in vars(self).items() if isinstance(value, np.ndarray)
         }
@@ -304,7 +300,6 @@ class RequestRecorder:
         self._pending_events = 0
 
     def add(self, outcome: RequestOutcome) -> None:
-        """Add an outcome."""
         at, times, every = outcome.number, outcome.times_s, self._all
         every.sent_s[at], every.ended_s[at] = outcome.sent_s, outcome.ended_s
         if times:

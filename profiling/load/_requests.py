@@ -171,21 +171,8 @@ def schedule_of(
 ) -> Schedule:
     """Draw the requests of a workload as `capplan simulate` does: same seed, same requests.
 
-    Parameters
-    ----------
-    workload
-        Adapters, rates and lengths, or a trace, which is replayed.
-    horizon_s, seed, max_model_len
-        The twin's ``duration_s``, ``seed`` and ``max_model_len``.
-    rate_scale
-        As for `scaled`.
-    profile
-        Correlation of prompt and output lengths, unless the workload gives one.
-
-    Raises
-    ------
-    InputError
-        For a parameter out of range or lengths that cannot be drawn.
+    `horizon_s` is the twin's ``duration_s``, `rate_scale` the factor of `scaled`. `profile` gives the
+    correlation of prompt and output lengths, unless the workload does. A trace is replayed.
     """
     from capplan.workload import draw_requests
 
@@ -206,13 +193,7 @@ def schedule_of(
 
 
 def scaled(workload: Workload, rate_scale: float) -> Workload:
-    """Return the workload with all rates multiplied; a trace is replayed faster.
-
-    Raises
-    ------
-    InputError
-        Unless the factor is a finite number above 0.
-    """
+    """Return the workload with all rates multiplied; a trace is replayed faster."""
     if not 0.0 < rate_scale < float("inf"):
         raise InputError("must be a finite number above 0", rate_scale, "rate_scale")
     if rate_scale == 1.0:

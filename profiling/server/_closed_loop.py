@@ -42,7 +42,6 @@ class ServerPoint:
 
     @property
     def name(self) -> str:
-        """Name in tables."""
         return f"b{self.streams}-a{self.adapters}-p{self.prompt_tokens}-o{self.output_tokens}"
 
     @property
@@ -137,7 +136,6 @@ class RequestSender:
         self._numbers = itertools.count()
 
     async def send(self, model: int, prompt_tokens: int, output_tokens: int) -> ClosedLoopRequest:
-        """Send one request and wait for its outcome."""
         number = next(self._numbers)
         body = self._bodies.body(number, model, prompt_tokens, output_tokens)
         outcome = await self._client.complete(number, body, output_tokens)
@@ -164,17 +162,8 @@ async def closed_loop(
 ) -> tuple[list[ClosedLoopRequest], float, float]:
     """Keep an operating point up for `ramp_s` + `measured_s` seconds, with models in turn.
 
-    Returns
-    -------
-    requests : list of ClosedLoopRequest
-        All requests, including those in flight at the end.
-    start_s, end_s : float
-        Measured interval, after the ramp.
-
-    Raises
-    ------
-    LoopError
-        If requests fail.
+    Return all requests, including those in flight at the end, and the ends of the measured interval, which
+    begins after the ramp. Raise `LoopError` if requests fail.
     """
     done: list[ClosedLoopRequest] = []
     failures: list[RequestOutcome] = []
@@ -224,10 +213,7 @@ async def first_tokens(
 ) -> list[dict[str, float]]:
     """Return the time to first token of an idle server, a row per prompt length.
 
-    Raises
-    ------
-    LoopError
-        If a request fails.
+    Raise `LoopError` if a request fails.
     """
     for model in models:
         await _ttft_ms(sender, model, _LOAD_PROMPT)
@@ -261,12 +247,7 @@ async def adapter_loads(
     More adapters than slots are requested in turn, each twice: the first request loads the adapter, the
     second finds it. The load time is the median difference. It includes a disk read if the host holds fewer
     adapters. `adapters` are ranks by model position; nothing is measured unless there are more than slots.
-    `done` is called after each of the `rounds`.
-
-    Raises
-    ------
-    LoopError
-        If a request fails.
+    `done` is called after each of the `rounds`. Raise `LoopError` if a request fails.
     """
     if len(adapters) <= a_max:
         return []

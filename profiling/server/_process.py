@@ -34,7 +34,6 @@ class ServerCommand:
     records: Path | None = None
 
     def words(self) -> list[str]:
-        """Return the command line."""
         modules = [f"{name}={source}" for name, source in self.adapters.items()]
         return [
             *(sys.executable, "-m", "capplan", "serve", "--model", self.model, "--port", "0", "--json"),
@@ -48,10 +47,7 @@ class ServerCommand:
 def running_server(command: ServerCommand) -> Iterator[str]:
     """Start a server, yield its address, and stop it.
 
-    Raises
-    ------
-    InputError
-        If it does not start; the message holds its last line.
+    Raise `InputError` if it does not start; the message holds its last line.
     """
     environment = attached({"OMP_NUM_THREADS": str(command.threads)})
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
@@ -94,11 +90,8 @@ def _last_line(text: str) -> str:
 def run_capplan(words: Sequence[str], threads: int, fine: Sequence[int] = (0,)) -> str:
     """Run a capplan command and return its output.
 
-    Raises
-    ------
-    RuntimeError
-        If its exit code is not among `fine`; the message holds the last line of its errors, which are
-        printed.
+    Raise `RuntimeError` if its exit code is not among `fine`; the message holds the last line of its errors,
+    which are printed.
     """
     environment = attached({"OMP_NUM_THREADS": str(threads)})
     command = [sys.executable, "-m", "capplan", *words]

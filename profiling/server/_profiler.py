@@ -104,17 +104,9 @@ def window_rows(
 ) -> list[dict[str, float]]:
     """Return a row of a step table for each window in which enough steps ran.
 
-    Parameters
-    ----------
-    answered
-        Requests of a closed loop, including those in flight at its end.
-    edges_s
-        Edges of the windows, in order. Each is moved to the nearest end of a step, so that the time and the
-        tokens of a step, and of its prompts, are in the same window.
-    ranks
-        Rank of each adapter by model position.
-    budget
-        Limit on the tokens of a step: a longer prompt takes several. None: unknown.
+    Edges of windows are moved to the nearest end of a step, so that the time and the tokens of a step, and of
+    its prompts, are in the same window. `ranks` are by model position. `budget` limits the tokens of a step:
+    a longer prompt takes several.
     """
     answered = [each for each in answered if each.outcome.times_s]
     if not answered:
@@ -363,10 +355,7 @@ class _ServerProfiler:
     async def measure(self) -> None:
         """Measure first tokens, adapter loads and operating points; a failed stage does not end the others.
 
-        Raises
-        ------
-        InputError
-            If the folder is of another server.
+        Raise `InputError` if the folder is of another server.
         """
         facts = self._facts()
         for name, known in self.out.notes().items():

@@ -1,5 +1,11 @@
-from ._compare import GroupValidation, MetricComparison, Tolerances
-from ._validate import Validation, ValidationOptions, validate
+from ._validate import (
+    GroupValidation,
+    MetricComparison,
+    Tolerances,
+    Validation,
+    ValidationOptions,
+    validate,
+)
 
 __all__ = [
     "GroupValidation",

@@ -50,10 +50,7 @@ _DISAGREES: Final = 1
 def saturated_rps(simulated: Callable[[float], SimulationResult]) -> float:
     """Return the request rate at which an engine saturates.
 
-    Raises
-    ------
-    InfeasibleError
-        If no load starves it.
+    Raise `InfeasibleError` if no load starves it.
     """
     rate_rps = 1.0
     for _ in range(_MOST_DOUBLINGS):
@@ -111,7 +108,6 @@ class ClosedLoop:
 
     @property
     def model(self) -> str:
-        """Model of the engine."""
         if self.setting.model != SMALL:
             return self.setting.model
         config = self.folder / SMALL / "config.json"
@@ -167,10 +163,7 @@ class ClosedLoop:
     def validate(self, load: float, duration_s: float, a_max: int | None = None) -> Mapping[str, Any]:
         """Return the validation at a share of the capacity; `a_max` overrides the plan's slots.
 
-        Raises
-        ------
-        VoidError
-            If the measurement is void; its files are removed.
+        Raise `VoidError` if the measurement is void; its files are removed.
         """
         name = f"validation-{round(100 * load)}" + ("" if a_max is None else f"-slots{a_max}")
         file, report = (self.folder / f"{name}.{kind}" for kind in ("json", "html"))

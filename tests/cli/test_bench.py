@@ -5,8 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from capplan.cli.progress import numbers
-from capplan.profiling.load import BenchResult, LoadProgress
-from capplan.profiling.load._vllm_bench import read_vllm_bench
+from capplan.profiling.load import BenchResult, LoadProgress, read_result
 from tests.cli.conftest import Run, error_line, interrupted
 from tests.cli.test_report import own
 from tests.profiling.load import servers
@@ -42,7 +41,7 @@ def test_a_load_test_leaves_table_result_requests_and_reports(
     assert "http-equiv" in page
     assert "src=" not in own(page)
     assert "The server" in page
-    assert read_vllm_bench(paths[3]).overall.completed == result.overall.completed
+    assert read_result(paths[3]).overall.completed == result.overall.completed
 
 
 def test_json_is_the_whole_result(run: Run, workload_yaml: Path) -> None:

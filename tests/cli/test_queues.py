@@ -64,6 +64,9 @@ def test_a_plan_with_queues_is_verified_with_them(run: Run, tmp_path: Path) -> N
         assert group.queues is not None
         assert f"{group.queues.classes[0].quota_tokens:,}" in result.stdout
     plan.require_verified()
+    page = tmp_path / "plan.html"
+    assert run("report", made, "-o", page).exit_code == 0
+    assert "interrupted share of E2E, mean" in page.read_text()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tests.engine.live import ADMIN_KEY, TINY, Live, live
 from tests.engine.test_faults import Answer, complete, send, tokens_of
 from tests.engine.test_generate import write_adapter
 
-QUICK = PoolParams(3600.0, 0.0, 0.2, TransferParams(0.3, 0.3, 4))
+QUICK = PoolParams(3600.0, 0.0, 0.2, TransferParams(1.0, 1.0, 4))
 PATIENT = PoolParams(3600.0, 0.0)
 """For tests in which no source stalls: a busy machine ends no transfer."""
 NAMES = ("a", "b", "c")

@@ -21,11 +21,10 @@ from capplan.fleet import (
     ServingOptions,
     instances_of,
 )
-from capplan.fleet._app import RouterServer
+from capplan.fleet._app import RouterServer, RouterState
 from capplan.fleet._fleet import InstanceFleet
+from capplan.fleet._instance import RestartPolicy
 from capplan.fleet._launcher import LaunchError
-from capplan.fleet._proxy import RouterState
-from capplan.fleet._supervisor import RestartPolicy
 from capplan.server import PoolSettings, ServerSettings, bind, url_of
 from capplan.spec import Totals, Verification
 from tests.cli.examples import group, small_plan

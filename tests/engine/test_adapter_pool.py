@@ -20,7 +20,7 @@ from capplan.errors import InputError
 from capplan.registry import RegisteredAdapter, read_adapter
 from capplan.server import PoolSettings, ServerLimits
 from capplan.server._adapter_pool import PoolParams
-from capplan.server._limiter import transfer_key
+from capplan.server._state import transfer_key
 from capplan.server._transfer import TransferParams
 from tests.conftest import http_server, reply
 from tests.engine.adapter_fleet import (

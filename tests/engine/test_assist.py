@@ -157,7 +157,7 @@ def test_cores_that_are_killed_or_stopped_cost_no_answer(
             striker.join()
         assert crew.failed_rounds + crew.restarts > 0
         rounds = crew.board.round()
-        until_s = time.monotonic() + 20
+        until_s = time.monotonic() + 60
         while crew.board.round() == rounds:  # those started again assist again
             assert is_answered_right(engine, expected)
             assert time.monotonic() < until_s
@@ -226,10 +226,12 @@ def children() -> set[int]:
 
 @pytest.fixture
 def nothing_left() -> Callable[[], None]:
+    gc.collect()  # what earlier tests left in circles of references
     before = len(os.listdir("/proc/self/fd")), children()  # noqa: PTH208
 
     def check() -> None:
-        assert (len(os.listdir("/proc/self/fd")), children()) == before  # noqa: PTH208
+        assert len(os.listdir("/proc/self/fd")) <= before[0]  # noqa: PTH208
+        assert children() <= before[1]
 
     return check
 

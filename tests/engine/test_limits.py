@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from capplan import InputError
-from capplan.fleet._proxy import ForwardedRequest
+from capplan.fleet._app import ForwardedRequest
 from capplan.server import ApiError, ServerLimits, parsed
 from capplan.server._state import ByteBudget
 from tests.engine.live import Live, live

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from capplan.fleet._instance_client import InstanceClient
+from capplan.fleet._instance import InstanceClient
 from tests.engine.fake_instances import QUICK, events
 from tests.engine.test_router import running
 

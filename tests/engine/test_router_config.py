@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 import capplan.fleet
 from capplan import InputError
-from capplan.cli.serve_plan import PlanProfiles
+from capplan.cli.serve import PlanProfiles
 from capplan.datasets import _profile_files as profile_files
 from capplan.datasets import load_profile
 from capplan.engine import EngineOptions
 from capplan.fleet import RouterConfig, ServingOptions, instances_of, spread_over_gpus
 from capplan.fleet._app import merged
-from capplan.fleet._instances import gpus_of
+from capplan.fleet._launcher import gpus_of
 from capplan.fleet._routing import InstanceRouter
 from capplan.models import gpu_load_ms
 from capplan.spec import Cache, PlanBase, Profile, QueueClass, Queues, Wrs

@@ -13,9 +13,8 @@ import ray
 
 from capplan import InputError
 from capplan.fleet import RayLauncher, RouterConfig, ServingOptions, instances_of
-from capplan.fleet._app import RouterServer
+from capplan.fleet._app import RouterServer, RouterState
 from capplan.fleet._fleet import InstanceFleet
-from capplan.fleet._proxy import RouterState
 from capplan.server import ServerSettings, bind, url_of
 from tests.cli.conftest import ROOT
 from tests.engine.fake_instances import QUICK, tiny_plan

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from capplan import Plan
-from capplan.cli.serve_plan import unverified_overrides
+from capplan.cli.serve import unverified_overrides
 from capplan.datasets import load_profile
 from capplan.fleet import RouterConfig
 from capplan.spec import PLAN_ROUTER, RebalanceSettings, Scheduler

@@ -17,8 +17,8 @@ from capplan import InputError
 from capplan.engine import ByteTokenizer, Engine
 from capplan.engine._tokenizer import FileTokenizer
 from capplan.server import ServerLimits
-from capplan.server._chat_template import chat_template
 from capplan.server._protocol import ChatMessage
+from capplan.server._service import chat_template
 from tests.engine.live import SIZES, TINY, Live
 
 TALK = [

@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from capplan.engine import ByteTokenizer, Tokenizer
 from capplan.engine._tokenizer import FileTokenizer
-from capplan.server._output_stream import StopChecker, new_detokenizer
+from capplan.server._async_engine import StopChecker, new_detokenizer
 
 SAMPLE = "Grüße aus Köln, 東京 and 🙂🙃! It is what it is; the rest is silence.\n"
 

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from capplan.models import ADDITIVE
-from capplan.models._fluid import FluidEngine, FluidState, batch_limit, fluid_state
-from capplan.models._slot_sharing import FluidLoad, gamma_gaps
+from capplan.models._fluid import FluidEngine, FluidLoad, FluidState, batch_limit, fluid_state, gamma_gaps
 from capplan.models._step_latency import DIGITAL_TWIN
 from capplan.models.surrogates import feature_of
 from capplan.models.surrogates._features import expected_tok_s

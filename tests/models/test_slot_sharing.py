@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from capplan.models._slot_sharing import (
+from capplan.models._fluid import (
     FluidLoad,
     busy_periods,
     first_share,

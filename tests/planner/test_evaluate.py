@@ -8,9 +8,10 @@ import pytest
 from capplan import Assignment, Lengths, Profile, Slo, Workload
 from capplan.planner.problem import AdapterShare, Estimate
 from capplan.planner.problem._evaluate import evaluate, evaluate_cluster, told_from
-from capplan.planner.problem._parallel import estimate_all, parallel_map
+from capplan.planner.problem._execution import parallel_map
+from capplan.planner.problem._problem import estimate_all
+from capplan.planner.problem._settings import choose_slots
 from capplan.planner.problem._setup import make_problem
-from capplan.planner.problem._slots import choose_slots
 from capplan.spec import Diurnal, Renewal, Trace, describe_latency
 from capplan.testing import example_problem
 

@@ -21,14 +21,12 @@ from capplan import (
     plan,
 )
 from capplan.planner.explain import CurvePoint, CurveRuns, Explanation, SlotCurve, slot_curve
-from capplan.planner.explain._curve import MAX_POINTS
-from capplan.planner.explain._explain import explain_slots
-from capplan.planner.explain._what_if import one_fewer, one_more
+from capplan.planner.explain._curve import MAX_POINTS, explain_slots
+from capplan.planner.explain._explain import one_fewer, one_more
 from capplan.planner.problem import Estimate
 from capplan.planner.problem._evaluate import evaluate
-from capplan.planner.problem._rebuild import rebuild
-from capplan.planner.problem._setup import make_problem
-from capplan.planner.problem._slots import best_slots
+from capplan.planner.problem._settings import best_slots
+from capplan.planner.problem._setup import make_problem, rebuild
 from capplan.spec import QueueConfig, Trace
 from capplan.twin.instance import PAIRED_SEEDS
 from tests.planner.conftest import MODEL, PROFILE

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from capplan import Adapter, Lengths, Profile, Workload, explain, load_profile, plan, simulate
 from capplan.models import DRAWS, pessimistic_profile
-from capplan.planner.document._assemble import LEVEL, prediction_interval
+from capplan.planner._document import LEVEL, prediction_interval
 from capplan.planner.explain import CurveRuns
 from capplan.planner.problem._estimate import TwinEstimator
-from capplan.planner.problem._rebuild import rebuild
+from capplan.planner.problem._setup import rebuild
 from capplan.reports.tables import verdict
 from capplan.spec import Plan, Uncertainty
 

@@ -22,7 +22,8 @@ from capplan.planner.explain import CurveRuns
 from capplan.planner.explain._curve import knob_curves
 from capplan.planner.problem import Estimate, Problem, split_hot_adapters
 from capplan.planner.problem._estimate import TwinEstimator
-from capplan.planner.problem._knobs import (
+from capplan.planner.problem._problem import KnobSearch
+from capplan.planner.problem._settings import (
     KNOBS,
     RUNNING_REQUESTS,
     TOKEN_BUDGETS,
@@ -30,7 +31,6 @@ from capplan.planner.problem._knobs import (
     knob_grid,
     tune_knobs,
 )
-from capplan.planner.problem._problem import KnobSearch
 from capplan.planner.problem._setup import make_problem
 from capplan.planner.solvers import registry
 from capplan.spec import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, Slo, zipf

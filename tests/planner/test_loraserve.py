@@ -23,8 +23,8 @@ from capplan.planner import SolverContext
 from capplan.planner.problem import AdapterShare, distinct_adapters
 from capplan.planner.problem._estimate import TwinEstimator
 from capplan.planner.problem._operating_points import OperatingPoints
+from capplan.planner.problem._settings import most_slots
 from capplan.planner.problem._setup import make_problem
-from capplan.planner.problem._slots import most_slots
 from capplan.planner.solvers import registry
 from capplan.planner.solvers._loraserve import solve_loraserve
 from capplan.spec import Gpus, Trace

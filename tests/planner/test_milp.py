@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from capplan import Assignment, InfeasibleError, InputError, Problem
 from capplan.planner import SolverContext
 from capplan.planner.problem import AdapterShare, Estimator
-from capplan.planner.problem._slots import choose_slots
+from capplan.planner.problem._settings import choose_slots
 from capplan.planner.solvers import registry
 from capplan.testing import Capacity, example_problem
 

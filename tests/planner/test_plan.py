@@ -51,7 +51,7 @@ def test_the_same_seed_gives_the_same_plan_on_any_number_of_threads(
     spec = crowd(workload, rate_rps=0.15, **LONG)
     texts = []
     for threads in (1, 5):
-        monkeypatch.setattr("capplan.planner.problem._parallel.cpu_count", lambda threads=threads: threads)
+        monkeypatch.setattr("capplan.planner.problem._execution.cpu_count", lambda threads=threads: threads)
         texts.append(plan(spec, solver=solver, seed=3, seeds=2).to_json())
     assert texts[0] == texts[1]
 

@@ -22,11 +22,8 @@ from capplan.planner.problem._previous import (
     previous_instances,
 )
 from capplan.planner.problem._setup import make_problem
-from capplan.planner.search._data import SearchData, build_search_data
-from capplan.planner.search._evaluator import Evaluator
-from capplan.planner.search._local_search import LocalSearch, MoveSearch
-from capplan.planner.search._placement import PlacementState
-from capplan.planner.search._warm_start import warm_start
+from capplan.planner.search._local_search import Evaluator, LocalSearch, MoveSearch
+from capplan.planner.search._placement import PlacementState, SearchData, build_search_data, warm_start
 from capplan.planner.solvers._base import Requirement
 from capplan.spec import Move
 from tests.planner.conftest import MODEL, PROFILE

@@ -7,7 +7,7 @@ import pytest
 
 from capplan import Assignment, Lengths, Profile, Slo, Workload, plan, simulate
 from capplan.planner.problem import AdapterShare
-from capplan.planner.problem._queues import group_queues, stated_bound_s
+from capplan.planner.problem._settings import group_queues, stated_bound_s
 from capplan.planner.problem._setup import make_problem
 from capplan.spec import QueueConfig, Queues, Trace
 

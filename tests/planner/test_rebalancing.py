@@ -7,7 +7,7 @@ import pytest
 from capplan import Adapter, InputError, Plan, Workload, plan
 from capplan.planner import verify_as_served
 from capplan.planner.problem._evaluate import evaluate_cluster, simulate_instances
-from capplan.planner.problem._rebuild import rebuild
+from capplan.planner.problem._setup import rebuild
 from capplan.planner.verification import fleet_of_plan, served_rebalancer
 from capplan.spec import Lengths, Pool, RebalanceSettings
 from tests.twin.cluster.workloads import PROFILE

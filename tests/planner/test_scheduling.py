@@ -10,9 +10,8 @@ from capplan import InputError, Plan, Profile, Workload, plan
 from capplan.planner import verify_as_served
 from capplan.planner.explain import CurveRuns, slot_curve
 from capplan.planner.problem import Assignment
-from capplan.planner.problem._rebuild import rebuild
-from capplan.planner.problem._setup import make_problem
-from capplan.planner.problem._slots import slot_grid
+from capplan.planner.problem._settings import slot_grid
+from capplan.planner.problem._setup import make_problem, rebuild
 from capplan.spec import Cache, Group, Scheduler
 from capplan.twin.instance import Run, simulate_run
 

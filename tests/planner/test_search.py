@@ -17,10 +17,15 @@ from capplan.planner.problem import Estimate, Estimator
 from capplan.planner.problem._problem import KnobSearch
 from capplan.planner.problem._setup import make_problem
 from capplan.planner.problem._splitting import split_evenly
-from capplan.planner.search._data import build_search_data, split_heavy_adapters
-from capplan.planner.search._evaluator import Evaluator
-from capplan.planner.search._local_search import improve
-from capplan.planner.search._placement import INITIAL_SOLUTIONS, InitialSolution, balanced, by_rank
+from capplan.planner.search._local_search import Evaluator, improve
+from capplan.planner.search._placement import (
+    INITIAL_SOLUTIONS,
+    InitialSolution,
+    balanced,
+    build_search_data,
+    by_rank,
+    split_heavy_adapters,
+)
 from capplan.planner.solvers import registry
 from capplan.planner.solvers._greedy import solve_greedy
 from capplan.spec import Kernel, Slo

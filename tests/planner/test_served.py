@@ -7,7 +7,7 @@ import pytest
 
 from capplan import Adapter, InputError, Plan, Workload, plan
 from capplan.planner.problem._evaluate import evaluate_cluster
-from capplan.planner.problem._rebuild import rebuild
+from capplan.planner.problem._setup import rebuild
 from capplan.planner.verification import (
     RelativeBound,
     SimulatedFleet,

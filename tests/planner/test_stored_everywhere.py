@@ -7,7 +7,7 @@ import pytest
 
 from capplan import Adapter, InputError, Plan, Workload, load_workload, plan
 from capplan.deploy import export
-from capplan.planner.problem._rebuild import rebuild
+from capplan.planner.problem._setup import rebuild
 from capplan.planner.verification import fleet_of_plan
 from capplan.serving.routers import LeastWorkLeft
 from capplan.spec import Gpus, Renewal, RouterOptions, Slo

@@ -10,15 +10,13 @@ import pytest
 from capplan import InfeasibleError, InputError, Lengths, Plan, Profile, Workload, plan
 from capplan.planner import SolverContext
 from capplan.planner.problem import Assignment, Problem
-from capplan.planner.problem._deadline import NEVER, Deadline, OutOfTimeError, TimeBudget
 from capplan.planner.problem._estimate import TwinEstimator
 from capplan.planner.problem._evaluate import Evaluation, evaluate, evaluate_cluster
-from capplan.planner.problem._parallel import parallel_until
-from capplan.planner.problem._queues import with_queues
+from capplan.planner.problem._execution import NEVER, Deadline, OutOfTimeError, TimeBudget, parallel_until
+from capplan.planner.problem._settings import with_queues
 from capplan.planner.problem._setup import make_problem
-from capplan.planner.search._shortage import broken_when_spread
 from capplan.planner.solvers import find_solver
-from capplan.planner.solvers._solve import solve
+from capplan.planner.solvers._base import broken_when_spread, solve
 from capplan.planner.verification._verify import make_verifier
 from capplan.spec import OUT_OF_TIME
 

@@ -3,7 +3,7 @@
 import pytest
 
 from capplan.reproduce.chameleon import EXPERIMENTS
-from capplan.reproduce.chameleon._cases import Case
+from capplan.reproduce.chameleon._figures import Case
 from capplan.reproduce.chameleon._setting import (
     A40,
     Platform,

@@ -5,9 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from capplan.reproduce.joint._design import Effects, Factors
-from capplan.reproduce.joint._experiments import factors
-from capplan.reproduce.joint._setting import papers, setting
+from capplan.reproduce.joint import Effects, Factors, factors, papers, setting
 
 
 @pytest.fixture(name="small")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.reproduce.loraserve._cases import (
+from capplan.reproduce.loraserve._figures import (
     CONTIGUOUS,
     LORASERVE,
     RANDOM,

@@ -3,11 +3,16 @@
 import numpy as np
 import pytest
 
-from capplan.reproduce.toppings._cluster import placed
-from capplan.reproduce.toppings._engine import cpu_lora, line, profile
-from capplan.reproduce.toppings._servers import Served
-from capplan.reproduce.toppings._setting import setting, systems
-from capplan.reproduce.toppings._workloads import function_shares, functions_workload
+from capplan.reproduce.toppings._figures import Served, placed
+from capplan.reproduce.toppings._setting import (
+    cpu_lora,
+    function_shares,
+    functions_workload,
+    line,
+    profile,
+    setting,
+    systems,
+)
 from capplan.spec import Kernel
 
 

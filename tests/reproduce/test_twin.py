@@ -10,8 +10,7 @@ from capplan.planner import SolverResult, compare
 from capplan.reproduce import read_recipe
 from capplan.reproduce.twin import EXPERIMENTS
 from capplan.reproduce.twin._fidelity import Scenario, hour
-from capplan.reproduce.twin._motivation import max_pack
-from capplan.reproduce.twin._overheads import last_slots
+from capplan.reproduce.twin._motivation import last_slots, max_pack
 from capplan.reproduce.twin._placement import Cell, Placed, drawn_adapters, paper_workload, placed, reach
 from capplan.reproduce.twin._setting import setting
 from capplan.reproduce.twin._tuning import HALVING, LEAST_ROWS, rounds_of, subset

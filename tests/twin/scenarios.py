@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from capplan.models import ADDITIVE, TABLE, uses_decode_ranks, uses_ranks
-from capplan.models._step_latency import FORMS
-from capplan.models._step_tables import pack_tables
+from capplan.models._step_latency import FORMS, pack_tables
 from capplan.spec import TABLE_AXES, StepTable
 from capplan.twin import Scenario
 from capplan.twin.instance._scenario import NS_PER_MS, Costs

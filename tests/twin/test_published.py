@@ -8,8 +8,14 @@ import pytest
 
 from benchmarks.shipped_profiles import base_profile, published_profile
 from capplan import Profile, SimulationResult, load_profile, simulate
-from capplan.datasets.published._runs import PUBLISHED, PublishedModel, PublishedRun, published_runs
-from capplan.datasets.published._tables import TABLES, write_tables
+from capplan.datasets.published._runs import (
+    PUBLISHED,
+    TABLES,
+    PublishedModel,
+    PublishedRun,
+    published_runs,
+    write_tables,
+)
 from capplan.models import ADDITIVE
 from capplan.models.calibration import fit_length_correlation, read_steps, smape
 from capplan.twin.calibration import CalibrationTables, calibrate

@@ -1,5 +1,4 @@
-from ._formats import FORMATS
-from ._lint import lint
+from ._lint import FORMATS, lint
 from ._rule import Finding, Rule
 from ._rules import RULES
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from capplan.deploy._running import Served
+from capplan.deploy._deployed import Served
 from capplan.errors import InputError
 from capplan.spec import FolderAdapter, Key, Plan, Workload, parse_json
 
@@ -107,24 +107,10 @@ class ServedAdapter(NamedTuple):
 class Server(Part):
     """A server of vLLM or SGLang, as it is started.
 
-    Parameters
-    ----------
-    text
-        Text of the file, in which the lines of flags are found.
-    program
-        ``vllm``, ``sglang``, or ``dynamo`` for vLLM under Dynamo.
-    flags
-        Values by flag, those of the last one of a name.
-    adapters
-        Adapters that it starts with.
-    env, labels
-        Variables of its environment, and labels of its pod.
-    version
-        Version of vLLM by the tag of the image; None: not stated.
-    gpus
-        GPUs of its resources; None: not stated.
-    model
-        Model that it serves; None: not stated.
+    `text` is that of the file, in which the lines of flags are found. `program` is ``vllm``, ``sglang``, or
+    ``dynamo`` for vLLM under Dynamo. `flags` has values by flag, those of the last one of a name. `version`
+    is that of vLLM by the tag of the image, and `gpus` are those of the resources; None, also as the model:
+    not stated.
     """
 
     text: str

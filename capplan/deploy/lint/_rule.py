@@ -47,6 +47,9 @@ class Hit:
     line: int | None = None
 
 
+Check: TypeAlias = Callable[[P, Context], Iterable[Hit]]
+
+
 @dataclass(frozen=True)
 class Rule(Generic[P]):
     """A rule.
@@ -72,7 +75,7 @@ class Rule(Generic[P]):
     id: str
     level: Level
     on: type[P]
-    check: Callable[[P, Context], Iterable[Hit]]
+    check: Check[P]
     title: str
     fix: str
     reason: str

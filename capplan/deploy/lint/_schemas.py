@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from capplan.deploy.lint._objects import documents
 from capplan.deploy.lint._parts import Document, mapping, mappings
+from capplan.deploy.lint._servers import documents
 from capplan.errors import InputError
 from capplan.spec import parse_json, read_text
 
@@ -52,10 +52,7 @@ class Schemas:
 def read_schemas(paths: Iterable[str | os.PathLike[str]]) -> Schemas:
     """Return the schemas of files and folders: definitions of custom resources, and a schema of values.
 
-    Raises
-    ------
-    InputError
-        If a file cannot be read, or holds none.
+    A file that cannot be read, or holds none, is an error.
     """
     kinds: dict[tuple[str, str], Any] = {}
     values = None
@@ -95,13 +92,7 @@ def _definitions(found: Iterable[Document]) -> dict[tuple[str, str], Any]:
 
 
 def _checked(schema: Any, file: str) -> Any:
-    """Return a schema that is one.
-
-    Raises
-    ------
-    InputError
-        If it is none.
-    """
+    """Return a schema that is one; another document is an error."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError
 

@@ -1,6 +1,7 @@
 """Curves over engine settings: one simulation per value, all else as in the plan.
 
-The curve over A_max compares the plan's number of slots with its neighbours and the best over paired seeds.
+The curve over A_max compares the plan's number of slots with its neighbours and the best over paired seeds,
+which gives the reason for that number.
 """
 
 from __future__ import annotations
@@ -8,15 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Final
 
 from capplan.models import kv_budget
 from capplan.planner.problem._evaluate import Evaluation, evaluate, known_value
-from capplan.planner.problem._knobs import KNOBS, knob_variants, with_knob
-from capplan.planner.problem._parallel import parallel_map
+from capplan.planner.problem._execution import parallel_map
 from capplan.planner.problem._problem import GRID, Assignment, Estimate, Problem, distinct_adapters
-from capplan.planner.problem._slots import best_slots, max_fitting_slots
-from capplan.twin.instance import PAIRED_SEEDS
+from capplan.planner.problem._settings import KNOBS, best_slots, knob_variants, max_fitting_slots, with_knob
+from capplan.twin.instance import PAIRED_SEEDS, paired_difference
 
 MAX_POINTS: Final = 8
 """Maximum number of simulations over A_max."""
@@ -111,7 +112,7 @@ class CurveRuns:
     @property
     def scale(self) -> float:
         """Simulated multiple of the planned load."""
-        return 1.0 / (1.0 - self.problem.workload.headroom)
+        return self.problem.load_with_headroom
 
     def slot_values(self) -> tuple[list[int], list[int]]:
         """Return the numbers of slots to simulate, and those on the curve that do not fit in memory."""
@@ -247,3 +248,141 @@ def _unfit_point(problem: Problem, assignment: Assignment, a_max: int) -> CurveP
     args = problem.engine_args(assignment)
     budget = kv_budget(problem.pools[assignment.pool].profile, args.gpu_memory_utilization)
     return CurvePoint(value=a_max, kv_tokens=budget.tokens(args, a_max), fits=False)
+
+
+_NOTABLE: Final = 0.02
+"""Relative difference in throughput or request time that is reported."""
+_LARGE: Final = 0.05
+"""Relative difference in memory or TTFT p99 that is reported."""
+_EQUAL: Final = 1.005
+"""Ratio of times that look equal with three digits."""
+
+
+def explain_slots(curve: SlotCurve, solver: str, *, fixed: bool) -> str:
+    """Return the reason for the number of slots by a solver, or `fixed` by the workload, in one sentence."""
+    if curve.chosen == 0:
+        return "no slots: the group serves the base model alone, on an engine without LoRA"
+    best = best_slots({point.value: point.estimate for point in curve.points if point.fits})
+    chosen, head = curve.chosen_point, f"A_max {curve.chosen}"
+    memory = ""
+    if curve.most_slots is not None and curve.most_slots <= 4 * curve.adapters:
+        memory = f"memory has room for {curve.most_slots} at most"
+    if fixed:
+        parts = [f"{head}: fixed by the workload", _better_slots(curve, best), memory]
+    elif not chosen.holds:
+        why = f"breaks {chosen.broken[0]}" if chosen.fits else "does not fit in memory"
+        other = "no other number tried holds" if best is None else f"{best} would hold"
+        parts = [f"{head} {why} {_load(curve)}", other]
+    elif best != curve.chosen:
+        parts = [f"{head}: holds, chosen by {solver}", _better_slots(curve, best), memory]
+    else:
+        parts = [f"{head}: {_advantage(curve)}", *_neighbours(curve), memory]
+    return "; ".join(part for part in parts if part)
+
+
+def _advantage(curve: SlotCurve) -> str:
+    """Return the advantage of the chosen number, which is the best."""
+    holding = [point.estimate for point in curve.points if point.holds]
+    if len(holding) == 1 and len(curve.points) > 1:
+        words = f"the only number tried with which every bound holds {_load(curve)}"
+    else:
+        most = max(each.throughput_tok_s for each in holding)
+        serving = (each for each in holding if each.throughput_tok_s >= most * (1.0 - _NOTABLE))
+        shortest = min(each.e2e_s_mean for each in serving)
+        own = curve.chosen_point.estimate.e2e_s_mean
+        words = "of those that serve most, " + (
+            f"the shortest mean time from arrival to last token, {own:.3g} s"
+            if own <= shortest * _EQUAL
+            else f"more slots for bursts, with {own:.3g} s from arrival to last token on average, where the "
+            f"shortest is {shortest:.3g} s"
+        )
+    all_have_one = curve.chosen == curve.adapters
+    return f"a slot for each adapter, so that none is loaded twice; {words}" if all_have_one else words
+
+
+def _neighbours(curve: SlotCurve) -> list[str]:
+    """Return the disadvantages of the next smaller and the next larger number."""
+    at = [point.value for point in curve.points].index(curve.chosen)
+    neighbours = (*curve.points[max(0, at - 1) : at], *curve.points[at + 1 : at + 2])
+    words = [_disadvantage(curve.chosen_point, point) for point in neighbours]
+    if curve.chosen_point is curve.points[-1] and curve.chosen == curve.adapters:
+        words.append("more would stay empty")
+    return words
+
+
+def _disadvantage(chosen: CurvePoint, other: CurvePoint) -> str:
+    slots = "1 slot" if other.value == 1 else f"{other.value} slots"
+    if not other.fits:
+        return f"{slots} do not fit in memory"
+    words = []
+    lost = 1.0 - other.kv_tokens / max(chosen.kv_tokens, 1)
+    if lost >= _LARGE:
+        words.append(f"{_percent(lost)} fewer KV tokens")
+    if (other.loads_per_min or 0.0) - (chosen.loads_per_min or 0.0) >= 1.0:
+        words.append(f"{other.loads_per_min:,.0f} loads a minute")
+    return f"{slots}: {', '.join([*words, _outcome(chosen, other)])}"
+
+
+def _outcome(chosen: CurvePoint, other: CurvePoint) -> str:
+    if other.broken:
+        return f"breaks {other.broken[0]}"
+    served = _throughput_ratio(other, chosen)
+    if served < 1.0 - _NOTABLE:
+        return f"serves {_percent(1.0 - served)} less{_doubt(other, chosen, 'throughput_tok_s')}"
+    for what, name, tolerance in (
+        ("s from arrival to last token", "e2e_mean_s", _NOTABLE),
+        ("s of TTFT p99", "ttft_p99_s", _LARGE),
+    ):
+        here, there = _value(chosen, name), _value(other, name)
+        if here and there > here * (1.0 + tolerance):
+            return f"{there:.3g} {what} instead of {here:.3g}{_doubt(other, chosen, name)}"
+    return "does as well, with less to spare in bursts" if other.value < chosen.value else "does no better"
+
+
+def _better_slots(curve: SlotCurve, best: int | None) -> str:
+    """Return the advantage of the best number over the plan's."""
+    chosen = curve.chosen_point
+    if best is None:
+        return f"no number tried holds {_load(curve)}"
+    if best == curve.chosen:
+        return "no other number tried does better"
+    if not chosen.fits:
+        return f"it does not fit in memory, {best} would"
+    if chosen.broken:
+        return f"it breaks {chosen.broken[0]} {_load(curve)}, {best} would hold"
+    other = next(point for point in curve.points if point.value == best)
+    gain = _throughput_ratio(other, chosen) - 1.0
+    if gain > _NOTABLE:
+        return f"on this curve {best} serves {_percent(gain)} more{_doubt(other, chosen, 'throughput_tok_s')}"
+    there, here = _value(other, "e2e_mean_s"), _value(chosen, "e2e_mean_s")
+    return (
+        f"on this curve {best} does as well or better ({there:.3g} s from arrival to last "
+        f"token, here {here:.3g} s){_doubt(other, chosen, 'e2e_mean_s')}"
+    )
+
+
+def _throughput_ratio(one: CurvePoint, other: CurvePoint) -> float:
+    return _value(one, "throughput_tok_s") / max(_value(other, "throughput_tok_s"), 1e-9)
+
+
+def _value(point: CurvePoint, name: str) -> float:
+    """Return a value, the mean over paired seeds if there are any; 0 if unknown."""
+    paired = point.paired.get(name)
+    return fmean(paired) if paired else float(getattr(point, name) or 0.0)
+
+
+def _doubt(one: CurvePoint, other: CurvePoint, name: str) -> str:
+    """Return words for a difference that paired seeds do not decide, else none."""
+    here, there = one.paired.get(name, ()), other.paired.get(name, ())
+    if not (here and there) or paired_difference(here, there).decided:
+        return ""
+    return f" (undecided: within two standard errors over {len(here)} seeds)"
+
+
+def _load(curve: SlotCurve) -> str:
+    load = "at the planned load" if curve.scale == 1.0 else f"at {curve.scale:.2f} x the planned load"
+    return load if curve.robust is None else f"{load} and step times at their quantile {curve.robust:g}"
+
+
+def _percent(share: float) -> str:
+    return f"{100.0 * share:.0f} %"

@@ -8,7 +8,7 @@ from ._problem import (
     distinct_adapters,
     whole_adapters,
 )
-from ._rebuild import planned_workload
+from ._setup import planned_workload
 from ._splitting import split_hot_adapters
 
 __all__ = [

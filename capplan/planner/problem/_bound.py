@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 
 from capplan.models import ADDITIVE, TABLE, StepFeatures, coefficient_array, step_ms
-from capplan.planner.problem._knobs import max_running_requests
 from capplan.planner.problem._problem import Problem
+from capplan.planner.problem._settings import max_running_requests
 from capplan.spec import TABLE_AXES, FittedModel, Lengths
 from capplan.workload import Requests, draw_requests
 

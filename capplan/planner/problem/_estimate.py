@@ -21,11 +21,17 @@ from capplan.models.surrogates import (
     compile_surrogate,
     unsupported_workload,
 )
-from capplan.planner.problem._deadline import NEVER, Deadline
 from capplan.planner.problem._evaluate import SAFE_SERVED_FRACTION, Evaluation, evaluate
-from capplan.planner.problem._parallel import estimate_all
-from capplan.planner.problem._problem import AdapterShare, Assignment, Estimate, Estimator, Problem
-from capplan.planner.problem._queues import with_queues
+from capplan.planner.problem._execution import NEVER, Deadline
+from capplan.planner.problem._problem import (
+    AdapterShare,
+    Assignment,
+    Estimate,
+    Estimator,
+    Problem,
+    estimate_all,
+)
+from capplan.planner.problem._settings import with_queues
 from capplan.spec import STARVED_BELOW, Workload
 from capplan.twin import SimulationResult
 from capplan.twin.instance import bound_value
@@ -107,7 +113,7 @@ class TwinEstimator:
         key = (frozenset(assignment.shares), limits, assignment.pool, seed)
         if key not in self._cache:
             self.deadline.check()
-            scale = 1.0 / (1.0 - self.problem.workload.headroom)
+            scale = self.problem.load_with_headroom
             try:
                 planned = with_queues(self.problem, assignment)
                 problem = self.problem.pessimistic
@@ -306,12 +312,8 @@ class PoolEstimator:
 def make_estimator(problem: Problem, name: str, twin: TwinEstimator) -> Estimator:
     """Return the estimator of a name of `ESTIMATORS`.
 
-    ``auto`` is the best surrogate, or the twin if no surrogate covers the workload or the profile.
-
-    Raises
-    ------
-    InputError
-        If the name is unknown, or a profile has no surrogate of this kind.
+    ``auto`` is the best surrogate, or the twin if no surrogate covers the workload or the profile. It is an
+    `InputError` if a profile has no surrogate of another kind.
     """
     if name not in ESTIMATORS:
         raise InputError(f"must be one of {', '.join(ESTIMATORS)}", name, "estimator")

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, NamedTuple, Self
+from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from capplan.planner.problem._deadline import NEVER, Deadline, OutOfTimeError, interrupt_at
-from capplan.planner.problem._parallel import parallel_until
+from capplan.planner.problem._execution import NEVER, Deadline, OutOfTimeError, interrupt_at, parallel_until
 from capplan.planner.problem._problem import Assignment, Problem, distinct_adapters
-from capplan.planner.problem._queues import with_queues
+from capplan.planner.problem._settings import with_queues
 from capplan.spec import (
     PLAN_ROUTER,
     STABLE_TTFT_P99_S,
@@ -87,14 +86,8 @@ def evaluate(
 ) -> Evaluation:
     """Simulate one instance with every rate times `scale`; of a trace, the busiest window.
 
-    `duration_s` replaces the simulated time of the problem.
-
-    Raises
-    ------
-    InfeasibleError
-        If the instance does not start.
-    OutOfTimeError
-        If the deadline passes, or that of the problem.
+    `duration_s` replaces the simulated time of the problem. Raises `InfeasibleError` if the instance does not
+    start, and `OutOfTimeError` at the deadline, or that of the problem.
     """
     interrupt = interrupt_at(problem.deadline, deadline)
     slo = problem.workload.slo
@@ -265,15 +258,10 @@ def describe_failure(problem: Problem, assignment: Assignment) -> str:
 def failure_of(problem: Problem, assignment: Assignment) -> str:
     """Return the bound that an instance breaks by the twin at the load over (1 - headroom), as text.
 
-    Empty if nothing breaks on one seed.
-
-    Raises
-    ------
-    OutOfTimeError
-        If the deadline of the problem passes.
+    Empty if nothing breaks on one seed. Raises `OutOfTimeError` at the deadline of the problem.
     """
-    scale = 1.0 / (1.0 - problem.workload.headroom)
-    evaluation = evaluate(problem.pessimistic, with_queues(problem, assignment), 0, scale)
+    planned, scale = with_queues(problem, assignment), problem.load_with_headroom
+    evaluation = evaluate(problem.pessimistic, planned, 0, scale)
     return describe_violation(problem, evaluation)
 
 
@@ -299,15 +287,8 @@ def evaluate_cluster(
 ) -> list[Evaluation]:
     """Simulate all instances under one clock, with requests routed as `capplan serve PLAN` does.
 
-    Every rate is multiplied by `scale`. Instances to re-balance have equal settings, as `capplan serve PLAN`
-    starts them. `duration_s` replaces the simulated time of the problem.
-
-    Raises
-    ------
-    InfeasibleError
-        If an instance does not start.
-    OutOfTimeError
-        If the deadline passes, or that of the problem.
+    Instances to re-balance have equal settings, as `capplan serve PLAN` starts them. The other options are
+    those of `evaluate`.
     """
     workload = problem.busiest_workload.at_load(scale)
     instances = [
@@ -348,13 +329,7 @@ def simulate_instances(
     deadline: Deadline = NEVER,
     rebalance: Rebalancing | None = None,
 ) -> list[SimulationResult]:
-    """Simulate the instances of a plan as its verification does, without a judgement of bounds.
-
-    Raises
-    ------
-    OutOfTimeError
-        If the deadline passes, or that of the problem.
-    """
+    """Simulate the instances of a plan as its verification does, without a judgement of bounds."""
     unbounded = replace(problem, workload=problem.workload.model_copy(update={"slo": Slo()}))
     if len(assignments) == 1:
         return [evaluate(unbounded, assignments[0], seed, deadline=deadline).result]
@@ -378,50 +353,36 @@ _EXHAUSTED = 0.95
 """Share of a resource in use, averaged over time, from which it counts as exhausted."""
 
 
+Bottleneck: TypeAlias = tuple[Binds | None, float | None]
+"""Bottleneck of an instance, and its load over the largest load that it sustains; None if unknown."""
+_UNKNOWN: Final[Bottleneck] = (None, None)
+
+
 def find_bottlenecks(
     problem: Problem, assignments: Sequence[Assignment], seed: int, holds: float = 0.0
-) -> list[tuple[Binds | None, float | None] | None]:
-    """Return the bottleneck of each instance, and its load over the largest load that it sustains.
+) -> list[Bottleneck]:
+    """Return the bottleneck of each instance.
 
     All rates are scaled up together until a bound breaks, with the simulated time and the criteria of the
     verification, and the seed of its estimate with headroom. The bottleneck is the exhausted resource there.
-    It is None if the largest scale breaks no bound or there is no load. Instances that store all adapters
-    are simulated together behind their router, and have one load.
-
-    Parameters
-    ----------
-    problem, assignments
-        Placement with its queues.
-    seed
-        Seed of the simulations.
-    holds
-        Multiple of the load that is known to hold.
-
-    Returns
-    -------
-    list
-        None for an instance on which the deadline of the problem ends the search.
+    It is None if the largest scale breaks no bound or there is no load, and unknown where the deadline of the
+    problem ends the search. Instances that store all adapters are simulated together behind their router, and
+    have one load. `holds` is the multiple of the load that is known to hold.
     """
     if problem.workload.stores_everywhere and len(assignments) > 1:
-        return _bottlenecks_together(problem, assignments, seed, holds)
+        try:
+            load = _largest_load(lambda scale: evaluate_cluster(problem, assignments, seed, scale), holds)
+        except OutOfTimeError:
+            return [_UNKNOWN] * len(assignments)
+        return [_bottleneck_at(problem, each, load, number) for number, each in enumerate(assignments)]
 
-    def find(assignment: Assignment) -> tuple[Binds | None, float | None]:
+    def find(assignment: Assignment) -> Bottleneck:
         if sum(share.rate_rps for share in assignment.shares) == 0.0:
-            return None, None
+            return _UNKNOWN
         load = _largest_load(lambda scale: [evaluate(problem, assignment, seed, scale)], holds)
         return _bottleneck_at(problem, assignment, load, 0)
 
-    return parallel_until(find, assignments, problem.deadline)
-
-
-def _bottlenecks_together(
-    problem: Problem, assignments: Sequence[Assignment], seed: int, holds: float
-) -> list[tuple[Binds | None, float | None] | None]:
-    try:
-        load = _largest_load(lambda scale: evaluate_cluster(problem, assignments, seed, scale), holds)
-    except OutOfTimeError:
-        return [None] * len(assignments)
-    return [_bottleneck_at(problem, each, load, number) for number, each in enumerate(assignments)]
+    return [each or _UNKNOWN for each in parallel_until(find, assignments, problem.deadline)]
 
 
 class _LargestLoad(NamedTuple):

@@ -9,9 +9,8 @@ from functools import cached_property
 from typing import Final
 
 from capplan.errors import InputError
-from capplan.planner.problem._deadline import NEVER, Deadline
 from capplan.planner.problem._estimate import TwinEstimator
-from capplan.planner.problem._parallel import parallel_map
+from capplan.planner.problem._execution import NEVER, Deadline, parallel_map
 from capplan.planner.problem._problem import (
     SIMULATED_S,
     AdapterShare,
@@ -20,7 +19,8 @@ from capplan.planner.problem._problem import (
     infeasible,
     whole_adapters,
 )
-from capplan.planner.problem._slots import most_slots
+from capplan.planner.problem._settings import most_slots
+from capplan.serving.rebalancing import AdapterDemand
 from capplan.spec import Adapter, Arrivals, BaseTraffic, LengthPairs, RebalanceSettings, Renewal, Workload
 from capplan.twin.cluster import Rebalancing
 from capplan.workload import draw_requests
@@ -55,10 +55,7 @@ class OperatingPoints:
     def __call__(self, ranks: Iterable[int]) -> dict[int, float]:
         """Return the highest token rate (input and output) that a server sustains, by rank.
 
-        Raises
-        ------
-        InfeasibleError
-            If a rank does not hold at the lowest rate.
+        Infeasible if a rank does not hold at the lowest rate.
         """
         ordered = sorted(set(ranks))
         new = [rank for rank in ordered if rank not in self._measured]
@@ -94,23 +91,16 @@ class OperatingPoints:
         )
 
     def _holds(self, rank: int, rate_rps: float) -> bool:
-        if rank == 0:
-            return self._base_holds(rate_rps)
-        count = math.ceil(len(self.problem.workload.adapters) / self.problem.gpus)
+        """Tell whether a server sustains this rate of adapters of a rank; 0: of the base model."""
+        count = math.ceil(len(self.problem.workload.adapters) / self.problem.gpus) if rank else 0
         adapters = tuple(
             Adapter(name=f"r{rank}-{i}", rank=rank, rate_rps=rate_rps / count) for i in range(count)
         )
-        alone = replace(self.problem, workload=self._mix.model_copy(update={"adapters": adapters}), shares=())
-        shares = tuple(map(AdapterShare.of, adapters))
+        only = {"adapters": adapters, "base": None if rank else BaseTraffic(rate_rps=rate_rps)}
+        alone = replace(self.problem, workload=self._mix.model_copy(update=only), shares=())
+        shares = whole_adapters(alone)
         twin = TwinEstimator(alone, self.seed, deadline=self.deadline)
         return not twin(Assignment(shares, most_slots(alone, shares))).starved
-
-    def _base_holds(self, rate_rps: float) -> bool:
-        """Return whether a server sustains this rate of the base model, with the fixed slots or none."""
-        only = {"adapters": (), "base": BaseTraffic(rate_rps=rate_rps)}
-        alone = replace(self.problem, workload=self._mix.model_copy(update=only), shares=())
-        twin = TwinEstimator(alone, self.seed, deadline=self.deadline)
-        return not twin(Assignment(whole_adapters(alone), alone.fixed_a_max or 0)).starved
 
     @property
     def _tokens_per_request(self) -> float:
@@ -149,20 +139,26 @@ class OperatingPoints:
         return LengthPairs.from_arrays(drawn.prompt_tokens, drawn.output_tokens)
 
 
-def rebalancing_of(problem: Problem, settings: RebalanceSettings, seed: int = 0) -> Rebalancing:
-    """Return the re-balancing of a problem's instances, with operating points that are measured once.
+def adapter_demand(problem: Problem, adapter: Adapter, size_bytes: int | None = None) -> AdapterDemand:
+    """Return the demand for an adapter, or for the base model, at its declared rate.
 
-    Raises
-    ------
-    InfeasibleError
-        If a rank has no operating point.
-    InputError
-        If the instances are of several pools.
+    None: the size follows from the rank.
     """
+    return AdapterDemand(
+        adapter.name,
+        adapter.rank,
+        problem.offered_tok_s(AdapterShare.of(adapter)),
+        problem.adapter_bytes(adapter) if size_bytes is None else size_bytes,
+        adapter.max_replicas,
+    )
+
+
+def rebalancing_of(problem: Problem, settings: RebalanceSettings) -> Rebalancing:
+    """Return the re-balancing of a problem's instances, with operating points that are measured once."""
     if len(problem.pools) > 1:
         raise InputError("needs equal GPUs, and there are several pools", len(problem.pools), "rebalance")
     ranks = {adapter.rank for adapter in problem.traffic}
     known = problem.known_points
     if not ranks <= known.keys():
-        known.update(OperatingPoints(problem, seed)(ranks))
+        known.update(OperatingPoints(problem)(ranks))
     return Rebalancing(settings, dict(known))

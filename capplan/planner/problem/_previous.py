@@ -29,13 +29,7 @@ class PreviousInstance:
 
 
 def read_previous(workload: Workload) -> Plan | None:
-    """Return the plan in force, or None.
-
-    Raises
-    ------
-    InputError
-        If it is unreadable or is for another base model.
-    """
+    """Return the plan in force, which must be for the workload's base model; None without one."""
     if workload.previous_plan is None:
         return None
     plan = Plan.from_json(workload.previous_plan)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -17,13 +17,14 @@ from typing import Final, Protocol, Self
 
 from capplan.errors import InfeasibleError, InfeasibleReason, InputError
 from capplan.models import KvBudget, kv_budget, pessimistic_profile
-from capplan.planner.problem._deadline import NEVER, Deadline
+from capplan.planner.problem._execution import NEVER, Deadline, parallel_map
 from capplan.serving import VLLM_ENGINE, adapter_bytes, adapter_tokens, vllm_rank
 from capplan.spec import (
     Adapter,
     EngineArgs,
     EngineConfig,
     EngineLimits,
+    Lengths,
     Profile,
     Queues,
     Workload,
@@ -31,7 +32,6 @@ from capplan.spec import (
 from capplan.twin.instance import Run, choose_policies, chosen_rules
 from capplan.workload import (
     DecidingTime,
-    TraceWindow,
     busiest_window,
     deciding_time,
     is_modulated,
@@ -43,15 +43,10 @@ _TOLERANCE: Final = 1e-6
 
 
 def require_valid(problem: Problem, assignments: Sequence[Assignment], solver: str) -> None:
-    """Check the placement of a solver.
+    """Refuse a placement of a solver for the first rule that it breaks.
 
     A single instance is simulated with the adapters that it has, so an adapter that is placed nowhere would
     not show in the simulation.
-
-    Raises
-    ------
-    InputError
-        For the first rule that is broken.
     """
     broken = next(broken_rules(problem, assignments), None)
     if broken is not None:
@@ -59,15 +54,10 @@ def require_valid(problem: Problem, assignments: Sequence[Assignment], solver: s
 
 
 def require_one_kind(problem: Problem) -> None:
-    """Check that all pools have a scheduler and an adapter cache, or none has, and that engines have them.
+    """Refuse pools of which only some have a scheduler and an adapter cache, and what only the twin merges.
 
     The cluster twin, which verifies a plan, simulates one kind of memory. Without this rule the search would
     end in its refusal.
-
-    Raises
-    ------
-    InputError
-        For the first pool that differs, or a scheduler of the twin alone.
     """
     scheduler = problem.workload.scheduler
     if scheduler is not None and scheduler.merging is not None:
@@ -141,12 +131,9 @@ class Constraints:
 
 
 def read_constraints(adapters: Sequence[Adapter], traffic: Sequence[Adapter]) -> Constraints:
-    """Return the constraints of adapters; `traffic` also has the base model as one of rank 0 if it has any.
+    """Return the constraints of adapters, which must not contradict each other.
 
-    Raises
-    ------
-    InputError
-        If constraints contradict each other.
+    `traffic` also has the base model as an adapter of rank 0 if it has any.
     """
     leader = _group_leaders(traffic)
     conflicts = _conflicts(adapters)
@@ -289,6 +276,15 @@ class Estimator(Protocol):
         ...
 
 
+def estimate_all(estimator: Estimator, assignments: Sequence[Assignment]) -> list[Estimate]:
+    """Return the estimates of several instances, in their order.
+
+    An estimator may have a batch method ``estimate_all(assignments)``; any other is called in threads.
+    """
+    own: Callable[[Sequence[Assignment]], list[Estimate]] | None = getattr(estimator, "estimate_all", None)
+    return parallel_map(estimator, assignments) if own is None else own(assignments)
+
+
 class KnobSearch(StrEnum):
     """Values of open engine knobs that the planner may choose."""
 
@@ -301,13 +297,7 @@ class KnobSearch(StrEnum):
 
     @classmethod
     def named(cls, name: str) -> KnobSearch:
-        """Return the member of a name.
-
-        Raises
-        ------
-        InputError
-            If there is none.
-        """
+        """Return the member of a name; an unknown one is an `InputError`."""
         if name not in (*cls,):
             raise InputError(f"must be one of {', '.join(cls)}", name, "knobs")
         return cls(name)
@@ -428,6 +418,11 @@ class Problem:
         )
 
     @property
+    def load_with_headroom(self) -> float:
+        """Multiple of the planned load at which the bounds must hold, too."""
+        return 1.0 / (1.0 - self.workload.headroom)
+
+    @property
     def bounds_latency(self) -> bool:
         """Whether the workload bounds a latency."""
         slo = self.workload.slo
@@ -529,15 +524,11 @@ class Problem:
     @cached_property
     def windows(self) -> tuple[tuple[float, Problem], ...]:
         """Start and problem of each window of the trace in which the bounds hold; without a trace itself."""
-        if self.workload.trace is None:
-            return ((0.0, self),)
-        return tuple((start_s, replace(self, workload=part)) for start_s, part in self._parts)
-
-    @cached_property
-    def _parts(self) -> tuple[TraceWindow, ...]:
-        """Windows of the trace; none without one."""
         trace = self.workload.trace
-        return () if trace is None else tuple(trace_windows(self.workload, trace, self._window_s))
+        if trace is None:
+            return ((0.0, self),)
+        windows = trace_windows(self.workload, trace, self._window_s)
+        return tuple((start_s, replace(self, workload=part)) for start_s, part in windows)
 
     def resampled(self, seed: int) -> Problem:
         """Return the problem with a bootstrap sample of its trace; itself without a trace."""
@@ -557,12 +548,31 @@ class Problem:
             own = part.trace
             return 0 if own is None else int(own.prompt_tokens.sum() + own.output_tokens.sum())
 
-        return max((part for _, part in self._parts), key=tokens, default=self.workload)
+        return max((part.workload for _, part in self.windows), key=tokens, default=self.workload)
 
     @cached_property
     def traffic(self) -> tuple[Adapter, ...]:
-        """Adapters, and the base model as one of rank 0 if it has traffic, at the simulated rates."""
-        return traffic_of(self.workload if self.workload.trace is None else self.busiest_workload)
+        """Adapters, and the base model as one of rank 0 if it has traffic, at the simulated rates.
+
+        As an item of a placement the base model differs from an adapter: it needs no slot and no bytes.
+        """
+        workload = self.workload if self.workload.trace is None else self.busiest_workload
+        base = workload.base
+        if base is None:
+            return workload.adapters
+        item = Adapter.model_construct(  # without validation: no adapter has rank 0, or a name with spaces
+            name=workload.base_model,
+            rank=0,
+            rate_rps=base.rate_rps,
+            prompt_tokens=base.prompt_tokens,
+            output_tokens=base.output_tokens,
+        )
+        return (*workload.adapters, item)
+
+    @cached_property
+    def lengths(self) -> Mapping[str, tuple[Lengths, Lengths]]:
+        """Prompt and output lengths of all traffic, by name."""
+        return {each.name: self.workload.lengths_of(each) for each in self.traffic}
 
     @cached_property
     def has_common_lengths(self) -> bool:
@@ -591,31 +601,12 @@ class Problem:
 
     @cached_property
     def _tokens_per_request(self) -> Mapping[str, float]:
-        of = self.workload.lengths_of
-        return {a.name: sum(lengths.mean_tokens for lengths in of(a)) for a in self.traffic}
+        return {name: sum(part.mean_tokens for part in both) for name, both in self.lengths.items()}
 
 
 def infeasible(reason: InfeasibleReason, words: str) -> InfeasibleError:
     """Return the error of a problem without an answer; its message begins with the reason."""
     return InfeasibleError(f"{reason}: {words}", reason)
-
-
-def traffic_of(workload: Workload) -> tuple[Adapter, ...]:
-    """Return the adapters, and the base model as one of rank 0 if it has traffic.
-
-    As an item of a placement the base model differs from an adapter in that it needs no slot and no bytes.
-    """
-    base = workload.base
-    if base is None:
-        return workload.adapters
-    item = Adapter.model_construct(  # without validation: no adapter has rank 0, or a name with spaces
-        name=workload.base_model,
-        rank=0,
-        rate_rps=base.rate_rps,
-        prompt_tokens=base.prompt_tokens,
-        output_tokens=base.output_tokens,
-    )
-    return (*workload.adapters, item)
 
 
 def whole_adapters(problem: Problem) -> tuple[AdapterShare, ...]:

@@ -12,9 +12,15 @@ from typing import Final
 from capplan.errors import InfeasibleError
 from capplan.planner.problem._bound import lower_bound_instances
 from capplan.planner.problem._evaluate import describe_failure
-from capplan.planner.problem._knobs import has_open_knobs, tune_knobs
-from capplan.planner.problem._parallel import estimate_all
-from capplan.planner.problem._problem import AdapterShare, Assignment, Estimator, Problem, infeasible
+from capplan.planner.problem._problem import (
+    AdapterShare,
+    Assignment,
+    Estimator,
+    Problem,
+    estimate_all,
+    infeasible,
+)
+from capplan.planner.problem._settings import has_open_knobs, tune_knobs
 from capplan.spec import Adapter
 
 _KIND: Final = attrgetter("rank", "prompt_tokens", "output_tokens")
@@ -69,13 +75,7 @@ def split_evenly(share: AdapterShare, count: int) -> tuple[AdapterShare, ...]:
 
 
 def require_memory(problem: Problem) -> None:
-    """Check that an instance of some pool starts with the adapter of the largest rank alone.
-
-    Raises
-    ------
-    InfeasibleError
-        If none does.
-    """
+    """Raise `InfeasibleError` unless an instance of some pool starts with the adapter of the largest rank."""
     largest = max(problem.shares, key=_RANK)
     alone = Assignment((largest,), problem.fixed_a_max or 1)
     pools = range(len(problem.pools))

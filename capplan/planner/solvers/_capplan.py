@@ -18,25 +18,42 @@ from typing import Final
 
 from capplan.errors import InfeasibleError, InfeasibleReason
 from capplan.planner.problem._bound import lower_bound, lower_bound_gpus
-from capplan.planner.problem._deadline import OutOfTimeError
-from capplan.planner.problem._knobs import has_open_knobs
-from capplan.planner.problem._parallel import no_progress
+from capplan.planner.problem._execution import OutOfTimeError, no_progress, parallel_map
 from capplan.planner.problem._previous import previous_instances
-from capplan.planner.problem._problem import Assignment, Estimator, Problem, infeasible
-from capplan.planner.search._data import SearchData, build_search_data, split_heavy_adapters
-from capplan.planner.search._evaluator import Evaluator, frequent_settings
+from capplan.planner.problem._problem import Estimator, Problem, infeasible
+from capplan.planner.problem._settings import has_open_knobs
 from capplan.planner.search._local_search import (
+    Evaluator,
     LocalSearch,
     MoveSearch,
+    Placement,
+    available_gpus,
     fleet_cost,
     fleet_gpus,
     fleet_size_of,
     fleet_sizes,
+    frequent_settings,
 )
-from capplan.planner.search._placement import INITIAL_SOLUTIONS, InitialSolution, PlacementState, placement_of
-from capplan.planner.search._shortage import broken_when_spread
-from capplan.planner.search._warm_start import keep_shares, levelled_start, relieved_start, warm_start
-from capplan.planner.solvers._base import RequiredEstimator, Requirement, Solver, SolverContext
+from capplan.planner.search._placement import (
+    INITIAL_SOLUTIONS,
+    InitialSolution,
+    PlacementState,
+    SearchData,
+    build_search_data,
+    keep_shares,
+    levelled_start,
+    placement_of,
+    relieved_start,
+    split_heavy_adapters,
+    warm_start,
+)
+from capplan.planner.solvers._base import (
+    RequiredEstimator,
+    Requirement,
+    Solver,
+    SolverContext,
+    broken_when_spread,
+)
 from capplan.planner.solvers._greedy import solve_greedy
 from capplan.spec import Objective
 
@@ -47,8 +64,6 @@ _SHARE_FOR_MOVES: Final = 0.25
 _LOAD_STEPS: Final = 8
 _MAX_LOAD: Final = 100.0
 """Largest multiple of the load."""
-
-Placement = tuple[Assignment, ...]
 
 
 def _place(problem: Problem, context: SolverContext) -> Placement:
@@ -69,7 +84,8 @@ def _place_until(problem: Problem, context: SolverContext, deadline_s: float) ->
     if context.insufficient_gpus == 0 and objective is not Objective.MIN_LATENCY:
         _report_first(problem, context, deadline_s)
     place = _place_from_scratch if context.previous is None else _place_near
-    for twin in _margins(context):
+    # A twin with a large margin first; the one with a small margin is used if that fails.
+    for twin in (context.conservative_twin or context.twin, context.twin):
         answer = place(problem, context, deadline_s, twin)
         if answer is not None:
             return answer
@@ -84,10 +100,8 @@ def _report_first(problem: Problem, context: SolverContext, deadline_s: float) -
     """
     data = build_search_data(problem)
     search = _local_search(data, context, deadline_s, context.twin, opens_knobs=False)
-    fleets, least = (
-        fleet_sizes(problem, len(data.groups), problem.workload.objective),
-        lower_bound_gpus(problem),
-    )
+    fleets = fleet_sizes(problem, len(data.groups))
+    least = lower_bound_gpus(problem)
     for number, fleet in enumerate(fleets):
         last = number == len(fleets) - 1
         if fleet_gpus(problem, fleet) < least and not last:
@@ -103,7 +117,7 @@ def _report_unchanged(problem: Problem, context: SolverContext, deadline_s: floa
     """Report the first placement on all GPUs that the twin confirms as it is, for a search that is ended."""
     data = build_search_data(problem)
     search = _local_search(data, context, deadline_s, context.twin, opens_knobs=False)
-    (fleet,) = fleet_sizes(problem, len(data.groups), Objective.MAX_THROUGHPUT)
+    (fleet,) = fleet_sizes(problem, len(data.groups))
     search.search_unchanged(fleet)
 
 
@@ -151,11 +165,6 @@ def _place_near(
     return answer if is_tuned else _tune_slots(near.local, answer)
 
 
-def _margins(context: SolverContext) -> tuple[Estimator, Estimator]:
-    """Return the twins with a large margin and with a small one, which is used if the large one fails."""
-    return context.conservative_twin or context.twin, context.twin
-
-
 def _knob_stages(problem: Problem) -> tuple[bool, ...]:
     """Return whether knobs are open in each stage of the search: first with the defaults, then open."""
     searched = any(has_open_knobs(problem, pool) for pool in range(len(problem.pools)))
@@ -178,9 +187,8 @@ def _search_data(problem: Problem) -> tuple[SearchData, ...]:
 def _search(search: LocalSearch, bound: int, known: Placement | None) -> Placement | None:
     """Return a placement better than the known one, or the known one."""
     problem = search.data.problem
-    objective = problem.workload.objective
-    order = fleet_sizes(problem, len(search.data.groups), objective)
-    if objective is Objective.MIN_LATENCY:
+    order = fleet_sizes(problem, len(search.data.groups))
+    if problem.workload.objective is Objective.MIN_LATENCY:
         if known is not None and search.evaluator.opens_knobs:
             return known
         found = search.min_latency(order[0])
@@ -188,13 +196,13 @@ def _search(search: LocalSearch, bound: int, known: Placement | None) -> Placeme
         return min(both, key=search.mean_e2e_s, default=None)
     order = [fleet for fleet in order if fleet_gpus(problem, fleet) >= bound]
     if known is not None:
-        best = fleet_cost(problem, fleet_size_of(problem, known), objective)
-        order = [fleet for fleet in order if fleet_cost(problem, fleet, objective) < best]
+        best = fleet_cost(problem, fleet_size_of(problem, known))
+        order = [fleet for fleet in order if fleet_cost(problem, fleet) < best]
     if not search.evaluator.opens_knobs:
         answer = search.search(order)
         return known if answer is None else _tune_slots(search, answer)
     answer = search.search(order) if known is None else search.shrink(order)
-    return known if answer is None else search.tune_knobs(answer)
+    return known if answer is None else tuple(parallel_map(search.evaluator.tune_knobs, answer))
 
 
 def _tune_slots(search: LocalSearch, answer: Placement) -> Placement:
@@ -265,20 +273,20 @@ def _maximize_load(problem: Problem, context: SolverContext, deadline_s: float) 
                 return near.local, answer
         stages = itertools.product(_knob_stages(loaded), reversed(_search_data(loaded)))
         for opens_knobs, data in stages:
-            (fleet,) = fleet_sizes(loaded, len(data.groups), Objective.MAX_THROUGHPUT)
+            (fleet,) = fleet_sizes(loaded, len(data.groups))
             search = _local_search(data, scaled, deadline_s, scaled.twin, opens_knobs)
             answer = search.search_fleet(fleet)
             if answer is not None:
                 return search, answer
         return None
 
-    holds = 1.0 / (1.0 - problem.workload.headroom)
+    holds = problem.load_with_headroom
     bound = lower_bound(problem).gpus
     best = search_at(problem.workload.headroom)
     if best is None:
         raise _too_few_gpus(problem, context, deadline_s)
     context.on_answer(best[1])
-    fails = holds * min(_MAX_LOAD, _available_gpus(problem) / bound if bound else _MAX_LOAD)
+    fails = holds * min(_MAX_LOAD, available_gpus(problem) / bound if bound else _MAX_LOAD)
     for _ in range(_LOAD_STEPS):
         middle = math.sqrt(holds * fails)
         better = search_at(1.0 - 1.0 / middle) if time.monotonic() < deadline_s else None
@@ -287,14 +295,10 @@ def _maximize_load(problem: Problem, context: SolverContext, deadline_s: float) 
     return _tune_slots(*best)
 
 
-def _available_gpus(problem: Problem) -> int:
-    return fleet_gpus(problem, tuple(pool.instances for pool in problem.pools))
-
-
 def _too_few_gpus(problem: Problem, context: SolverContext, deadline_s: float) -> InfeasibleError:
     """Return the error of a search without an answer, with the bound that breaks."""
     workload = problem.workload
-    gpus = f"{_available_gpus(problem)} GPU(s) with headroom {workload.headroom:g}"
+    gpus = f"{available_gpus(problem)} GPU(s) with headroom {workload.headroom:g}"
     words = f"{len(workload.adapters)} adapters at {workload.total_rate_rps:g} req/s do not fit on {gpus}"
     reason: InfeasibleReason = "slo" if problem.bounds_latency else "gpus"
     if time.monotonic() > deadline_s:

@@ -64,23 +64,8 @@ def _empty_state(problem: Problem, shares: tuple[AdapterShare, ...]) -> BurstTol
 class BurstTolerance:
     """Placement of adapters on engines, and the bursts that it tolerates.
 
-    Parameters
-    ----------
-    traffic
-        Share of the traffic of each adapter, shape (adapters,).
-    engines
-        Number of engines.
-    free, slot
-        KV tokens of an empty engine, and of one adapter.
-    most
-        Maximum number of replicas of each adapter.
-
-    Attributes
-    ----------
-    holds
-        Whether an engine has an adapter, shape (adapters, engines).
-    replicas, counts
-        Engines of each adapter, and adapters of each engine.
+    `traffic` is the share of the traffic of each adapter, `most` the maximum number of its replicas, both of
+    shape (adapters,). `free` and `slot` are the KV tokens of an empty engine and of one adapter.
     """
 
     def __init__(
@@ -88,9 +73,9 @@ class BurstTolerance:
     ) -> None:
         self.traffic, self.slot, self.most = traffic, slot, most
         self.free = np.full(engines, free)
-        self.holds = np.zeros((traffic.size, engines), dtype=np.bool_)
-        self.replicas = np.zeros(traffic.size, dtype=np.int64)
-        self.counts = np.zeros(engines, dtype=np.int64)
+        self.holds = np.zeros((traffic.size, engines), dtype=np.bool_)  # whether an engine has an adapter
+        self.replicas = np.zeros(traffic.size, dtype=np.int64)  # engines of each adapter
+        self.counts = np.zeros(engines, dtype=np.int64)  # adapters of each engine
         self._reach = np.zeros(traffic.size)  # free tokens of the engines that have each adapter
 
     def place(self, adapter: int, engine: int) -> None:
@@ -130,10 +115,7 @@ class BurstTolerance:
 def replicate(burst: BurstTolerance, deadline_s: float, limit_s: float) -> BurstTolerance:
     """Place and replicate while the burst tolerance does not fall, then add the replicas of the last round.
 
-    Raises
-    ------
-    InfeasibleError
-        If an adapter finds no place, or at the deadline.
+    Infeasible if an adapter finds no place, or at the deadline.
     """
     adapters, engines = burst.holds.shape
     best = 0.0

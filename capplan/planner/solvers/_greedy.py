@@ -36,7 +36,6 @@ from capplan.models.surrogates import (
 from capplan.models.surrogates import fill_gpu as fill_gpu_compiled
 from capplan.planner.problem._estimate import SurrogateEstimator
 from capplan.planner.problem._evaluate import describe_failure
-from capplan.planner.problem._parallel import estimate_all
 from capplan.planner.problem._problem import (
     GRID,
     AdapterShare,
@@ -44,10 +43,10 @@ from capplan.planner.problem._problem import (
     Estimator,
     Problem,
     distinct_adapters,
+    estimate_all,
     infeasible,
 )
-from capplan.planner.search._shortage import broken_when_spread
-from capplan.planner.solvers._base import RequiredEstimator, Solver, SolverContext
+from capplan.planner.solvers._base import RequiredEstimator, Solver, SolverContext, broken_when_spread
 from capplan.spec import EngineLimits
 
 _NO_LIMIT: Final = 2**31
@@ -133,13 +132,7 @@ PAPER_GRID: Final = GRID[3:]
 
 
 def solve_greedy(problem: Problem, estimator: Estimator, *, strict: bool = False) -> tuple[Assignment, ...]:
-    """Place all shares; `strict` follows the paper to the letter.
-
-    Raises
-    ------
-    InfeasibleError
-        If the GPUs do not suffice.
-    """
+    """Place all shares; `strict` follows the paper to the letter."""
     grid = PAPER_GRID if strict else GRID
     queue = priority_order(problem.shares)
     compiled = compiled_fill(problem, estimator, queue, grid)

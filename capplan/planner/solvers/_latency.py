@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from capplan.errors import InfeasibleError
 from capplan.planner.problem._evaluate import describe_failure
-from capplan.planner.problem._parallel import parallel_map
+from capplan.planner.problem._execution import parallel_map
 from capplan.planner.problem._problem import AdapterShare, Assignment, Problem, distinct_adapters, infeasible
 from capplan.planner.problem._splitting import in_input_order
 from capplan.planner.solvers._base import RequiredEstimator, Solver, SolverContext

@@ -12,12 +12,12 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from capplan.planner.problem._operating_points import OperatingPoints
+from capplan.planner.problem._operating_points import OperatingPoints, adapter_demand
 from capplan.planner.problem._previous import previous_instances
 from capplan.planner.problem._problem import AdapterShare, Assignment, Problem, infeasible
-from capplan.planner.problem._slots import most_slots
+from capplan.planner.problem._settings import most_slots
 from capplan.planner.solvers._base import RequiredEstimator, Requirement, Solver, SolverContext
-from capplan.serving.rebalancing import AdapterDemand, place
+from capplan.serving.rebalancing import place
 from capplan.spec import Plan
 
 
@@ -38,25 +38,8 @@ def solve_loraserve(
     operating_points: Mapping[int, float],
     stored: Sequence[Collection[str]] | None = None,
 ) -> tuple[Assignment, ...]:
-    """Place all adapters on all instances of a problem with one pool; other parameters as for `place`.
-
-    Raises
-    ------
-    InfeasibleError
-        If the instances do not sustain the demand.
-    InputError
-        If a rank has no operating point.
-    """
-    demands = [
-        AdapterDemand(
-            adapter.name,
-            adapter.rank,
-            problem.offered_tok_s(AdapterShare.of(adapter)),
-            problem.adapter_bytes(adapter),
-            adapter.max_replicas,
-        )
-        for adapter in problem.traffic
-    ]
+    """Place all adapters on all instances of a problem with one pool; other parameters as for `place`."""
+    demands = [adapter_demand(problem, adapter) for adapter in problem.traffic]
     placement = place(demands, operating_points, problem.gpus, stored=stored)
     if placement.target > 1.0:
         demand, headroom = placement.target * problem.gpus, problem.workload.headroom

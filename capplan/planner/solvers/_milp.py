@@ -27,9 +27,8 @@ from numpy.typing import NDArray
 from capplan.errors import InfeasibleReason, InputError
 from capplan.planner.problem._bound import busy_gpus
 from capplan.planner.problem._problem import AdapterShare, Assignment, Problem, infeasible
-from capplan.planner.problem._slots import choose_slots
-from capplan.planner.search._shortage import broken_when_spread
-from capplan.planner.solvers._base import RequiredEstimator, Solver, SolverContext
+from capplan.planner.problem._settings import choose_slots
+from capplan.planner.solvers._base import RequiredEstimator, Solver, SolverContext, broken_when_spread
 
 MOST_PARTS: Final = 24
 MOST_GPUS: Final = 4
@@ -122,7 +121,7 @@ def _minimal_failing_set(
 
 def _cut(problem: Problem, shares: Sequence[AdapterShare], core: Sequence[AdapterShare]) -> Cut:
     """Return the cut of a failing set, in which shares at least as heavy as all of the set replace any."""
-    lengths = {a.name: problem.workload.lengths_of(a) for a in problem.traffic}
+    lengths = problem.lengths
     kinds = {lengths[share.name] for share in core}
     comparable = len(kinds) == 1 and problem.workload.trace is None
     rate_rps, rank = max(share.rate_rps for share in core), max(share.rank for share in core)
@@ -161,7 +160,7 @@ def _program(problem: Problem, shares: Sequence[AdapterShare], slots: SlotChoose
 
 def _share_loads(problem: Problem, shares: Sequence[AdapterShare]) -> NDArray[np.float64]:
     """Return the load of every share: the least busy time of a GPU, or tokens if that is unknown."""
-    lengths = {a.name: problem.workload.lengths_of(a) for a in problem.traffic}
+    lengths = problem.lengths
     busy = {lengths[share.name]: _busy_per_rps(problem, share.name) for share in shares}
     if all(busy.values()):
         return np.array([share.rate_rps * busy[lengths[share.name]] for share in shares])
@@ -262,10 +261,7 @@ class PlacementProgram:
     def solve(self, gpus: int, cuts: Sequence[Cut], deadline_s: float) -> list[int] | None:
         """Return the GPU of every share, or None if there is no placement.
 
-        Raises
-        ------
-        SolverTimeout
-            At the deadline, by `time.monotonic`.
+        Raises `SolverTimeout` at the deadline, by `time.monotonic`.
         """
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array

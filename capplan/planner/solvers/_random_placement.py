@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
 from capplan.planner.problem._problem import AdapterShare, Assignment, Problem, distinct_adapters
-from capplan.planner.problem._slots import slot_candidates
+from capplan.planner.problem._settings import rank_slots
 from capplan.planner.problem._splitting import in_input_order
 from capplan.planner.solvers._base import RequiredEstimator, Solver, SolverContext
 
@@ -70,8 +71,9 @@ def _with_slots(
     """Return the GPUs with the best number of slots that fits in memory, even if they starve."""
     assignments = []
     for shares in gpus:
-        fitting = slot_candidates(problem, shares, context.estimator)
-        assignments.append(Assignment(tuple(shares), fitting[0] if fitting else problem.fixed_a_max or 1))
+        instance = Assignment(tuple(shares), problem.fixed_a_max or 1)
+        fitting = rank_slots(problem, instance, context.estimator)
+        assignments.append(replace(instance, a_max=next(iter(fitting), instance.a_max)))
     return tuple(assignments)
 
 

@@ -1,6 +1,7 @@
-from ._degraded import DegradedFleet, DegradedResult, without_instances
 from ._served import (
     REFERENCE_RUNS,
+    DegradedFleet,
+    DegradedResult,
     LoadCapacity,
     RankMetrics,
     ReferenceRun,
@@ -16,6 +17,7 @@ from ._served import (
     served_rebalancer,
     stored_adapters,
     with_bounds,
+    without_instances,
 )
 
 __all__ = [

@@ -1,17 +1,18 @@
-"""Verification of assignments by the twin on fresh seeds."""
+"""Verification of assignments by the twin on fresh seeds, and their repair."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
-from typing import NamedTuple
+from itertools import chain, islice
+from typing import Final, NamedTuple, TypeAlias
 
 from capplan.errors import InputError
 from capplan.models import DRAWS, drawn_profiles
-from capplan.planner.problem._deadline import NEVER, Deadline, OutOfTimeError
+from capplan.planner.problem._bound import lower_bound_instances
 from capplan.planner.problem._estimate import TwinEstimator
 from capplan.planner.problem._evaluate import (
     SAFE_SERVED_FRACTION,
@@ -22,15 +23,42 @@ from capplan.planner.problem._evaluate import (
     known_values,
     simulate_instances,
 )
+from capplan.planner.problem._execution import (
+    NEVER,
+    Deadline,
+    OutOfTimeError,
+    no_progress,
+    parallel_map,
+    parallel_until,
+)
 from capplan.planner.problem._operating_points import rebalancing_of
-from capplan.planner.problem._parallel import no_progress, parallel_map, parallel_until
 from capplan.planner.problem._problem import (
+    AdapterShare,
     Assignment,
     Estimate,
+    Estimator,
     Problem,
+    broken_rules,
+    distinct_adapters,
+    whole_adapters,
 )
-from capplan.planner.problem._queues import with_queues
-from capplan.spec import OUT_OF_TIME, Profile, Verdict, require_seed_count
+from capplan.planner.problem._settings import (
+    KNOBS,
+    choose_slots,
+    has_open_knobs,
+    max_fitting_slots,
+    rank_slots,
+    tune_knobs,
+    with_queues,
+)
+from capplan.planner.search._placement import (
+    AdapterGroup,
+    adapter_groups,
+    balanced,
+    balanced_by_rank,
+    build_search_data,
+)
+from capplan.spec import OUT_OF_TIME, Objective, Profile, Verdict, require_seed_count
 from capplan.twin import SimulationResult
 from capplan.twin.cluster import Rebalancing
 from capplan.twin.instance import bound_value
@@ -107,14 +135,9 @@ class Verifier:
     def __call__(
         self, assignments: Sequence[Assignment], progress: Callable[[int, int], None] = no_progress
     ) -> list[InstanceVerification]:
-        """Verify assignments, each simulated by itself.
+        """Verify assignments that fit in memory, each simulated by itself.
 
-        Raises
-        ------
-        InfeasibleError
-            If an assignment does not fit in memory.
-        OutOfTimeError
-            If the deadline passes.
+        Raises `OutOfTimeError` at the deadline.
         """
 
         def verify(assignment: Assignment) -> InstanceVerification:
@@ -135,12 +158,7 @@ class Verifier:
         """Verify a complete plan: all instances under one clock, with its router and re-balancing.
 
         A single instance is simulated alone. Seeds that the deadline ends are left out, which makes the
-        verdict undecided.
-
-        Raises
-        ------
-        OutOfTimeError
-            If it ends all of them.
+        verdict undecided; `OutOfTimeError` if it ends all of them.
         """
         assignments = self.as_served(assignments)
         rebalance = self._rebalancing(assignments)
@@ -258,7 +276,7 @@ class Verifier:
             if problem.workload.trace is not None and problem.workload != estimator.problem.busiest_workload:
                 estimator = estimator.on(problem)
             return parallel_until(estimator, assignments, self.deadline)
-        scale = 1.0 / (1.0 - problem.workload.headroom)
+        scale = problem.load_with_headroom
         try:
             self.deadline.check()
             found = evaluate_cluster(problem.pessimistic, assignments, self.seeds[0], scale, self.deadline)
@@ -274,18 +292,10 @@ class Verifier:
         missing: int,
         window: int,
     ) -> InstanceVerification:
-        """Return the verdict on an instance.
+        """Return the verdict on an instance whose worst window is number `window`.
 
-        Parameters
-        ----------
-        by_seed, elsewhere
-            Evaluations in the worst window by seed, and on the first seed by the start of other windows.
-        at_headroom
-            Estimate at the load over (1 - headroom); None if the deadline prevented it.
-        missing
-            Simulations that the deadline prevented.
-        window
-            Number of the worst window.
+        Evaluations in it are by seed, those on the first seed `elsewhere` by the start of the window. The
+        deadline prevented `missing` simulations, and that `at_headroom` if it is None.
         """
         violations = [f"seed {seed}: {words}" for seed, each in by_seed for words in each.violations]
         violations += [
@@ -361,3 +371,351 @@ def require_seeds(seed: int, count: int) -> None:
 def fresh_seeds(seed: int, count: int = FRESH_SEEDS) -> tuple[int, ...]:
     """Return the verification seeds that belong to a planning seed."""
     return tuple(_FIRST_FRESH_SEED * (seed + 1) + i for i in range(count))
+
+
+Placement: TypeAlias = frozenset[tuple[frozenset[AdapterShare], int, int]]
+
+_ROUNDS: Final = 12
+_ROUNDS_PER_GPU: Final = 2
+_MOST_MOVES: Final = 12
+"""Moves of load that are verified in a round."""
+
+
+@dataclass(frozen=True)
+class RepairResult:
+    """Repaired assignments, their verification, and the changes."""
+
+    assignments: tuple[Assignment, ...]
+    verifications: tuple[InstanceVerification, ...]
+    changes: tuple[str, ...]
+
+
+def fit_slots_in_memory(
+    problem: Problem, assignments: Sequence[Assignment], twin: Estimator
+) -> tuple[tuple[Assignment, ...], tuple[str, ...]]:
+    """Replace numbers of slots that do not fit in memory; return assignments and changes."""
+    fitted, changes = list(assignments), []
+    for gpu, assignment in enumerate(assignments):
+        if problem.fits_in_memory(assignment):
+            continue
+        fitting = list(rank_slots(problem, assignment, twin))
+        if fitting:
+            fitted[gpu] = replace(assignment, a_max=fitting[0])
+            changes.append(f"gpu {gpu}: {assignment.a_max} -> {fitting[0]} slots, for want of memory")
+    return tuple(fitted), tuple(changes)
+
+
+@dataclass(frozen=True)
+class _Fleet:
+    """Instances and their verdicts by number."""
+
+    assignments: Mapping[int, Assignment]
+    verdicts: Mapping[int, InstanceVerification]
+
+    @property
+    def failing(self) -> int | None:
+        """Return the first instance that fails."""
+        return next((number for number, verdict in self.verdicts.items() if not verdict.ok), None)
+
+    @property
+    def cost(self) -> tuple[int, float]:
+        """Return the number of instances that fail, and of their broken bounds per seed."""
+        failing = [verdict for verdict in self.verdicts.values() if not verdict.ok]
+        return len(failing), sum(len(each.violations) / max(1, len(each.results)) for each in failing)
+
+    @property
+    def placement(self) -> Placement:
+        """Return what is placed together, with how many slots, in which pool."""
+        instances = self.assignments.values()
+        return frozenset((frozenset(each.shares), each.a_max, each.pool) for each in instances)
+
+    def changed(
+        self, assignments: Mapping[int, Assignment], verdicts: Mapping[int, InstanceVerification]
+    ) -> _Fleet:
+        """Return the fleet with some instances changed."""
+        return _Fleet({**self.assignments, **assignments}, {**self.verdicts, **verdicts})
+
+
+def repair(
+    verifier: Verifier,
+    assignments: Sequence[Assignment],
+    verifications: Sequence[InstanceVerification],
+    twin: Estimator,
+    before: Sequence[str] = (),
+) -> RepairResult:
+    """Change failing instances until all hold or no change is left; return the best placement seen.
+
+    A failing instance first gets every other number of slots that holds by the twin on the search's seed,
+    then the open knobs of the least utilization. If none is verified, load moves: a quarter of it to an
+    unused instance or the one with the least load, else its lightest group to any that holds with it. If none
+    holds, the quarter moves nevertheless, but no placement is tried twice.
+    `before` lists the changes made so far.
+    """
+    problem = verifier.problem
+    fleet = best = _Fleet(dict(enumerate(assignments)), dict(enumerate(verifications)))
+    seen, changes = {fleet.placement}, list(before)
+    kept = len(changes)
+    for _ in range(_ROUNDS + _ROUNDS_PER_GPU * problem.gpus):
+        failing = fleet.failing
+        if failing is None:
+            break
+        old = fleet.assignments[failing]
+        other = _other_slots(old, verifier, twin) or _other_knobs(old, verifier, twin)
+        if other is not None:
+            changes.append(f"gpu {failing}: {_changed_settings(problem, old, other[0])}")
+            fleet = fleet.changed({failing: other[0]}, {failing: other[1]})
+        else:
+            moved = _with_load_moved(verifier, fleet, failing, twin, seen)
+            if moved is None:
+                break
+            changes.append(_moved_adapters(fleet, moved, failing))
+            fleet = moved
+        seen.add(fleet.placement)
+        if fleet.cost < best.cost:
+            best, kept = fleet, len(changes)
+    return RepairResult(
+        tuple(best.assignments.values()), tuple(best.verdicts.values()), tuple(changes[:kept])
+    )
+
+
+def _moved_adapters(before: _Fleet, after: _Fleet, source: int) -> str:
+    """Return a move of load as text."""
+    count = len(before.assignments[source].shares) - len(after.assignments[source].shares)
+    target = next(n for n, a in after.assignments.items() if n != source and a != before.assignments.get(n))
+    return f"gpu {source}: {count} adapter{'' if count == 1 else 's'} moved to gpu {target}"
+
+
+def _other_slots(
+    assignment: Assignment, verifier: Verifier, twin: Estimator
+) -> tuple[Assignment, InstanceVerification] | None:
+    for a_max in rank_slots(verifier.problem, assignment, twin):
+        candidate = replace(assignment, a_max=a_max)
+        if a_max != assignment.a_max and not twin(candidate).starved:
+            (verification,) = verifier([candidate])
+            if verification.ok:
+                return candidate, verification
+    return None
+
+
+def _other_knobs(
+    assignment: Assignment, verifier: Verifier, twin: Estimator
+) -> tuple[Assignment, InstanceVerification] | None:
+    """Return the instance with the open knobs of the least utilization, if it is verified with them."""
+    if not has_open_knobs(verifier.problem, assignment.pool):
+        return None
+    candidate, estimate = tune_knobs(verifier.problem, assignment, twin)
+    if candidate == assignment or estimate.starved:
+        return None
+    (verification,) = verifier([candidate])
+    return (candidate, verification) if verification.ok else None
+
+
+def _changed_settings(problem: Problem, before: Assignment, after: Assignment) -> str:
+    """Return the change of an instance's settings as text."""
+    if after.a_max != before.a_max:
+        return f"{before.a_max} -> {after.a_max} slots"
+    old, new = problem.engine_args(before), problem.engine_args(after)
+    changed = [knob for knob in KNOBS if getattr(old, knob) != getattr(new, knob)]
+    return ", ".join(f"{knob} {getattr(old, knob)} -> {getattr(new, knob)}" for knob in changed)
+
+
+def _with_load_moved(
+    verifier: Verifier,
+    fleet: _Fleet,
+    failing: int,
+    twin: Estimator,
+    seen: Container[Placement],
+) -> _Fleet | None:
+    """Return the fleet after the first move of load with which the target holds, else after the first move.
+
+    None if every move leads to a placement that was seen, breaks a rule or does not fit.
+    """
+    problem, first = verifier.problem, None
+    moves = _moves(problem, fleet.assignments, failing)
+    for moving, target, pool in islice(moves, _MOST_MOVES):
+        moved = _move(problem, fleet.assignments, failing, moving, (target, pool), twin)
+        after = fleet.changed(moved, {})
+        if not moved or after.placement in seen or any(broken_rules(problem, [*after.assignments.values()])):
+            continue
+        verdicts = dict(zip(moved, verifier([*moved.values()]), strict=True))
+        after = after.changed({}, verdicts)
+        if verdicts[target].ok:
+            return after
+        first = first or after
+    return first
+
+
+def _moves(
+    problem: Problem, current: Mapping[int, Assignment], failing: int
+) -> Iterator[tuple[tuple[AdapterShare, ...], int, int]]:
+    """Yield the shares to move from a failing instance, the target and its pool, in the order of trial."""
+    shares = current[failing].shares
+    quarter = _lightest_quarter(problem, shares)
+    if quarter:
+        yield from ((quarter, *place) for place in islice(_targets(problem, current, failing, quarter), 1))
+    for group in _by_weight(problem, shares):
+        if group.shares != quarter and len(group.shares) < len(shares) and _load_tok_s(problem, group.shares):
+            for place in _targets(problem, current, failing, group.shares):
+                yield group.shares, *place
+
+
+def _move(
+    problem: Problem,
+    current: Mapping[int, Assignment],
+    failing: int,
+    moving: Sequence[AdapterShare],
+    place: tuple[int, int],
+    twin: Estimator,
+) -> dict[int, Assignment]:
+    """Return both instances after a move of shares to an instance and its pool; empty if one does not fit."""
+    target, pool = place
+    staying = tuple(share for share in current[failing].shares if share not in moving)
+    # An unused instance starts with the engine settings of the failing one.
+    there = current[target] if target in current else replace(current[failing], shares=(), pool=pool)
+    moved: dict[int, Assignment] = {}
+    for gpu, before, shares in (
+        (failing, current[failing], staying),
+        (target, there, (*there.shares, *moving)),
+    ):
+        after = replace(before, shares=shares)
+        a_max = choose_slots(problem, shares, twin, twin, before)
+        fitting = [a_max] if a_max is not None else list(rank_slots(problem, after, twin))
+        if not fitting:
+            return {}
+        moved[gpu] = replace(after, a_max=fitting[0])
+    return moved
+
+
+def _load_tok_s(problem: Problem, shares: Iterable[AdapterShare]) -> float:
+    return sum(map(problem.offered_tok_s, shares))
+
+
+def _by_weight(problem: Problem, shares: Sequence[AdapterShare]) -> list[AdapterGroup]:
+    """Return the groups of shares, the lightest first."""
+
+    def weight(group: AdapterGroup) -> tuple[float, str, int]:
+        first = group.shares[0]
+        return _load_tok_s(problem, group.shares), first.name, first.number
+
+    return sorted(adapter_groups(replace(problem, shares=tuple(shares))), key=weight)
+
+
+def _lightest_quarter(problem: Problem, shares: Sequence[AdapterShare]) -> tuple[AdapterShare, ...]:
+    """Return the lightest groups that make a quarter of the load, but never all shares."""
+    quarter = _load_tok_s(problem, shares) / 4
+    moving: list[AdapterShare] = []
+    for group in _by_weight(problem, shares):
+        if len(moving) + len(group.shares) < len(shares) and _load_tok_s(problem, moving) < quarter:
+            moving += group.shares
+    return tuple(moving)
+
+
+def _targets(
+    problem: Problem, current: Mapping[int, Assignment], failing: int, moving: Sequence[AdapterShare]
+) -> Iterator[tuple[int, int]]:
+    """Yield targets and their pools: an unused instance, else the allowed ones, the least loaded first."""
+    groups = adapter_groups(replace(problem, shares=tuple(moving)))
+    pools = frozenset(range(len(problem.pools))).intersection(*(group.pools for group in groups))
+    used = Counter(assignment.pool for assignment in current.values())
+    free = [pool for pool in sorted(pools) if used[pool] < problem.pools[pool].instances]
+    if free:
+        own = current[failing].pool
+        yield len(current), own if own in free else free[0]
+        return
+    conflicts = frozenset[str]().union(*(group.conflicts | group.names for group in groups))
+    others = [
+        (_load_tok_s(problem, assignment.shares), gpu)
+        for gpu, assignment in current.items()
+        if gpu != failing
+        and assignment.pool in pools
+        and conflicts.isdisjoint(p.name for p in assignment.shares)
+    ]
+    for _, gpu in sorted(others):
+        yield gpu, current[gpu].pool
+
+
+def evened_out(
+    verifier: Verifier,
+    outcome: RepairResult,
+    twin: Estimator,
+    progress: Callable[[int, int], None] = no_progress,
+) -> RepairResult:
+    """Return a placement with more slots if that of the outcome fails, and on the fewest instances.
+
+    A search by shares keeps every instance within the bounds by its own part of the traffic, with its bursts.
+    Where all instances store all adapters, a router that reads their state sends the requests of a burst
+    elsewhere, so that fewer instances may keep the bounds together; each is then beyond them at its shares.
+
+    Requests come of adapters that are not placed, too. For the fewest GPUs of one pool, without a plan in
+    force, one instance less at a time is tried, with a balanced placement, of equal ranks if it holds.
+    """
+    problem = verifier.problem
+    workload, bound = problem.workload, lower_bound_instances(problem)
+    if workload.objective is not Objective.MIN_GPUS or len(problem.pools) > 1 or workload.previous_plan:
+        bound = len(outcome.assignments)
+    try:
+        if not all(each.ok for each in outcome.verifications):
+            found = _verified(verifier, outcome, _with_slots(problem, outcome.assignments), progress)
+            if found is None:
+                return outcome
+            outcome = found
+        while len(outcome.assignments) > bound:
+            fewer = _verified(verifier, outcome, _on_one_less(problem, outcome, twin), progress)
+            if fewer is None:
+                break
+            outcome = fewer
+    except OutOfTimeError:
+        pass
+    return outcome
+
+
+def _verified(
+    verifier: Verifier,
+    before: RepairResult,
+    placements: Iterable[tuple[Assignment, ...]],
+    progress: Callable[[int, int], None],
+) -> RepairResult | None:
+    """Return the first placement that is verified; None if there is none."""
+    for assignments in placements:
+        verdicts = tuple(verifier.whole(assignments, progress))
+        if all(each.ok for each in verdicts):
+            slots = ", ".join(str(each.a_max) for each in assignments)
+            change = f"{len(assignments)} GPUs with {slots} slots, among which the router evens out the load"
+            return RepairResult(assignments, verdicts, (*before.changes, change))
+    return None
+
+
+def _on_one_less(
+    problem: Problem, outcome: RepairResult, twin: Estimator
+) -> Iterator[tuple[Assignment, ...]]:
+    """Yield placements of whole adapters on one instance less, with the other settings of the first one."""
+    data = build_search_data(replace(problem, shares=whole_adapters(problem)))
+    like, pools = outcome.assignments[0], [0] * (len(outcome.assignments) - 1)
+    tried: list[list[set[int]]] = []
+    for initial in (balanced_by_rank, balanced):
+        state = initial(data, pools)
+        if state is None or not all(state.members) or state.members in tried:
+            continue
+        tried.append(state.members)
+        placed = [replace(like, shares=data.shares(frozenset(members))) for members in state.members]
+        slots = [list(rank_slots(problem, each, twin))[:1] for each in placed]
+        if all(slots):
+            best = tuple(replace(each, a_max=own[0]) for each, own in zip(placed, slots, strict=True))
+            yield best
+            yield from _with_slots(problem, best)
+
+
+def _with_slots(problem: Problem, assignments: Sequence[Assignment]) -> Iterator[tuple[Assignment, ...]]:
+    """Yield the placement with slots for all adapters placed, and for all stored, as far as memory allows."""
+    if problem.fixed_a_max is not None or not problem.has_slots:
+        return
+    tried = {tuple(each.a_max for each in assignments)}
+    for limits in (
+        [distinct_adapters(each.shares) for each in assignments],
+        [len(problem.stored(each).keys() - {problem.workload.base_model}) for each in assignments],
+    ):
+        pairs = zip(assignments, limits, strict=True)
+        slots = tuple(max_fitting_slots(problem, each, limit) for each, limit in pairs)
+        if all(slots) and slots not in tried:
+            tried.add(slots)
+            yield tuple(replace(each, a_max=own) for each, own in zip(assignments, slots, strict=True))

@@ -1,8 +1,7 @@
 from ._calibration import calibration_page, kernels_page
 from ._comparison import comparison_page
 from ._figures import figure_of
-from ._measurement import bench_page, validation_page
-from ._observation import observation_page
+from ._measurement import bench_page, observation_page, validation_page
 from ._plan import plan_page
 from ._reproduction import reproduction_page
 from ._simulation import NamedResults, simulation_page

@@ -10,17 +10,7 @@ import numpy as np
 from capplan.reports._console import DASH, Table, smape
 from capplan.reports.pages import _page as page
 from capplan.reports.pages._figures import Axis, Chart, Curve, bar_chart, histogram, scatter_chart
-from capplan.reports.tables._calibration import (
-    changed_models,
-    coefficients_table,
-    fits_table,
-    forms_table,
-    kernel_name,
-    load_source,
-    reason,
-    residuals_table,
-    runs_table,
-)
+from capplan.reports.tables import _calibration as tables
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,7 +62,9 @@ def calibration_page(made: CalibrationResult) -> str:
 
 
 def _cards(made: CalibrationResult) -> list[page.Card]:
-    cards = [page.Card("Changed", ", ".join(changed_models(made)) or "nothing", f"base {made.base.name}")]
+    cards = [
+        page.Card("Changed", ", ".join(tables.changed_models(made)) or "nothing", f"base {made.base.name}")
+    ]
     if made.steps is not None:
         score = made.steps.score
         cards += [
@@ -94,12 +86,12 @@ def _step_sections(made: CalibrationResult, steps: StepCalibration) -> list[page
     taken = "was given" if steps.forced else "is taken"
     forms = page.section(
         "Forms compared",
-        forms_table(steps),
-        page.paragraph(f"Adapter loads within the steps: {load_source(made)}."),
+        tables.forms_table(steps),
+        page.paragraph(f"Adapter loads within the steps: {tables.load_source(made)}."),
         intro=f"Step model fitted to {table.rows:,} rows{runs} of {table.source}. "
-        f"{steps.fit.candidate.label} {taken}: {reason(steps)}. Unless --form is given, the first form "
-        "within 1 % of the least error is taken, in this order: that of capplan, that of capplan without a "
-        "part, those of the papers. Kernels other than the engine's are shown for comparison only.",
+        f"{steps.fit.candidate.label} {taken}: {tables.reason(steps)}. Unless --form is given, the first "
+        "form within 1 % of the least error is taken, in this order: that of capplan, that of capplan "
+        "without a part, those of the papers. Kernels other than the engine's are shown for comparison only.",
     )
     measured, predicted = table.step_ms, steps.held_out_ms
     residuals = 100 * (predicted / measured - 1.0)
@@ -125,8 +117,8 @@ def _step_sections(made: CalibrationResult, steps: StepCalibration) -> list[page
     )
     parts = page.section(
         "Residuals",
-        residuals_table(steps.by_regime(), "regime"),
-        residuals_table(steps.by_a_max(), "a_max"),
+        tables.residuals_table(steps.by_regime(), "regime"),
+        tables.residuals_table(steps.by_a_max(), "a_max"),
         intro="Errors on left-out runs, by the bottleneck of the engine and by its slots.",
     )
     return [forms, met, parts]
@@ -170,7 +162,7 @@ def _run_section(runs: RunCalibration, *, steps_known: bool) -> page.Section:
     ]
     return page.section(
         "Whole runs",
-        runs_table(runs),
+        tables.runs_table(runs),
         page.charts(*charts),
         Table(("SMAPE on left-out runs", "runs", *targets), regimes),
         page.folded(f"The {_WORST_RUNS} runs with the largest errors", _worst(runs)),
@@ -211,10 +203,10 @@ def _worst(runs: RunCalibration) -> Table:
 
 def _coefficient_section(made: CalibrationResult) -> page.Section:
     parts: list[page.Block | Table] = []
-    for part, model in changed_models(made).items():
+    for part, model in tables.changed_models(made).items():
         fit = f"{model.fit.source}; error {model.fit.error:.3g} ({model.fit.error_formula})"
         parts += [page.heading(f"{part}: {model.form}"), page.paragraph(fit)]
-        parts.append(coefficients_table(model, getattr(made.base, part)))
+        parts.append(tables.coefficients_table(model, getattr(made.base, part)))
     return page.section(
         "Coefficients",
         *parts,
@@ -254,13 +246,13 @@ def kernels_page(table: pd.DataFrame, reports: Sequence[KernelReport], settings:
     whole = [report for report in reports if report.half == "both"]
     verdicts = page.section(
         "Best form by kernel",
-        *(page.paragraph(f"{kernel_name(report)}: {report.verdict()}.") for report in whole),
+        *(page.paragraph(f"{tables.kernel_name(report)}: {report.verdict()}.") for report in whole),
         intro=f"{len(table) // 2:,} medians of shrink and of expand, from {visits:,} visits; in "
         f"{100 * disturbed / max(1, visits):.1f} % of the visits another process ran on the core.",
     )
     fits = page.section(
         "Fits",
-        fits_table(reports, on_page=True),
+        tables.fits_table(reports, on_page=True),
     )
     charts = page.section("Measured and predicted", *(_kernel_charts(report) for report in whole))
     coefficients = page.section("Coefficients", _kernel_coefficients(reports))
@@ -277,7 +269,7 @@ def kernels_page(table: pd.DataFrame, reports: Sequence[KernelReport], settings:
 
 def _kernel_charts(report: KernelReport) -> page.Block:
     rows = report.rows
-    name = kernel_name(report)
+    name = tables.kernel_name(report)
     alike = rows["rank_sum"] == rows["requests"] * rows["max_rank"]
     padded_work = rows["requests"] * rows["max_rank"]
 

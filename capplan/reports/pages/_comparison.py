@@ -10,7 +10,7 @@ from capplan.planner.solvers import registry
 from capplan.reports._console import Cell, Mark, Table, counted, number, percent
 from capplan.reports.pages import _page as page
 from capplan.reports.pages._figures import Axis, bar_rows, bounds_of
-from capplan.reports.tables._comparison import cells, rows_table, summary, verdict
+from capplan.reports.tables._plan import rows_table, solver_cells, solver_verdict, summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -64,7 +64,7 @@ def comparison_page(
 
 
 def _answers(result: SolverComparison) -> page.Section:
-    rows: list[tuple[Cell, ...]] = [(*cells(row)[:-1], _verdict(row)) for row in result.rows]
+    rows: list[tuple[Cell, ...]] = [(*solver_cells(row)[:-1], _verdict(row)) for row in result.rows]
     head = [re.sub(r"\n(m?s)$", r", \1", name).replace("\n", " ") for name in rows_table(result).head]
     parts: list[page.Block | Table] = [Table(head, rows).text_second()]
     failures = {row.solver: row.failure for row in result.rows if not row.answered}
@@ -91,7 +91,7 @@ def _cards(result: SolverComparison, bounds: Mapping[str, float]) -> list[page.C
 
 
 def _verdict(row: SolverResult) -> Mark:
-    return (page.good if row.holds else page.bad)(verdict(row))
+    return (page.good if row.holds else page.bad)(solver_verdict(row))
 
 
 def _solver_charts(result: SolverComparison, bounds: Mapping[str, float]) -> page.Section:

@@ -86,18 +86,10 @@ def line_chart(
     marks: Mapping[str, float] | None = None,
     beyond: tuple[str, float] | None = None,
 ) -> Chart:
-    """Return a chart of lines.
+    """Return a chart of lines; a linear y axis starts at 0.
 
-    Parameters
-    ----------
-    title, curves, x, y
-        The content. A linear y axis starts at 0.
-    bounds
-        Horizontal lines by name, such as latency bounds.
-    marks
-        Vertical lines by name, such as the chosen value.
-    beyond
-        Name and start of the infeasible part of the x axis, which is shaded.
+    `bounds` are horizontal lines by name, such as latency bounds, and `marks` vertical ones, such as the
+    chosen value; `beyond` is name and start of the infeasible part of the x axis, which is shaded.
     """
     figure = _figure(x, y, from_zero=True)
     for number, curve in enumerate(curves):
@@ -191,7 +183,7 @@ def figure_of(result: Plotted) -> go.Figure:
 
 def plan_figure(plan: Plan) -> go.Figure:
     """Return the predictions of a plan's groups: load, throughput and latencies against their bounds."""
-    return _side_by_side(plan_charts(plan), 2)
+    return _side_by_side(plan_charts(plan))
 
 
 def plan_charts(plan: Plan) -> list[Chart]:
@@ -199,7 +191,7 @@ def plan_charts(plan: Plan) -> list[Chart]:
     groups = plan.groups[:_MOST_GROUPS]
     names = [group.id for group in groups]
     note = f"the first {_MOST_GROUPS} groups" if len(plan.groups) > len(groups) else ""
-    loads = [100.0 * _or_nan(group.predicted.load_over_capacity) for group in groups]
+    loads = [100.0 * or_nan(group.predicted.load_over_capacity) for group in groups]
     rates = [group.predicted.throughput_tok_s for group in groups]
     latencies = (
         ("TTFT", "ttft", "s", "Time to first token"),
@@ -228,7 +220,7 @@ def plan_charts(plan: Plan) -> list[Chart]:
 
 def _latency(group: Group, metric: str, statistic: str) -> float:
     value: float | None = getattr(getattr(group.predicted, metric), statistic)
-    return _or_nan(value)
+    return or_nan(value)
 
 
 def bounds_of(bounds: Mapping[str, float], metric: str) -> dict[str, float]:
@@ -253,12 +245,12 @@ def simulation_figure(result: SimulationResult) -> go.Figure:
         )
         for name, field, unit in kinds
     ]
-    return _side_by_side(charts, 2)
+    return _side_by_side(charts)
 
 
 def course_figure(detail: DetailedResult) -> go.Figure:
     """Return the course of a simulation: requests, KV memory, adapters, loads, tokens and steps over time."""
-    return _side_by_side(course_charts({0: detail}), 2)
+    return _side_by_side(course_charts({0: detail}))
 
 
 def course_charts(details: Mapping[int, DetailedResult]) -> list[Chart]:
@@ -304,11 +296,11 @@ def _coarser(values: Any, every: int) -> list[float]:
     return means
 
 
-def _side_by_side(charts: Sequence[Chart], columns: int) -> go.Figure:
-    rows = -(-len(charts) // columns)
-    figure = make_subplots(rows, columns, subplot_titles=[_text(chart.title) for chart in charts])
+def _side_by_side(charts: Sequence[Chart]) -> go.Figure:
+    rows = -(-len(charts) // 2)
+    figure = make_subplots(rows, 2, subplot_titles=[_text(chart.title) for chart in charts])
     for number, chart in enumerate(charts):
-        at = {"row": number // columns + 1, "col": number % columns + 1}
+        at = {"row": number // 2 + 1, "col": number % 2 + 1}
         for trace in chart.figure.data:
             figure.add_trace(trace.update(showlegend=False), **at)
         for shape in chart.figure.layout.shapes:
@@ -396,7 +388,8 @@ def _texts(texts: Sequence[str]) -> list[str]:
     return [_text(text) for text in texts]
 
 
-def _or_nan(value: float | None) -> float:
+def or_nan(value: float | None) -> float:
+    """Return a value, or NaN for None, which charts leave out."""
     return math.nan if value is None else value
 
 

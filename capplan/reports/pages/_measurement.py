@@ -1,4 +1,4 @@
-"""Reports of `capplan bench` and `capplan validate`."""
+"""Reports of `capplan bench`, `capplan validate` and `capplan observe`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,21 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from capplan.reports._console import Table, counted, number
+from capplan.reports._console import Cell, Table, counted, number, percent
 from capplan.reports.pages import _page as page
 from capplan.reports.pages._figures import Axis, Chart, Curve, bar_rows, bounds_of, line_chart
-from capplan.reports.tables._load import adapter_table, facts_table, latency_table, warnings
-from capplan.reports.tables._validation import group_table, group_verdict, heading, speed_note
+from capplan.reports.tables._measurement import (
+    FIT_HEAD,
+    adapter_table,
+    facts_table,
+    fit_cells,
+    group_table,
+    group_verdict,
+    heading,
+    latency_table,
+    speed_note,
+    warnings,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,6 +31,10 @@ if TYPE_CHECKING:
     from capplan.profiling.validation import GroupValidation, Validation
 
     Columns = Mapping[str, NDArray[Any]]
+    from collections.abc import Sequence
+
+    from capplan.observe import FitReport, FitRow, Observation
+
 
 _BUCKETS: Final = (12, 60)  # of the charts over time, by how many requests there are
 
@@ -72,12 +86,12 @@ def bench_page(
         page.section("By adapter", _adapters(result)),
         page.section("Settings", page.settings_table(settings)),
         subtitle=f"{result.base_model} at {result.url}, {result.started_at}",
-        cards=_cards(result, bounds),
+        cards=_bench_cards(result, bounds),
         terms=_BENCH_TERMS,
     )
 
 
-def _cards(result: BenchResult, bounds: Mapping[str, float]) -> list[page.Card]:
+def _bench_cards(result: BenchResult, bounds: Mapping[str, float]) -> list[page.Card]:
     overall = result.overall
     ttft_s, tpot_ms = overall.ttft_s.p99, overall.tpot_ms.p99
     faults = warnings(result)
@@ -279,3 +293,83 @@ def _group_section(group: GroupValidation) -> page.Section:
         *(page.paragraph(f"warning: {each}") for each in group.mismatches),
         page.charts(errors),
     )
+
+
+_GOOD: Final = 0.05
+"""Difference up to which a row is marked as good."""
+
+_OBSERVATION_TERMS: Final = {
+    "observed": "requests of the log that were used",
+    "simulated": "requests drawn from the workload file, on one seed",
+    "difference": "simulated over observed, less one; of shares, simulated less observed",
+}
+
+
+def observation_page(observation: Observation, report: FitReport) -> str:
+    """Return the report as one HTML page that works offline.
+
+    Parameters
+    ----------
+    observation
+        What was observed.
+    report
+        Its comparison with requests of the workload.
+    """
+    return page.page(
+        f"Traffic of {observation.source}",
+        _rates(report),
+        _table_section("Rates and lengths", report.rows),
+        _table_section("Hours", report.hours),
+        _table_section("Most popular adapters", report.shares, "Requests per million."),
+        _reading(observation),
+        subtitle=f"{observation.requests:,} requests in {observation.duration_s / 3600:,.4g} h",
+        cards=_observation_cards(observation, report),
+        terms=_OBSERVATION_TERMS,
+    )
+
+
+def _observation_cards(observation: Observation, report: FitReport) -> list[page.Card]:
+    lost = observation.rows - observation.requests
+    return [
+        page.Card("Requests per second", number(observation.rate_rps, 3), f"scale {observation.scale:g}"),
+        page.Card("Adapters", f"{len(observation.adapters):,}", _tail(observation)),
+        page.Card(
+            "Rows not used", percent(lost / max(1, observation.rows)), f"{lost:,} of {observation.rows:,}"
+        ),
+        page.Card("Hours", f"within {percent(report.worst('hours'))}", "simulated against observed"),
+    ]
+
+
+def _tail(observation: Observation) -> str:
+    return (
+        "" if observation.tail is None else f"and {counted(observation.tail.adapters, 'adapter')} as a class"
+    )
+
+
+def _rates(report: FitReport) -> page.Section:
+    observed, simulated = report.minutes
+    hours = [minute / 60 for minute in range(len(observed))]
+    curves = [
+        Curve(name, hours, [count / 60 for count in counts])
+        for name, counts in (("observed", observed), ("simulated", simulated))
+    ]
+    chart = line_chart("Requests per second by minute", curves, Axis("hours from the start"), Axis("req/s"))
+    return page.section("Rate over time", page.charts(chart))
+
+
+def _table_section(heading: str, rows: Sequence[FitRow], intro: str = "") -> page.Section:
+    cells: list[tuple[Cell, ...]] = []
+    for row in rows:
+        *values, difference = fit_cells(row)
+        mark = page.good if abs(row.error) <= _GOOD else page.bad
+        cells.append((*values, mark(difference)))
+    return page.section(heading, Table(FIT_HEAD, cells), intro=intro)
+
+
+def _reading(observation: Observation) -> page.Section:
+    dropped: list[tuple[Cell, ...]] = [(d.reason, d.example, f"{d.rows:,}") for d in observation.dropped]
+    parts: list[page.Block | Table] = [page.paragraph(line) for line in observation.warnings]
+    parts += [page.paragraph(line) for line in (*observation.columns, *observation.notes)]
+    if dropped:
+        parts.append(Table(["rows not used", "example", "rows"], dropped, numbers_from=2))
+    return page.section("How the log was read", *parts)

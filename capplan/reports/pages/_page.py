@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Final
@@ -70,11 +70,11 @@ class Section:
     heading: str
     parts: tuple[Block | Table, ...]
     intro: str = ""
-    anchor: str = field(init=False)
 
-    def __post_init__(self) -> None:
-        anchor = "".join(c if c.isalnum() else "-" for c in self.heading.lower())
-        object.__setattr__(self, "anchor", anchor)
+    @property
+    def anchor(self) -> str:
+        """Heading in letters and digits, for links."""
+        return "".join(c if c.isalnum() else "-" for c in self.heading.lower())
 
 
 def page(
@@ -86,16 +86,8 @@ def page(
 ) -> str:
     """Return a page as one HTML document that loads nothing.
 
-    Parameters
-    ----------
-    title, subtitle
-        Subject of the page, and the line below it: workload, profile, settings.
-    sections
-        Content, in order.
-    cards
-        Figures of the header.
-    terms
-        Definitions, shown in the last section.
+    The subtitle has workload, profile and settings; `cards` are figures of the header, and `terms` are
+    defined in the last section.
     """
     if terms:
         sections = (*sections, section("Definitions", definitions(terms)))

@@ -6,32 +6,18 @@ from typing import TYPE_CHECKING, Final
 
 from capplan.reports._console import DASH, Cell, Table, counted, number, percent
 from capplan.reports.pages import _page as page
-from capplan.reports.pages._figures import Axis, Chart, Curve, bar_rows, is_wide, line_chart, plan_charts
-from capplan.reports.tables._explanation import (
-    MORE,
-    curve_load,
-    curve_table,
-    gains_table,
-    gpus_reason,
-    loading_table,
-    provenance,
-    room_table,
-    times,
-    verified,
-    what_if_table,
+from capplan.reports.pages._figures import (
+    Axis,
+    Chart,
+    Curve,
+    bar_rows,
+    is_wide,
+    line_chart,
+    or_nan,
+    plan_charts,
 )
-from capplan.reports.tables._notes import extrapolation_lines, plan_notes
-from capplan.reports.tables._plan import (
-    binding,
-    group_rate_rps,
-    latency_cells,
-    latency_heads,
-    shown_latencies,
-    throughput,
-    verdict,
-    worst_latency,
-)
-from capplan.reports.tables._scheduling import queues_table, scheduling_words, sizes_table
+from capplan.reports.tables import _plan as tables
+from capplan.reports.tables._scheduling import SIZES_HEAD, queues_table, scheduling_words, sizes_table
 from capplan.spec import describe_latency
 
 if TYPE_CHECKING:
@@ -84,7 +70,7 @@ def plan_page(path: str, plan: Plan, explanation: Explanation | None) -> str:
         *_queues(plan.groups),
         _adapters(plan),
         *_moves(plan),
-        page.section("Provenance", page.definitions(provenance(plan))),
+        page.section("Provenance", page.definitions(tables.provenance(plan))),
         subtitle=f"{plan.base_model} on {engine.name} {engine.version} (rules {engine.rules}); "
         f"made by {plan.created_by}",
         cards=_cards(plan),
@@ -97,29 +83,29 @@ def _cards(plan: Plan) -> list[page.Card]:
     cards = [page.Card("GPUs", str(totals.gpus), f"lower bound {totals.lower_bound_gpus}")]
     if totals.usd_per_hour is not None:
         cards.append(page.Card("Cost", f"{totals.usd_per_hour:,.2f} USD/h", f"{totals.gpus} GPUs"))
-    for key in shown_latencies(plan):
+    for key in tables.shown_latencies(plan):
         label = f"Worst {describe_latency(key)[0]}"
-        cards.append(page.latency_card(label, key, worst_latency(plan, key), bounds))
+        cards.append(page.latency_card(label, key, tables.worst_latency(plan, key), bounds))
     trust = page.good("verified") if plan.is_verified else page.bad("NOT VERIFIED")
     note = f"{counted(len(check.seeds), 'seed')}, {percent(check.min_served_fraction)} served"
-    if lines := extrapolation_lines(plan.provenance):
+    if lines := tables.extrapolation_lines(plan.provenance):
         note += f"; {counted(len(lines), 'extrapolation')}"
     return [*cards, page.Card("Digital twin", trust, note if check.seeds else "not run")]
 
 
 def _summary(plan: Plan, explanation: Explanation | None) -> page.Section:
-    words = verdict(plan)
+    words = tables.verdict(plan)
     price = plan.totals.usd_per_hour
     facts: dict[str, Cell] = {
-        "GPUs": f"{gpus_reason(plan)}.",
+        "GPUs": f"{tables.gpus_reason(plan)}.",
         "verdict": page.good(words) if plan.is_verified else page.bad(words),
         "objective": f"{plan.objective.value}; bounds: {_bounds(plan)}",
         "load": f"{counted(len(_places(plan)), 'adapter')} at "
-        f"{number(sum(map(group_rate_rps, plan.groups)), 2)} req/s",
+        f"{number(sum(map(tables.group_rate_rps, plan.groups)), 2)} req/s",
         **({} if price is None else {"price": f"{price:,.2f} USD per hour"}),
     }
-    care = [page.paragraph(page.bad(line)) for line in plan_notes(plan)]
-    more = [] if explanation is not None else [page.paragraph(f"{MORE}.")]
+    care = [page.paragraph(page.bad(line)) for line in tables.plan_notes(plan)]
+    more = [] if explanation is not None else [page.paragraph(f"{tables.MORE}.")]
     return page.section("Summary", *care, page.definitions(facts), *more)
 
 
@@ -142,20 +128,20 @@ def _groups_table(plan: Plan) -> Table:
                 number(group.replicas),
                 number(group.replicas * group.tp),
                 number(len(group.placed)),
-                number(group_rate_rps(group), 2),
+                number(tables.group_rate_rps(group), 2),
                 number(args.max_loras) if group.scheduling is None else DASH,
                 number(args.max_lora_rank),
                 number(args.max_num_seqs),
                 number(predicted.kv_tokens),
                 number(predicted.throughput_tok_s),
-                DASH if len(shown := throughput(predicted)) == 1 else shown[1].strip("()"),
-                *latency_cells(plan, group),
+                DASH if len(shown := tables.throughput(predicted)) == 1 else shown[1].strip("()"),
+                *tables.latency_cells(plan, group),
                 percent(predicted.served_fraction),
                 percent(predicted.load_over_capacity),
                 DASH if check is None else passed if check.ok else page.bad("FAILED"),
             )
         )
-    head = (*_HEAD, *latency_heads(plan, ", "), *_LAST)
+    head = (*_HEAD, *tables.latency_heads(plan, ", "), *_LAST)
     return Table(head, rows, 2, "Latencies, throughput and KV tokens are those of one instance.")
 
 
@@ -168,7 +154,7 @@ def _what_binds(plan: Plan) -> page.Section:
     checks = {check.id: check for check in plan.verification.groups}
     changed = bool(plan.changed_after_verification())
     rows = [
-        (group.id, binding(plan, group), verified(checks.get(group.id), changed=changed))
+        (group.id, tables.binding(plan, group), tables.verified(checks.get(group.id), changed=changed))
         for group in plan.groups
     ]
     return page.section("Bottlenecks", Table(("group", "binds", "verdict"), rows, numbers_from=None))
@@ -178,9 +164,8 @@ def _scheduling(groups: Sequence[Group]) -> list[page.Section]:
     facts: dict[str, Cell] = {group.id: words for group in groups if (words := scheduling_words(group))}
     if not facts:
         return []
-    tables = [(group.id, *row) for group in groups if (table := sizes_table(group)) for row in table.rows]
-    head = ("group", "requests by size", "TTFT p99, s", "queueing, share of E2E")
-    sizes = [Table(head, tables, numbers_from=2)] if tables else []
+    rows = [(group.id, *row) for group in groups if (table := sizes_table(group)) for row in table.rows]
+    sizes = [Table(("group", *SIZES_HEAD), rows, numbers_from=2)] if rows else []
     return [page.section("Scheduler and cache", page.definitions(facts), *sizes)]
 
 
@@ -258,7 +243,7 @@ def explanation_sections(explanation: Explanation, slo: Slo) -> list[page.Sectio
             "Choice of A_max" if has_slots else "Choice of settings",
             *slots,
             intro=f"{more if has_slots else ''}The twin simulates one seed at "
-            f"{curve_load(groups[0].curve)}, the load without headroom, as in the search. {alike}",
+            f"{tables.curve_load(groups[0].curve)}, the load without headroom, as in the search. {alike}",
         ),
         page.section(
             "Utilization and headroom",
@@ -273,7 +258,7 @@ def explanation_sections(explanation: Explanation, slo: Slo) -> list[page.Sectio
             "one more is placed for the shortest mean E2E, because it would stay idle otherwise. Latencies "
             "are those of the slowest instance."
         )
-        table = what_if_table(explanation).text_second()
+        table = tables.what_if_table(explanation).text_second()
         sections.append(page.section("One GPU fewer or more", table, intro=intro))
     return sections
 
@@ -286,17 +271,14 @@ def _names(group: GroupExplanation) -> str:
 def _slots(group: GroupExplanation, bounds: Mapping[str, float]) -> list[page.Block | Table]:
     blocks: list[page.Block | Table] = [page.heading(_names(group)), page.paragraph(group.why_a_max)]
     if group.has_slots:
-        blocks += _slot_curve(group.curve, bounds)
-    blocks += [curve_table(curve, " (chosen)").text_second() for curve in group.knobs]
+        blocks.append(page.charts(*_curve_charts(group.curve, bounds)))
+        blocks.append(tables.curve_table(group.curve, " (chosen)").text_second())
+    blocks += [tables.curve_table(curve, " (chosen)").text_second() for curve in group.knobs]
     if len(group.loading) > 1:
-        blocks.append(loading_table(group.loading, " (chosen)").text_second())
+        blocks.append(tables.loading_table(group.loading, " (chosen)").text_second())
     if group.queues:
-        blocks.append(gains_table(group.queues))
+        blocks.append(tables.gains_table(group.queues))
     return blocks
-
-
-def _slot_curve(curve: SlotCurve, bounds: Mapping[str, float]) -> list[page.Block | Table]:
-    return [page.charts(*_curve_charts(curve, bounds)), curve_table(curve, " (chosen)").text_second()]
 
 
 def _curve_charts(curve: SlotCurve, bounds: Mapping[str, float]) -> list[Chart]:
@@ -342,9 +324,9 @@ def _out_of_memory(curve: SlotCurve) -> tuple[str, float] | None:
 
 
 def _room(room: Headroom) -> list[page.Block | Table]:
-    shares = {"at the planned load": [_percent(use.now) for use in room.uses]}
+    shares = {"at the planned load": [100.0 * or_nan(use.now) for use in room.uses]}
     if room.fails_at is not None:
-        shares[f"at {times(room.fails_at)}"] = [_percent(use.beyond) for use in room.uses]
+        shares[f"at {tables.times(room.fails_at)}"] = [100.0 * or_nan(use.beyond) for use in room.uses]
     known = [share for each in shares.values() for share in each if share == share]
     high = min(_MOST_SHOWN, max([100.0, *known]))
     names = [use.name for use in room.uses]
@@ -352,9 +334,5 @@ def _room(room: Headroom) -> list[page.Block | Table]:
     return [
         page.paragraph(f"{room.words[:1].upper()}{room.words[1:]}."),
         page.charts(chart),
-        room_table(room).text_second(),
+        tables.room_table(room).text_second(),
     ]
-
-
-def _percent(share: float | None) -> float:
-    return float("nan") if share is None else 100.0 * share

@@ -11,56 +11,68 @@ from ._calibration import (
     residuals_table,
     runs_table,
 )
-from ._cluster import (
-    METRICS,
-    cluster_table,
-    degraded_lines,
-    instances_table,
-    moves_lines,
-    ranks_table,
-    storage_line,
-)
-from ._comparison import rows_table, summary
-from ._explanation import (
-    MORE,
-    curve_table,
-    gains_table,
-    gpus_reason,
-    loading_table,
-    provenance,
-    room_table,
-    size,
-    verified,
-    what_if_table,
-)
-from ._load import adapter_table, doubts, facts_table, latency_table, warnings
-from ._notes import (
-    Strict,
-    extrapolation_line,
-    extrapolation_lines,
-    folder_lines,
-    plan_notes,
-    require_no_extrapolation,
-    trace_lines,
+from ._measurement import (
+    FIT_HEAD,
+    adapter_table,
+    doubts,
+    facts_table,
+    fit_cells,
+    group_table,
+    group_verdict,
+    heading,
+    latency_table,
+    speed_note,
+    warnings,
 )
 from ._plan import (
+    MORE,
+    Strict,
     answer,
     binding,
     bottleneck_lines,
     choice_lines,
+    curve_table,
+    extrapolation_line,
+    extrapolation_lines,
+    folder_lines,
+    gains_table,
+    gpus_reason,
     groups_table,
+    loading_table,
     move_words,
+    plan_notes,
     price_words,
+    provenance,
+    require_no_extrapolation,
+    room_table,
+    rows_table,
+    size,
+    summary,
     throughput,
+    trace_lines,
     verdict,
+    verified,
+    what_if_table,
 )
 from ._reproduction import judged, overview_markdown, reproduction_markdown, reproduction_table
 from ._scheduling import queues_table, scheduling_words, sizes_table
-from ._simulation import Details, Outcomes, bound_text, metrics_table
-from ._validation import group_table, group_verdict, heading, speed_note
+from ._simulation import (
+    METRICS,
+    Details,
+    Outcomes,
+    bound_text,
+    cluster_table,
+    degraded_lines,
+    instances_table,
+    metrics_table,
+    moves_lines,
+    ranks_table,
+    storage_line,
+)
 
 __all__ = [
     "COEFFICIENT_HEAD",
+    "FIT_HEAD",
     "METRICS",
     "MORE",
     "Details",
@@ -81,6 +93,7 @@ __all__ = [
     "extrapolation_line",
     "extrapolation_lines",
     "facts_table",
+    "fit_cells",
     "fits_table",
     "folder_lines",
     "forms_table",

@@ -1,19 +1,31 @@
-"""Tables of a plan, and its verdict in words.
+"""Tables of a plan, its verdict and explanation in words, the lines below them, and solvers compared.
 
 Latencies of a plan: the bounded statistics, or else the 99th percentiles.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
+import typer
+
+from capplan.errors import InfeasibleError
 from capplan.reports._console import DASH, GIB, Table, counted, number, percent
 from capplan.spec import PLAN_ROUTER, describe_latency
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from capplan.spec import Group, Plan, Predicted
+    from capplan.planner import SolverComparison, SolverResult
+    from capplan.planner.explain import (
+        Explanation,
+        Headroom,
+        LoadingPoint,
+        PlanOutcome,
+        SettingCurve,
+        SizeGain,
+    )
+    from capplan.spec import Group, GroupVerification, Plan, Predicted, Workload
 
 
 _DEFAULTS: Final = ("ttft_p99_s", "tpot_p99_ms")
@@ -247,3 +259,354 @@ def duration(seconds: float) -> str:
         if seconds >= length and seconds % length == 0.0:
             return f"{seconds / length:g} {unit}"
     return f"{seconds:g} s"
+
+
+MORE: Final = (
+    "--workload FILE also explains the numbers of slots, utilization and headroom, and one GPU fewer or more"
+)
+
+
+_RESOURCES = {
+    "kv": "KV-cache memory",
+    "slots": "adapter slots",
+    "compute": "compute",
+    "slo": "a latency objective",
+}
+
+
+def gpus_reason(plan: Plan) -> str:
+    """Return in words why the plan uses its number of GPUs, against the lower bound."""
+    used, least = plan.totals.gpus, plan.totals.lower_bound_gpus
+    if used <= least:
+        return f"{counted(used, 'GPU')}: no plan can use fewer"
+    binds = {
+        name: [group.id for group in plan.groups if group.binds is not None and group.binds.resource == key]
+        for key, name in _RESOURCES.items()
+    }
+    filled = "; ".join(f"{name} on {', '.join(ids)}" for name, ids in binds.items() if ids)
+    parts = [
+        f"{counted(used, 'GPU')}, {used - least} above the lower bound of {least}, "
+        "which no plan can beat but which may be out of reach",
+        f"what fills them: {filled}" if filled else "no group is full",
+    ]
+    loads = [g.predicted.load_over_capacity for g in plan.groups for _ in range(g.replicas)]
+    known = [load for load in loads if load is not None]
+    if known:
+        parts.append(f"on average a GPU carries {percent(sum(known) / len(known))} of what it sustains")
+    if plan.objective != "min_gpus":
+        parts.append(f"the objective is {plan.objective.value}, not the fewest GPUs")
+    return "; ".join(parts)
+
+
+def size(group: Group) -> str:
+    """Return how large a group is, and what it serves with which slots."""
+    instances = f"{counted(group.replicas, 'instance')} of {counted(group.tp, 'GPU')} ({group.gpu})"
+    load = f"{counted(len(group.placed), 'adapter')} at {number(group_rate_rps(group), 2)} req/s"
+    if group.base is not None:
+        load += f" ({number(base_rate_rps(group), 2)} of the base model)"
+    slots = f"{group.engine_args.max_loras} slots of rank {group.engine_args.max_lora_rank}"
+    if group.engine_args.max_loras == 0:
+        slots = "no slots"
+    elif group.scheduling is not None:
+        slots = "adapters and KV in one memory"
+    return f"{instances}, {load}, {slots}, profile {group.profile}"
+
+
+def verified(check: GroupVerification | None, *, changed: bool) -> str:
+    """Return the verdict of the twin on a group, of a plan that was perhaps `changed` since."""
+    if check is None:
+        return "not verified"
+    before = " at planning" if changed else ""
+    note = f": {check.note}" if check.note else ""
+    return (
+        f"{'verified' if check.ok else 'FAILED'}{before}{note}; {percent(check.served_fraction)} served, "
+        f"{number(check.throughput_tok_s)} tok/s, TTFT p99 {number(check.ttft_p99_s, 2)} s on the worst seed"
+    )
+
+
+def provenance(plan: Plan) -> dict[str, str]:
+    """Return the provenance of a plan without extrapolations, with values other than texts as JSON."""
+    return {
+        key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for key, value in plan.provenance.items()
+        if key != "extrapolations"
+    }
+
+
+_SLOT_COLUMNS: Final = (
+    "KV tokens",
+    "tok/s",
+    "served",
+    "TTFT p99, s",
+    "E2E mean, s",
+    "ITL mean, ms",
+    "loads/min",
+)
+
+
+_KNOB_COLUMNS: Final = ("tok/s", "served", "TTFT p99, s", "TPOT p99, ms", "ITL p99, ms")
+
+
+def curve_table(curve: SettingCurve, chosen: str = " ◀ chosen") -> Table:
+    """Return one row per value of an engine setting, the chosen one marked."""
+    of_slots = curve.setting == "a_max"
+    name, columns = ("A_max", _SLOT_COLUMNS) if of_slots else (curve.setting, _KNOB_COLUMNS)
+    rows = []
+    for point in curve.points:
+        cells = {
+            "KV tokens": number(point.kv_tokens),
+            "tok/s": number(point.throughput_tok_s),
+            "served": percent(point.served_fraction),
+            "TTFT p99, s": number(point.ttft_p99_s, 2),
+            "TPOT p99, ms": number(point.tpot_p99_ms, 1),
+            "E2E mean, s": number(point.e2e_mean_s, 2),
+            "ITL mean, ms": number(point.itl_mean_ms, 1),
+            "ITL p99, ms": number(point.itl_p99_ms, 1),
+            "loads/min": number(point.loads_per_min, 1),
+        }
+        value = f"{point.value}{chosen if point.value == curve.chosen else ''}"
+        holds = ("; ".join(point.broken) or "holds") if point.fits else "does not fit in memory"
+        rows.append((value, *(cells[column] for column in columns), holds))
+    return Table((f"{name} at {curve_load(curve)}", *columns, "verdict"), rows, text_last=True)
+
+
+def loading_table(points: Sequence[LoadingPoint], chosen: str = " ◀ chosen") -> Table:
+    """Return one row per loading policy, the plan's marked."""
+    rows = [
+        (
+            f"{point.loading}{'' if at else chosen}",
+            number(point.ttft_mean_s, 3),
+            number(point.tpt_mean_ms, 2),
+            percent(point.interruption_mean_share),
+            "; ".join(point.broken) or "holds",
+        )
+        for at, point in enumerate(points)
+    ]
+    head = ("loading at the planned load", "TTFT mean, s", "TPT mean, ms", "paused, of E2E", "verdict")
+    return Table(head, rows, text_last=True)
+
+
+def gains_table(gains: Sequence[SizeGain]) -> Table:
+    """Return one row per size class: TTFT p99 with queues and in order of arrival."""
+    rows = [
+        (each.size, *(number(value, 2) for value in (*each.planned_s, *each.overloaded_s))) for each in gains
+    ]
+    overloaded = f"at {times(gains[0].overload)}"
+    head = (
+        "TTFT p99, s, by size",
+        "with queues",
+        "in order of arrival",
+        f"with queues\n{overloaded}",
+        f"in order\n{overloaded}",
+    )
+    return Table(head, rows)
+
+
+def curve_load(curve: SettingCurve) -> str:
+    """Return the load and the step times of a curve, as text."""
+    slow = "" if curve.robust is None else f", step times at quantile {curve.robust:g}"
+    return f"{times(curve.scale)}{slow}"
+
+
+def room_table(room: Headroom) -> Table:
+    """Return one row per resource and bound, at the planned load and where the instance fails."""
+    loads = ["at the planned load"]
+    if room.fails_at is not None:
+        loads.append(f"at {times(room.fails_at)}")
+    rows = [(use.name, *map(percent, (use.now, use.beyond)[: len(loads)]), use.detail) for use in room.uses]
+    return Table(("in use", *loads, ""), rows, text_last=True)
+
+
+def what_if_table(explanation: Explanation) -> Table:
+    """Return one row for the plan, and one for each other number of GPUs."""
+    plan = explanation.outcome
+    cases: list[tuple[int, str, PlanOutcome | None, str]] = [(plan.gpus, "this plan", plan, DASH)]
+    cases += [(each.gpus, each.change, each.outcome, each.words) for each in explanation.what_if]
+    rows = [
+        (name, *_outcome_cells(gpus, outcome), words)
+        for gpus, name, outcome, words in sorted(cases, key=lambda case: case[0])
+    ]
+    head = ("", "GPUs", "USD/h", "TTFT p99, s", "TPOT mean, ms", "tok/s", "holds up to", "what follows")
+    return Table(head, rows, text_last=True)
+
+
+def _outcome_cells(gpus: int, outcome: PlanOutcome | None) -> tuple[str, ...]:
+    if outcome is None:
+        return (number(gpus), *[DASH] * 5)
+    held = DASH if outcome.holds_until is None else times(outcome.holds_until)
+    return (
+        number(gpus),
+        number(outcome.usd_per_hour, 2),
+        number(outcome.ttft_p99_s, 2),
+        number(outcome.tpot_mean_ms, 1),
+        number(outcome.throughput_tok_s),
+        held if outcome.fails or outcome.holds_until is None else f"{held} or more",
+    )
+
+
+def times(scale: float) -> str:
+    """Return a multiple of the planned load."""
+    return f"{scale:.2f} × load"
+
+
+_LONG_WAIT_S: Final = 10.0
+"""TTFT p99 from which a plan without latency bounds has a hint."""
+_SAME_SPEED: Final = 0.005
+
+Strict: TypeAlias = Annotated[
+    bool, typer.Option("--strict", help="Exit with 3 if there are extrapolations beyond the fitted ranges.")
+]
+
+
+def plan_notes(plan: Plan) -> tuple[str, ...]:
+    """Return the lines below the table of a plan."""
+    return (
+        *extrapolation_lines(plan.provenance),
+        *trace_lines(plan.provenance.get("trace_speed"), plan.provenance.get("trace_notes")),
+        *_missing_quotas(plan),
+        *_hints(plan),
+    )
+
+
+def _missing_quotas(plan: Plan) -> tuple[str, ...]:
+    """Return a line per group whose queues have less than their minimum quotas."""
+    return tuple(
+        f"{group.id}: the minimum quotas for the bound on E2E need {group.queues.missing_tokens:,} more "
+        "tokens than its KV memory has, by a queueing model; they are scaled down, and the twin decides"
+        for group in plan.groups
+        if group.queues is not None and group.queues.missing_tokens
+    )
+
+
+def folder_lines(workload: Workload) -> tuple[str, ...]:
+    """Return lines on adapters that are planned as stated, and on base models that go by another name."""
+    from capplan.spec import PeftFiles, local_folder, path_kind
+
+    absent: list[str] = []
+    named: dict[str, list[str]] = {}
+    for adapter in workload.adapters:
+        folder = local_folder(adapter.path)
+        if folder is not None:
+            base_model = PeftFiles.of(folder).describe().base_model or workload.base_model
+            if base_model != workload.base_model:
+                named.setdefault(base_model, []).append(adapter.name)
+        elif adapter.path is not None and path_kind(adapter.path) == "folder":
+            absent.append(adapter.name)
+    lines = [
+        f"base_model_name_or_path of {_some(names)} is {base_model}, which is taken for {workload.base_model}"
+        for base_model, names in named.items()
+    ]
+    if absent:
+        lines.append(f"the folder of {_some(absent)} is not on this machine: rank and layers are as stated")
+    return tuple(lines)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+    return f"adapter {names[0]}{more}"
+
+
+def trace_lines(speed: object, notes: object) -> tuple[str, ...]:
+    """Return the notes of a trace, and a line if it is replayed faster or slower than it was recorded."""
+    lines = tuple(f"trace: {note}" for note in notes) if isinstance(notes, tuple | list) else ()
+    if not isinstance(speed, float) or abs(speed - 1.0) <= _SAME_SPEED:
+        return lines
+    change = "compressed" if speed > 1.0 else "stretched"
+    return (
+        *lines,
+        f"trace at {speed:.3g} times its recorded rate: time is {change}, bursts and pauses included",
+    )
+
+
+def _hints(plan: Plan) -> tuple[str, ...]:
+    """Return a hint if waits are long and no latency is bounded."""
+    waits_s = [(g.predicted.ttft_s.p99, g.id) for g in plan.groups if g.predicted.ttft_s.p99 is not None]
+    longest_s, group = max(waits_s, default=(0.0, ""))
+    if plan.slo.latency_bounds() or longest_s < _LONG_WAIT_S:
+        return ()
+    return (
+        f"hint: TTFT p99 of {group} is {longest_s:,.1f} s, and no latency is bounded; set slo.ttft_p99_s in "
+        "the workload to plan for one",
+    )
+
+
+def extrapolation_lines(provenance: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a line for each extrapolation of a plan, by its provenance.
+
+    Plans of earlier versions list none; a line then names each analytic profile.
+    """
+    found = provenance.get("extrapolations")
+    if isinstance(found, list):
+        return tuple(extrapolation_line(each) for each in found if isinstance(each, Mapping))
+    pools = provenance.get("pools")
+    told = list(pools.values()) if isinstance(pools, Mapping) else [provenance]
+    names = (each.get("profile") for each in told if each.get("profile_kind") == "roofline")
+    return tuple(f"profile {name} is an analytic roofline, not measured" for name in dict.fromkeys(names))
+
+
+def extrapolation_line(record: Mapping[str, Any]) -> str:
+    """Return an extrapolation in words, with its groups unless the whole profile is meant."""
+    if record.get("quantity") is None:
+        return str(record.get("note"))
+    groups = ", ".join(map(str, record.get("groups") or ()))
+    return f"extrapolation: {record.get('note')}" + (f" ({groups})" if groups else "")
+
+
+def require_no_extrapolation(lines: Sequence[str]) -> None:
+    """End the command with exit code 3 if there are extrapolations; the lines go to the standard error."""
+    if not lines:
+        return
+    for line in lines:
+        typer.echo(f"--strict: {line}", err=True)
+    raise typer.Exit(InfeasibleError.exit_code)
+
+
+def rows_table(result: SolverComparison) -> Table:
+    """Return one row per solver, in the order given."""
+    head = (
+        *("solver", "GPUs", "starved", "late", "memory\nerrors", "short of\nheadroom", "served", "tok/s"),
+        *("ITL\nms", "TTFT p99\ns", "solve\ns", "verdict"),
+    )
+    return Table(head, [solver_cells(row) for row in result.rows], text_last=True)
+
+
+def solver_cells(row: SolverResult) -> tuple[str, ...]:
+    """Return the cells of a solver."""
+    if not row.answered:
+        return (row.solver, *(DASH,) * 10, row.failure)
+    counts = (row.gpus, row.starved, row.late, row.memory_errors, row.short_of_headroom)
+    return (
+        row.solver,
+        *(f"{count:,}" for count in counts),
+        percent(row.served_fraction),
+        number(row.throughput_tok_s),
+        number(row.itl_ms_mean, 1),
+        number(row.ttft_s_p99, 2),
+        number(row.solve_s, 3),
+        solver_verdict(row),
+    )
+
+
+def solver_verdict(row: SolverResult) -> str:
+    """Return the verdict of the twin on an answer."""
+    if not row.answered:
+        return "no answer"
+    if row.holds:
+        return "holds" if not row.short_of_headroom else "holds, but not the headroom"
+    return "fails"
+
+
+def summary(result: SolverComparison) -> str:
+    """Return the best answers and the size of the comparison in one line."""
+    holding = [row for row in result.rows if row.holds]
+    best = min(holding, key=lambda row: row.gpus, default=None)
+    if best is None:
+        words = "no answer holds"
+    else:
+        names = ", ".join(row.solver for row in holding if row.gpus == best.gpus)
+        words = f"fewest GPUs that hold: {best.gpus} ({names})"
+    tried = f"{counted(len(result.seeds), 'seed')} × {result.duration_s:g} s"
+    return (
+        f"{words}; lower bound {result.lower_bound_gpus}, available {result.gpus}; "
+        f"{counted(result.adapters, 'adapter')} at {number(result.rate_rps, 2)} req/s, raw answers on {tried}"
+    )

@@ -38,6 +38,8 @@ _BY_SIZE: Final = (
     "interruptions mean",
     "interrupted share of E2E, mean",
 )
+SIZES_HEAD: Final = ("requests by size", *_BY_SIZE)
+
 _SIZE_CELLS: Final[tuple[Callable[[SizeMetrics], str], ...]] = (  # of the metrics of `_BY_SIZE`
     lambda size: number(size.ttft_s.p99, 3),
     lambda size: number(size.queue_s.mean, 3),
@@ -118,7 +120,7 @@ def sizes_table(group: Group) -> Table | None:
         )
         for each in predicted.sizes
     ]
-    return Table(("requests by size", *_BY_SIZE), rows)
+    return Table(SIZES_HEAD, rows)
 
 
 def _occurs(metric: str, scheduler: Scheduler, cache: Cache) -> bool:
@@ -144,7 +146,7 @@ _POOL_ROWS: Final = (  # metric of scheduler and cache, its name with unit, deci
 
 
 def pool_rows(
-    pools: Sequence[PoolMetrics | None], pair: tuple[Scheduler, Cache] | None = None
+    pools: Sequence[PoolMetrics | None], pair: tuple[Scheduler, Cache] | None
 ) -> list[tuple[str, ...]]:
     """Return the metrics of scheduler and cache, one column per simulation; none without either.
 

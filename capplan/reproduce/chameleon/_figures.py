@@ -1,27 +1,191 @@
-"""Experiments by figure; loads are relative to S-LoRA's knee on the same seed, workload and platform."""
+"""Chameleon's figures: the highest load within the SLO, what the rows read of a run, and experiments.
+
+Loads are relative to S-LoRA's knee on the same seed, workload and platform.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean
-from typing import Any, Final
+from typing import Any, Final, TypeAlias, cast
 
-from capplan.reproduce._lab import Experiment, Lab
-from capplan.reproduce._results import Curve, Findings
-from capplan.reproduce._search import highest
-from capplan.reproduce.chameleon._cases import Case, Numbers, alone, bound_s, knee_rps, measures
+import numpy as np
+from numpy.typing import NDArray
+
+from capplan.reproduce._lab import Experiment, Lab, highest
+from capplan.reproduce._results import Curve, Findings, mean_curve
 from capplan.reproduce.chameleon._setting import (
     A40,
     BASELINE,
     TRACE,
     Platform,
+    at_rate,
     load_ms,
     load_share,
     medium_ktokens,
+    overhead_s,
     prefill_ms,
+    profile,
     setting,
+    slo_s,
+    system,
+    workload,
 )
+from capplan.twin.instance import (
+    NEVER,
+    NS_PER_S,
+    STATUS_REJECTED,
+    PoolMetrics,
+    Scenario,
+    TwinTrace,
+    build_scenario,
+    choose_policies,
+    pool_metrics,
+    run,
+)
+
+FULL_SHARE: Final = 0.9
+"""Share of the pool in use from which memory counts as full."""
+
+Numbers: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One system under one load."""
+
+    system: str
+    seed: int
+    rps: float
+    mix: str = ""
+    """Preset workload, ``chameleon-`` and this, or other lengths of the setting; empty: the setting's."""
+    platform: Platform = A40
+    horizon_s: float = 0.0
+    """0: that of the setting."""
+    overdue_s: float = 0.0
+    """Wait from which the head of a queue precedes all others; 0: a period of refreshes."""
+    traces: str = field(default="", repr=False)
+    """Folder of the lengths."""
+
+    def at(self, rps: float) -> Case:
+        return replace(self, rps=rps)
+
+    def scenario(self) -> Scenario:
+        load = at_rate(workload(self.mix or setting().mix, self.traces), self.rps)
+        chosen = system(self.system)
+        served = profile(self.platform)
+        policies = choose_policies(load, served, scheduler=chosen.scheduler, cache=chosen.cache)
+        args, horizon_s = self.platform.args(len(load.adapters)), self.horizon_s or setting().horizon_s
+        made = build_scenario(load, served, args, duration_s=horizon_s, seed=self.seed, policies=policies)
+        if self.overdue_s:
+            made = made._replace(limits=made.limits._replace(refresh_ns=round(self.overdue_s * NS_PER_S)))
+        return made
+
+    def slo_s(self) -> float:
+        """Return the SLO on the P99 of TTFT."""
+        mix = self.mix if self.mix in setting().other_lengths else self.platform.mix
+        return slo_s(self.platform, mix, self.traces)
+
+
+def knee_rps(case: Case) -> float:
+    """Return the highest load within the SLO, from the rate of the case."""
+    slo = case.slo_s()
+
+    def holds(rps: float) -> bool:
+        scenario = case.at(rps).scenario()
+        return _percentile(_ttft_s(case, scenario, run(scenario)), 99) <= slo
+
+    return highest(holds, case.rps)
+
+
+def measures(case: Case) -> Numbers:
+    """Return what the rows read of a case."""
+    scenario = case.scenario()
+    trace = run(scenario)
+    requests = scenario.requests
+    pool = cast("PoolMetrics", pool_metrics(scenario, trace, overhead_s(case.platform)))
+    ttft_s = _ttft_s(case, scenario, trace)
+    rank = scenario.costs.rank[requests.adapter][_measured(case, scenario)]
+    several = _measured(case, scenario) & (trace.finish_ns != NEVER) & (requests.output_tokens > 1)
+    gaps = (trace.finish_ns - trace.first_ns)[several] / (requests.output_tokens[several] - 1)
+    return {
+        "ttft_p99_s": _percentile(ttft_s, 99),
+        "ttft_p50_s": _percentile(ttft_s, 50),
+        "ttft_max_s": float(ttft_s.max(initial=0.0)),
+        "largest_rank_ttft_p99_s": _percentile(ttft_s[rank == rank.max(initial=0)], 99),
+        "tbt_p99_ms": _percentile(gaps / 1e6, 99),
+        "finished_rps": float((trace.finish_ns != NEVER).sum() / (scenario.horizon_ns / NS_PER_S)),
+        "rejected": int(trace.counts.rejected),
+        "hits": 100.0 * pool.hit_rate,
+        "load_wait_ms_p99": pool.load_wait_ms.p99,
+        "queue_shares": [100.0 * size.queue_share for size in pool.sizes],
+        "queue_s": [size.queue_s.mean for size in pool.sizes],
+        "ttft_p99_s_of_sizes": [size.ttft_s.p99 for size in pool.sizes],
+        "squashed": 100.0 * pool.squashes / requests.arrival_ns.size,
+        "evictions": pool.evictions,
+        "scaled": 100.0 * pool.quotas_scaled / max(1, pool.refreshes),
+        "link": pool.link_utilization,
+        "full": 100.0 * _full_share(case, scenario, trace),
+    }
+
+
+def alone(case: Case) -> Numbers:
+    """Return percentiles of requests one by one, at the rate of the case."""
+    scenario = case.scenario()
+    trace = run(scenario)
+    times_ns, done = {"ttft": trace.first_ns, "e2e": trace.finish_ns}, trace.finish_ns != NEVER
+    return {
+        f"{name}_p{percent}_s": _percentile((until - scenario.requests.arrival_ns)[done] / NS_PER_S, percent)
+        for name, until in times_ns.items()
+        for percent in (50, 99)
+    }
+
+
+def _ttft_s(case: Case, scenario: Scenario, trace: TwinTrace) -> NDArray[np.float64]:
+    """Return the TTFT of measured requests, or the wait so far; infinite if rejected."""
+    answered = (trace.first_ns >= 0) & (trace.first_ns <= scenario.horizon_ns)
+    until_ns = np.where(answered, trace.first_ns, scenario.horizon_ns)
+    waited = (until_ns - scenario.requests.arrival_ns) / NS_PER_S + overhead_s(case.platform)
+    ttft_s = np.where(trace.status == STATUS_REJECTED, np.inf, waited)
+    return ttft_s[_measured(case, scenario)]
+
+
+def _measured(case: Case, scenario: Scenario) -> NDArray[np.bool_]:
+    """Return which requests arrive after the warm-up and an SLO before the end."""
+    arrival_ns = scenario.requests.arrival_ns
+    late_ns = scenario.horizon_ns - case.slo_s() * NS_PER_S
+    return (arrival_ns >= setting().warm_up_s * NS_PER_S) & (arrival_ns < late_ns)
+
+
+def _percentile(values: NDArray[np.float64], percent: float) -> float:
+    return float(np.percentile(values, percent, method="higher")) if values.size else 0.0
+
+
+def _full_share(case: Case, scenario: Scenario, trace: TwinTrace) -> float:
+    """Return the share of time, without the warm-up, in which admitted requests hold most of the pool.
+
+    They hold their prompt, their output and their adapters.
+    """
+    requests = scenario.requests
+    kept = np.flatnonzero(trace.admitted_ns != NEVER)
+    end_ns = np.where(trace.finish_ns == NEVER, scenario.horizon_ns, trace.finish_ns)[kept]
+    adapter = np.tile(requests.adapter[kept], 2)
+    time_ns = np.concatenate([trace.admitted_ns[kept], end_ns])
+    sign = np.repeat([1, -1], kept.size)
+    held = np.tile(requests.prompt_tokens[kept] + requests.output_tokens[kept], 2) * sign
+    order = np.lexsort((sign, time_ns))
+    time_ns, adapter, sign, held = time_ns[order], adapter[order], sign[order], held[order]
+    for each in np.unique(adapter[adapter > 0]):
+        mine = np.flatnonzero(adapter == each)
+        users = np.cumsum(sign[mine])
+        held[mine] += scenario.costs.pages[each] * (np.diff(np.minimum(users, 1), prepend=0))
+    since = time_ns >= setting().warm_up_s * NS_PER_S
+    spans_ns = np.diff(time_ns, append=time_ns[-1:])[since]
+    full = np.cumsum(held)[since] >= FULL_SHARE * case.platform.pool()
+    return float(spans_ns[full].sum() / max(1, spans_ns.sum()))
+
 
 CHAMELEON: Final = "chameleon"
 LOADS: Final = ("low", "medium", "high")
@@ -55,15 +219,19 @@ def _knees(lab: Lab, systems: Sequence[str], **fields: Any) -> list[list[float]]
     """Return the highest load within the SLO per system and seed."""
     start = [setting().slora_knee_rps] * len(lab.seeds)
     cases = [case for system in systems for case in _cases(lab, system, start, **fields)]
-    return _by(len(lab.seeds), lab.each(knee_rps, cases))
+    return _by_seed(lab, knee_rps, cases)
 
 
-def _by(size: int, values: Sequence[Any]) -> list[list[Any]]:
-    return [list(values[at : at + size]) for at in range(0, len(values), size)]
+def _by_seed(lab: Lab, simulate: Callable[[Case], Any], cases: Sequence[Case]) -> list[list[Any]]:
+    """Return the results of cases, a list for each run of them with all seeds."""
+    size, found = len(lab.seeds), lab.each(simulate, cases)
+    return [found[at : at + size] for at in range(0, len(found), size)]
 
 
-def _slora_knees(lab: Lab, platform: Platform = A40) -> list[float]:
-    return _knees(lab, [BASELINE], mix=platform.mix, platform=platform)[0]
+def _slo_s(lab: Lab, mix: str = "") -> float:
+    """Return the SLO on the P99 of TTFT, which is the same for all seeds."""
+    (slo,) = lab.each(Case.slo_s, [Case(BASELINE, lab.seeds[0], 1.0, mix, traces=_folder(lab))])
+    return slo
 
 
 def _over_knee(load: str | float) -> float:
@@ -75,7 +243,7 @@ def _numbers(
     lab: Lab, points: Sequence[tuple[str, str | float, str]], platform: Platform
 ) -> list[list[Numbers]]:
     """Return the numbers per seed of each point, a system, a load and a workload."""
-    knees = _slora_knees(lab, platform)
+    (knees,) = _knees(lab, [BASELINE], mix=platform.mix, platform=platform)
     cases = [
         case
         for system, load, mix in points
@@ -83,7 +251,7 @@ def _numbers(
             lab, system, [_over_knee(load) * knee for knee in knees], mix=mix, platform=platform
         )
     ]
-    return _by(len(lab.seeds), lab.each(measures, cases))
+    return _by_seed(lab, measures, cases)
 
 
 def _at(
@@ -127,7 +295,7 @@ def _rises(values: Sequence[Values]) -> bool:
 def _curves(lab: Lab, systems: Sequence[str], key: str) -> list[Curve]:
     found = _at(lab, systems, CURVE)
     return [
-        Curve(name=SYSTEMS[system], x=CURVE, y=tuple(_mean(found[system, load], key) for load in CURVE))
+        mean_curve(SYSTEMS[system], CURVE, [_all_of(found[system, load], key) for load in CURVE])
         for system in systems
     ]
 
@@ -136,7 +304,7 @@ def _setting(lab: Lab) -> Findings:
     here, largest = A40, setting().largest_rank
     ttft_ms = load_ms(here, largest) + prefill_ms(here, 1e3 * medium_ktokens(), largest)
     base_ms = prefill_ms(here, 1e3 * medium_ktokens(), 0)
-    (slo,) = lab.each(bound_s, _cases(lab, BASELINE, [1.0] * len(lab.seeds))[:1])
+    slo = _slo_s(lab)
     rates = [setting().loads_rps["full"]] * len(lab.seeds)
     full = lab.each(measures, _cases(lab, "no-sched", rates))
     return Findings(
@@ -152,11 +320,7 @@ def _setting(lab: Lab) -> Findings:
 def _ttft_by_rank(_lab: Lab) -> Findings:
     ranks, inputs = setting().ranks, (128, 256, 512, 1024, 2048)
     curves = [
-        Curve(
-            name=f"rank {rank}",
-            x=tuple(map(float, inputs)),
-            y=tuple(prefill_ms(A40, tokens, rank) for tokens in inputs),
-        )
+        Curve(name=f"rank {rank}", x=inputs, y=tuple(prefill_ms(A40, tokens, rank) for tokens in inputs))
         for rank in ranks
     ]
     columns = list(zip(*(curve.y for curve in curves), strict=True))
@@ -174,7 +338,7 @@ def _link(lab: Lab) -> Findings:
     rates = [setting().loads_rps["medium"]] * len(lab.seeds)
     counts = (1, 50, 500)
     cases = [case for count in counts for case in _cases(lab, BASELINE, rates, mix=f"pcie-{count}")]
-    one, some, many = _by(len(lab.seeds), lab.each(measures, cases))
+    one, some, many = _by_seed(lab, measures, cases)
     p99 = [_all_of(found, "ttft_p99_s") for found in (one, some, many)]
     return Findings(
         {
@@ -201,7 +365,7 @@ def _one_by_one(lab: Lab) -> Findings:
     cases = [
         case for mix in ("up", "base") for case in _cases(lab, BASELINE, rates, mix=mix, horizon_s=50_000.0)
     ]
-    lora, base = _by(len(lab.seeds), lab.each(alone, cases))
+    lora, base = _by_seed(lab, alone, cases)
     added = [{key: ours[key] - plain[key] for key in ours} for ours, plain in zip(lora, base, strict=True)]
     return Findings(
         {
@@ -266,7 +430,7 @@ def _schedulers(lab: Lab) -> Findings:
     systems = (BASELINE, "sjf", "no-cache", CHAMELEON)
     found = _at(lab, systems, ["high"])
     fifo, sjf, no_cache, ours = (_mean(found[system, "high"]) for system in systems)
-    (slo,) = lab.each(bound_s, _cases(lab, BASELINE, [1.0] * len(lab.seeds))[:1])
+    slo = _slo_s(lab)
     return Findings(
         {
             "violated": min(fifo, sjf) > slo,
@@ -335,18 +499,18 @@ def _predictors(lab: Lab) -> Findings:
 
 def _adapters(lab: Lab) -> Findings:
     systems = (BASELINE, CHAMELEON)
-    (slo,) = lab.each(bound_s, _cases(lab, BASELINE, [1.0] * len(lab.seeds))[:1])
+    slo = _slo_s(lab)
     kinds, mixes = {"uniform": "up", "power": "pp"}, ("uu", "up", "pp")
     by_count = [f"{mix}-{count}" for mix in kinds.values() for count in COUNTS]
     found = _of_mixes(lab, systems, [*mixes, *by_count])
     most: dict[tuple[str, str], int] = {}
     curves = []
     for name, mix in kinds.items():
-        for system in systems:
-            p99 = tuple(_mean(found[system, f"{mix}-{count}"]) for count in COUNTS)
+        for each in systems:
+            p99 = tuple(_mean(found[each, f"{mix}-{count}"]) for count in COUNTS)
             within = [count for count, value in zip(COUNTS, p99, strict=True) if value <= slo]
-            most[name, system] = max(within, default=0)
-            curves.append(Curve(name=f"{SYSTEMS[system]}, {name}", x=tuple(map(float, COUNTS)), y=p99))
+            most[name, each] = max(within, default=0)
+            curves.append(Curve(name=f"{SYSTEMS[each]}, {name}", x=COUNTS, y=p99))
     best = [min((_mean(found[system, mix]), mix) for mix in mixes)[1] for system in systems]
     rows: dict[str, float | bool] = {}
     for name in kinds:
@@ -361,7 +525,7 @@ def _other_lengths(lab: Lab) -> Findings:
     found = _of_mixes(lab, systems, list(mixes.values()))
     rows: dict[str, Values | None] = {"wildchat_ratio": None}
     for name, mix in mixes.items():
-        (slo,) = lab.each(bound_s, _cases(lab, BASELINE, [1.0] * len(lab.seeds), mix=mix)[:1])
+        slo = _slo_s(lab, mix)
         slora, ours = (_all_of(found[system, mix], "ttft_p99_s") for system in systems)
         rows |= {
             f"{name}_slora": [p99 / slo for p99 in slora],
@@ -398,8 +562,7 @@ def _memory(lab: Lab) -> Findings:
     sizes = (24, 48, 80)
     ratios = [_knee_ratio(lab, Platform(A100, memory_gib=float(gib) if gib < 80 else None)) for gib in sizes]
     rows = {f"{gib}gb": found for gib, found in zip(sizes, ratios, strict=True)}
-    curve = Curve(name=SYSTEMS[CHAMELEON], x=tuple(map(float, sizes)), y=tuple(map(fmean, ratios)))
-    return Findings({**rows, "rises": _rises(ratios)}, [curve])
+    return Findings({**rows, "rises": _rises(ratios)}, [mean_curve(SYSTEMS[CHAMELEON], sizes, ratios)])
 
 
 def _parallel(lab: Lab) -> Findings:
@@ -430,14 +593,12 @@ def _why(lab: Lab) -> Findings:
     blocking, fifo_blocking, ten, slora_ten = _knees(
         lab, ["blocking", "no-sched-blocking", "ten-steps", "slora-ten-steps"]
     )
-    at_knee, with_mean = _by(
-        len(lab.seeds),
-        lab.each(measures, [case for name in (CHAMELEON, "mean-size") for case in _cases(lab, name, ours)]),
-    )
+    cases = [case for name in (CHAMELEON, "mean-size") for case in _cases(lab, name, ours)]
+    at_knee, with_mean = _by_seed(lab, measures, cases)
     rates = [_over_knee("medium") * knee for knee in slora_ten]
     systems = ("slora-ten-steps", "ten-steps")
     cases = [case for name in systems for case in _cases(lab, name, rates)]
-    slora_after, ours_after = _by(len(lab.seeds), lab.each(measures, cases))
+    slora_after, ours_after = _by_seed(lab, measures, cases)
     waits = (_all_of(found, "load_wait_ms_p99") for found in (slora_after, ours_after))
     by_model: dict[str, Values] = {}
     for size, names_of in (("30b", ("no-sched", "one-queue")), ("13b", ("no-sched",))):

@@ -111,7 +111,6 @@ class Setting(SpecModel):
 
     @property
     def largest_rank(self) -> int:
-        """Largest rank of an adapter."""
         return max(self.ranks)
 
 
@@ -125,18 +124,15 @@ class System:
 
 @cached
 def recipe() -> Recipe:
-    """Return the recipe of the paper."""
     return read_recipe("chameleon")
 
 
 @cached
 def setting() -> Setting:
-    """Return the numbers of the recipe."""
     return recipe().typed(Setting)
 
 
 def system(name: str) -> System:
-    """Return a system of the recipe."""
     return System(**recipe().systems[name])
 
 
@@ -152,7 +148,6 @@ class Platform:
 
     @property
     def mix(self) -> str:
-        """Workload of the platform."""
         return setting().mix if self == A40 else f"a100-{self.model.removeprefix('llama-')}"
 
     def pool(self) -> int:
@@ -164,7 +159,6 @@ class Platform:
         return int(room // kv_bytes_per_token(arch, self.tp))
 
     def memory_bytes(self) -> int:
-        """Return the memory of a GPU."""
         if self.memory_gib is None:
             return gpu_sheet(self.gpu).memory_bytes
         return round(self.memory_gib * 2**30)
@@ -261,7 +255,6 @@ def _physics() -> Efficiencies:
 
 
 def _loading(platform: Platform) -> dict[str, float]:
-    """Return the coefficients of adapter loading."""
     numbers, reference = setting(), A40
     arch, reference_arch = model_arch(platform.model), model_arch(reference.model)
     links = gpu_sheet(reference.gpu).host_bytes_per_s / gpu_sheet(platform.gpu).host_bytes_per_s
@@ -308,7 +301,6 @@ def prefill_ms(platform: Platform, tokens: float, rank: float) -> float:
 
 
 def load_ms(platform: Platform, rank: int) -> float:
-    """Return the load of an adapter."""
     return gpu_load_ms(profile(platform).loading, rank, setting().largest_rank)
 
 
@@ -386,5 +378,4 @@ def overhead_s(platform: Platform) -> float:
 
 
 def at_rate(load: Workload, rps: float) -> Workload:
-    """Return the workload at a total rate."""
     return load.at_rates_times(rps / load.total_rate_rps)

@@ -96,7 +96,6 @@ class Setting(SpecModel):
 
 @cached
 def setting() -> Setting:
-    """Return the setting of the recipe."""
     return read_recipe("loraserve").typed(Setting)
 
 

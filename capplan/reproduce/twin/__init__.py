@@ -4,11 +4,9 @@ from collections.abc import Mapping
 from typing import Final
 
 from capplan.reproduce._lab import Experiment
-from capplan.reproduce.twin._fidelity import fig8, fig9, table1, table2, unpredictable
-from capplan.reproduce.twin._motivation import fig1, figa13
-from capplan.reproduce.twin._overheads import fig4, fig5, fig6, fig7
+from capplan.reproduce.twin._fidelity import fig8, fig9, table1, table2, table3, table4, unpredictable
+from capplan.reproduce.twin._motivation import fig1, fig4, fig5, fig6, fig7, figa13
 from capplan.reproduce.twin._placement import fig10, fig11, fig12, table5
-from capplan.reproduce.twin._surrogates import table3, table4
 
 EXPERIMENTS: Final[Mapping[str, Experiment]] = {
     each.__name__: each

@@ -16,7 +16,7 @@ from capplan.planner.solvers import find_solver
 from capplan.reproduce._lab import Lab
 from capplan.reproduce._results import Curve, Findings
 from capplan.reproduce.twin._fidelity import published_model
-from capplan.reproduce.twin._setting import CurveSetting, numbered, setting, system
+from capplan.reproduce.twin._setting import numbered, setting, system
 from capplan.spec import STARVED_BELOW, Adapter, EngineConfig, Slo, Workload
 
 PROPOSED: Final = "Proposed"
@@ -104,7 +104,7 @@ def answers(lab: Lab, curve: str, systems: Sequence[str]) -> dict[str, list[Answ
     """Return each system's answers along a curve, by draw."""
     given = setting().placement.curves[curve]
     cases = [
-        Placed(_cell(given, adapters, draw), name)
+        Placed(Cell(given.model, given.gpus, given.rates, given.ranks, adapters, draw), name)
         for name, draw, adapters in product(systems, lab.seeds, given.adapters)
     ]
     found: dict[str, list[dict[int, SolverResult]]] = {name: [{} for _ in lab.seeds] for name in systems}
@@ -115,10 +115,6 @@ def answers(lab: Lab, curve: str, systems: Sequence[str]) -> dict[str, list[Answ
         }
         found[case.system][lab.seeds.index(case.cell.draw)][case.cell.adapters] = SolverResult(**known)
     return {name: list(each) for name, each in found.items()}
-
-
-def _cell(given: CurveSetting, adapters: int, draw: int) -> Cell:
-    return Cell(given.model, given.gpus, given.rates, given.ranks, adapters, draw)
 
 
 def starves(row: SolverResult) -> bool:
@@ -166,7 +162,10 @@ def fig10(lab: Lab) -> Findings:
     left, right = (answers(lab, f"fig10-{side}", names) for side in ("left", "right"))
     ours, others = left[PROPOSED], [left[name] for name in MAXBASES]
     beyond = [
-        all(any(starves(draw[at][count]) for count in _declined(found)) for draw in others)
+        all(
+            any(starves(draw[at][count]) for count, row in found.items() if not row.answered)
+            for draw in others
+        )
         for at, found in enumerate(ours)
     ]
     first = [[_first(found, lambda row: row.memory_errors > 0) for found in right[name]] for name in MAXBASES]
@@ -191,10 +190,6 @@ def fig10(lab: Lab) -> Findings:
         *_curves(right, lambda row: row.throughput_tok_s, "right: "),
     ]
     return Findings(values, curves)
-
-
-def _declined(found: Answers) -> list[int]:
-    return [count for count, row in found.items() if not row.answered]
 
 
 def _first(found: Answers, is_so: Callable[[SolverResult], bool]) -> float:

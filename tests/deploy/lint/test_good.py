@@ -9,7 +9,7 @@ import pytest
 from capplan import InputError, Plan
 from capplan.deploy import EXPORTERS, export
 from capplan.deploy.lint import lint
-from capplan.deploy.lint._inputs import read_input
+from capplan.deploy.lint._lint import read_input
 from capplan.deploy.lint._parts import Server
 from capplan.spec import PlanBase
 from capplan.workload import presets

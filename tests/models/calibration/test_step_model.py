@@ -10,9 +10,14 @@ from hypothesis import strategies as st
 
 from capplan import InputError
 from capplan.models import ADDITIVE
-from capplan.models.calibration import MeasuredSteps, _candidates, calibrate_steps
-from capplan.models.calibration._candidates import TERM_GROUPS, candidate_named, candidates
-from capplan.models.calibration._step_model import predict_left_out, step_ranges
+from capplan.models.calibration import MeasuredSteps, _step_model, calibrate_steps
+from capplan.models.calibration._step_model import (
+    TERM_GROUPS,
+    candidate_named,
+    candidates,
+    predict_left_out,
+    step_ranges,
+)
 from capplan.models.calibration._tables import step_table
 from capplan.spec import Coefficient, Kernel
 from tests.models.calibration.step_tables import (
@@ -277,6 +282,6 @@ def test_window_means_average_terms_with_a_threshold_over_their_steps(
 def test_a_form_that_is_not_linear_is_not_fitted_as_if_it_were(monkeypatch: pytest.MonkeyPatch) -> None:
     table = table_of(steps_of("digital-twin", DIGITAL_TWIN_TRUTH, kernel=Kernel.VLLM))
     candidate = candidate_named("digital-twin", table, Kernel.VLLM)
-    monkeypatch.setattr(_candidates, "DIGITAL_TWIN", None)  # without its own fit
+    monkeypatch.setattr(_step_model, "DIGITAL_TWIN", None)  # without its own fit
     with pytest.raises(TypeError, match="step model digital-twin: must be linear"):
         candidate.fit(table)

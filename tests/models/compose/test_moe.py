@@ -8,7 +8,7 @@ import pytest
 from capplan.datasets import arch_of, model_arch
 from capplan.errors import InputError
 from capplan.models.compose import decoder_of, known_decoder, operator_tables, operator_times
-from capplan.models.compose._moe import expert_times
+from capplan.models.compose._operators import expert_times
 from capplan.serving import lora_elements_per_rank, weight_bytes
 from capplan.spec import Experts, ModelArch
 

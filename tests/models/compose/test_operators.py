@@ -9,9 +9,13 @@ from hypothesis import strategies as st
 
 from capplan import InputError
 from capplan.models.compose import SYSTEMS, operator_tables
-from capplan.models.compose._attention import Heads, decode_attention, prefill_ms_per_mpair
-from capplan.models.compose._gemm import gemm_times
-from capplan.models.compose._tables import system_of
+from capplan.models.compose._operators import (
+    Heads,
+    decode_attention,
+    gemm_times,
+    prefill_ms_per_mpair,
+    system_of,
+)
 
 GPUS = [each.sheet_key for each in SYSTEMS]
 GROUPED = Heads(32, 8, 128)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from capplan.models.surrogates import FEATURES, LOG_OVER_EXPECTED, Tree, export_python
-from capplan.models.surrogates._tree_export import compile_tree
+from capplan.models.surrogates._tree import compile_tree
 from tests.models.surrogates.trees import LEAF, around, trees
 
 ALLOWED = (

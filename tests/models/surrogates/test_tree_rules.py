@@ -3,8 +3,7 @@ import pytest
 from hypothesis import given
 
 from capplan.models.surrogates import FEATURES, LOG_OVER_EXPECTED, Tree, decision_rules
-from capplan.models.surrogates._tree import PROBABILITY
-from capplan.models.surrogates._tree_export import output_text
+from capplan.models.surrogates._tree import PROBABILITY, output_text
 from tests.models.surrogates.trees import LEAF, around, trees
 
 

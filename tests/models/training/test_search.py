@@ -13,9 +13,15 @@ from optuna.trial import TrialState
 from capplan import InputError
 from capplan.models.calibration import smape
 from capplan.models.training import FAMILIES
-from capplan.models.training._candidates import CandidateModel, candidate_model
+from capplan.models.training._candidates import (
+    CandidateModel,
+    SearchOptions,
+    Tuned,
+    candidate_model,
+    quiet_storage,
+    tune,
+)
 from capplan.models.training._evaluation import macro_f1
-from capplan.models.training._search import SearchOptions, Tuned, quiet_storage, tune
 from tests.models.training.scenarios import scenarios
 
 pytestmark = pytest.mark.long

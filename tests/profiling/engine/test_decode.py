@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from capplan.engine.models import model_config
-from capplan.profiling.engine._decode import DecodeGrid, decode_rows, least_bytes
+from capplan.profiling.engine._checks import DecodeGrid, decode_rows, least_bytes
 
 
 def test_the_least_bytes_of_llama_3_8b() -> None:

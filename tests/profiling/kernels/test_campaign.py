@@ -9,7 +9,6 @@ import pytest
 
 from capplan import InputError
 from capplan.models import read_kernel_table
-from capplan.profiling._campaign_page import kernel_shares
 from capplan.profiling.campaign import (
     MOST_SLICE_S,
     PARTS,
@@ -18,6 +17,7 @@ from capplan.profiling.campaign import (
     Slice,
     SliceResult,
     SliceSettings,
+    kernel_shares,
     main,
     slices,
 )
@@ -216,7 +216,7 @@ def test_a_kernel_that_differs_fails_its_slice_and_is_recorded(
 ) -> None:
     row = {"dtype": "float32", "lora_kernel": "padded", "error": 0.5, "limit": 1e-4}
     row |= {"attention_kernel": "torch", "cuda_graphs": False, "compared": 3}
-    monkeypatch.setattr("capplan.profiling.engine._correctness.correctness_rows", lambda *_: [row])
+    monkeypatch.setattr("capplan.profiling.engine._checks.correctness_rows", lambda *_: [row])
     started = Campaign(tmp_path, "cpu", slices()[:1], tiny=True)
     assert not started.run(60.0)
     assert "kernels differ from PyTorch's: padded, float32: 5.0e-01" in str(record(tmp_path))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from capplan import InputError
 from capplan.profiling.kernels import SamplingLimits
-from capplan.profiling.kernels._cases import (
+from capplan.profiling.kernels._measure import (
     GRIDS,
     MIN_PASSES,
     Case,

@@ -5,8 +5,7 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-from capplan.profiling.kernels._cases import Case
-from capplan.profiling.kernels._measure import MakeCalls, WeightPool, grouped_calls, padded_calls
+from capplan.profiling.kernels._measure import Case, MakeCalls, WeightPool, grouped_calls, padded_calls
 
 WIDTH = 24
 
@@ -21,9 +20,9 @@ def random_pool(numbers: int = 1 << 15) -> WeightPool:
 
 def triton_calls(kind: str) -> MakeCalls:
     pytest.importorskip("triton", reason="the kernels need triton (extra `engine`)")
-    from capplan.profiling.kernels._measure import TritonCalls
+    from capplan.profiling.kernels._measure import MAKERS
 
-    return TritonCalls(kind)  # type: ignore[arg-type]
+    return MAKERS[kind]
 
 
 def maker(kernel: str) -> MakeCalls:

@@ -6,8 +6,15 @@ import numpy as np
 import pytest
 
 from capplan import InputError
-from capplan.profiling.load import BenchResult, LoadSettings, RequestFile, Target, bench, write_vllm_bench
-from capplan.profiling.load._vllm_bench import read_vllm_bench
+from capplan.profiling.load import (
+    BenchResult,
+    LoadSettings,
+    RequestFile,
+    Target,
+    bench,
+    read_result,
+    write_vllm_bench,
+)
 from tests.profiling.load import servers
 from tests.profiling.load.test_requests import workload
 
@@ -43,7 +50,7 @@ def test_a_written_file_has_the_keys_of_vllm(run: tuple[BenchResult, Path]) -> N
 
 def test_a_written_file_reads_back(run: tuple[BenchResult, Path]) -> None:
     result, path = run
-    read = read_vllm_bench(path)
+    read = read_result(path)
     assert read.source == "vllm bench serve"
     document = json.loads(path.read_text())
     overall = read.overall
@@ -62,7 +69,7 @@ def test_a_file_without_details_gives_its_own_statistics(
     document = json.loads(run[1].read_text())
     short = {key: value for key, value in document.items() if not isinstance(value, list)}
     (tmp_path / "short.json").write_text(json.dumps(short))
-    overall = read_vllm_bench(tmp_path / "short.json").overall
+    overall = read_result(tmp_path / "short.json").overall
     assert overall.itl_ms.mean == document["mean_itl_ms"]
     assert overall.ttft_sent_s.p99 == pytest.approx(document["p99_ttft_ms"] / 1e3)
 
@@ -71,8 +78,8 @@ def test_failed_requests_are_left_out_of_latencies(run: tuple[BenchResult, Path]
     document = json.loads(run[1].read_text())
     document["errors"][0], document["ttfts"][0] = "boom", 1e9
     (tmp_path / "x.json").write_text(json.dumps(document))
-    assert np.isfinite(read_vllm_bench(tmp_path / "x.json").overall.ttft_sent_s.mean or np.nan)
-    assert (read_vllm_bench(tmp_path / "x.json").overall.ttft_sent_s.mean or 0.0) < 1e6
+    assert np.isfinite(read_result(tmp_path / "x.json").overall.ttft_sent_s.mean or np.nan)
+    assert (read_result(tmp_path / "x.json").overall.ttft_sent_s.mean or 0.0) < 1e6
 
 
 @pytest.mark.parametrize(
@@ -81,4 +88,4 @@ def test_failed_requests_are_left_out_of_latencies(run: tuple[BenchResult, Path]
 def test_another_file_is_refused(tmp_path: Path, document: Any) -> None:
     (tmp_path / "x.json").write_text(json.dumps(document))
     with pytest.raises(InputError):
-        read_vllm_bench(tmp_path / "x.json")
+        read_result(tmp_path / "x.json")

@@ -14,7 +14,7 @@ from capplan.profiling.load import BenchResult
 from capplan.profiling.load._preflight import EngineInfo, ServerInfo
 from capplan.profiling.load._result import ServerSample
 from capplan.profiling.validation import GroupValidation, MetricComparison, Tolerances, ValidationOptions
-from capplan.profiling.validation._compare import (
+from capplan.profiling.validation._validate import (
     ITL,
     PROBE_S,
     PROBES,

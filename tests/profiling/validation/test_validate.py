@@ -12,8 +12,7 @@ from capplan import Adapter, Lengths, Profile, Workload
 from capplan.cli.options import read_cache, read_queues, read_scheduler
 from capplan.profiling.load import LoadProgress
 from capplan.profiling.validation import ValidationOptions, validate
-from capplan.profiling.validation._compare import KV_CAPACITY
-from capplan.profiling.validation._validate import server_command
+from capplan.profiling.validation._validate import KV_CAPACITY, server_command
 from capplan.spec import Group, QueueClass, Queues, Wrs
 from tests.cli.examples import MODEL, profile_document, small_plan
 from tests.profiling.load.servers import listening, plain, toy_server

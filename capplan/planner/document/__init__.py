@@ -1,1 +1,0 @@
-"""The plan document, assembled from a verified placement."""
