@@ -48,6 +48,7 @@ C = TypeVar("C", bound=type)
 
 _ENTRY_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType(
     {
+        "nopython": True,
         "nogil": True,  # the planner verifies GPUs in threads
         "error_model": "numpy",
         "no_cfunc_wrapper": True,
@@ -215,7 +216,7 @@ def jit(function: F) -> F:
     """
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # made at run time
         return function
-    entry = _Entry(function, inner(function), targetoptions={"nopython": True, **_ENTRY_OPTIONS})
+    entry = _Entry(function, inner(function), targetoptions=dict(_ENTRY_OPTIONS))
     cache_on_disk(entry)
     return cast("F", entry)
 
@@ -235,10 +236,7 @@ def cache_on_disk(dispatcher: Any) -> None:
 
 def inner(function: F) -> F:
     """Compile `function` as a part of its compiled callers; a call from Python raises `TypeError`."""
-    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # made at run time
-        return function
-    options = {"nopython": True, **_INNER_OPTIONS}
-    return cast("F", _Linked(function, targetoptions=options, pipeline_class=_LinkedCompiler))
+    return _linked(function, _LinkedCompiler, _INNER_OPTIONS)
 
 
 def inner_once(function: F) -> F:
@@ -247,18 +245,19 @@ def inner_once(function: F) -> F:
     For what is long, or called from many places, and not at each step: it saves compile time. Fields of a
     tuple are read from memory then, not from registers.
     """
-    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # made at run time
-        return function
-    options = {"nopython": True, **_INNER_OPTIONS, "forceinline": False}
-    return cast("F", _Linked(function, targetoptions=options, pipeline_class=_CalledCompiler))
+    return _linked(function, _CalledCompiler, {**_INNER_OPTIONS, "forceinline": False})
 
 
 def inner_sum(function: F) -> F:
     """Compile a function as `inner` does, with sums in any order: LLVM vectorises loops that add up."""
+    options = {**_INNER_OPTIONS, "fastmath": {"reassoc", "contract"}}
+    return _linked(function, _LinkedCompiler, options)
+
+
+def _linked(function: F, compiler: type[_LinkedCompiler], options: Mapping[str, Any]) -> F:
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # made at run time
         return function
-    options = {"nopython": True, **_INNER_OPTIONS, "fastmath": {"reassoc", "contract"}}
-    return cast("F", _Linked(function, targetoptions=options, pipeline_class=_LinkedCompiler))
+    return cast("F", _Linked(function, targetoptions=dict(options), pipeline_class=compiler))
 
 
 def inner_with(part: type, otherwise: object) -> Callable[[F], F]:
@@ -342,10 +341,8 @@ class _Cache(FunctionCache):
 
     def __init__(self, function: Callable[..., object]) -> None:
         below = UserProvidedCacheLocator.get_suitable_cache_subpath(inspect.getfile(function))
-        with contextlib.suppress(OSError):
-            (cache_dir() / below).mkdir(
-                _PRIVATE_FOLDER, exist_ok=True
-            )  # numba's modes are those of the umask
+        with contextlib.suppress(OSError):  # numba's modes are those of the umask
+            (cache_dir() / below).mkdir(_PRIVATE_FOLDER, exist_ok=True)
         super().__init__(function)
         impl = self._impl
         self._cache_file = _CheckedFiles(
