@@ -30,9 +30,8 @@ from capplan.engine._model_runner import (
 )
 from capplan.engine._pool import KvCache, PagePool, kv_page_elements
 from capplan.engine._settings import EngineOptions
-from capplan.engine.assist._crew import board_shape, crew_cpus, start_crew
+from capplan.engine.assist._crew import board_shape, crew_cpus, measured_times, start_crew
 from capplan.engine.assist._lora import Assistance
-from capplan.engine.assist._measure import measured_times
 from capplan.engine.lora._adapter import AdapterLayout
 from capplan.engine.lora._loader import copy_stream
 from capplan.engine.lora._manager import LoRAManager

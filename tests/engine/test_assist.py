@@ -171,7 +171,7 @@ def test_without_cores_or_shared_memory_prompts_wait_for_copies(
         assert len(crew_of(engine)) == 0
         assert is_answered_right(engine, expected)
     monkeypatch.undo()
-    monkeypatch.setattr("capplan.engine.assist._shared.SharedMemory.reserve", lambda *_: False)
+    monkeypatch.setattr("capplan.engine.assist._board.SharedMemory.reserve", lambda *_: False)
     with engine_with("assisted", copy_gb_per_s=1e-3) as engine:
         assert is_answered_right(engine, expected)
         assert crew_of(engine).failed_rounds == 0

@@ -14,8 +14,7 @@ import torch
 
 from capplan.engine._input_batch import ModelInputs, Segment
 from capplan.engine.assist._board import Task
-from capplan.engine.assist._crew import Crew
-from capplan.engine.assist._measure import CoreTimes
+from capplan.engine.assist._crew import CoreTimes, Crew
 from capplan.engine.kernels._torch_lora import GroupedLoRA
 from capplan.engine.lora._adapter import SITES, A, B, group_number
 from capplan.engine.lora._manager import LoRAManager
