@@ -37,7 +37,7 @@ from capplan.engine.lora._adapter import AdapterSource, PeftFolder, RandomAdapte
 from capplan.engine.lora._loader import AdapterLoader, ThreadLoader, VirtualLoader
 from capplan.engine.lora._manager import AdapterLoads, AdapterNumbers, measured_load_times
 from capplan.engine.models import ModelConfig
-from capplan.engine.parallel._leader import start_worker
+from capplan.engine.parallel._ranks import start_worker
 from capplan.errors import InfeasibleError, InputError
 from capplan.serving import new_state
 from capplan.serving.pooled import GDSF, set_up_policies

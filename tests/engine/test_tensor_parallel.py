@@ -81,7 +81,7 @@ def test_ranks_compute_what_one_does(tmp_path: Path, config: ModelConfig, settin
 def children() -> list[int]:
     """Return the numbers of the workers of this process."""
     found = psutil.Process().children()
-    return [each.pid for each in found if any("parallel._process" in word for word in each.cmdline())]
+    return [each.pid for each in found if any("parallel._ranks" in word for word in each.cmdline())]
 
 
 @pytest.mark.parametrize("config", [LLAMA, QWEN2, LLAMA.replace(o_bias=True, mlp_bias=True)])

@@ -122,7 +122,7 @@ _STOP_TIMEOUT_S: Final = 3.0
 _NOTICE_S: Final = 5.0
 """For the end of a worker to be noticed after a collective has failed."""
 _RECEIVE_BYTES: Final = 2**16
-_COMMAND: Final = (sys.executable, "-m", "capplan.engine.parallel._process")
+_COMMAND: Final = (sys.executable, "-m", "capplan.engine.parallel._ranks")
 
 
 class Command(NamedTuple):
