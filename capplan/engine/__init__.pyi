@@ -3,7 +3,6 @@ from ._core_process import CoreProcess, is_stopped
 from ._engine import Engine
 from ._engine_core import StepOutput
 from ._input_batch import Segment
-from ._memory_profile import free_unused
 from ._messages import (
     AbortRequests,
     AddRequests,
@@ -27,7 +26,7 @@ from ._settings import EngineOptions
 from ._state_report import StateReport
 from ._timing import RecordFile, StepRecord
 from ._tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from ._worker import Sizes
+from ._worker import Sizes, free_unused
 from .models import ModelConfig
 
 __all__ = [

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from capplan.engine import Engine
 from capplan.engine import _engine as setup
-from capplan.engine._memory_profile import LiveBytes, held_bytes, peak_bytes
-from capplan.engine._worker import MeasuredMemory, Worker
+from capplan.engine._worker import LiveBytes, MeasuredMemory, Worker, held_bytes, peak_bytes
 from capplan.spec import EngineArgs
 from tests.engine.engines import TINY_MODEL
 
