@@ -1,7 +1,7 @@
 from ._affinity import AUTO, bound_to, core_cpus, cpu_model, cpuinfo, device_name, other_cpus
 from ._core_process import CoreProcess, is_stopped
 from ._engine import Engine
-from ._engine_core import StepOutput
+from ._engine_core import StateReport, StepOutput
 from ._input_batch import Segment
 from ._messages import (
     AbortRequests,
@@ -23,7 +23,6 @@ from ._messages import (
 from ._request import Completion, FinishReason, Request, SamplingParams, TokenLogprobs
 from ._scheduler_output import Decision
 from ._settings import EngineOptions
-from ._state_report import StateReport
 from ._timing import RecordFile, StepRecord
 from ._tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from ._worker import Sizes, free_unused

@@ -24,12 +24,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from capplan.engine._engine_core import EngineCore, StepOutput
+from capplan.engine._engine_core import EngineCore, StateReport, StepOutput, state_report
 from capplan.engine._pool import BlockTables, CountedBlocks, NamedBlocks, kv_page_elements
 from capplan.engine._request import Completion, FinishReason, Request, SamplingParams, Timing
 from capplan.engine._scheduler_output import with_host_adapters
 from capplan.engine._settings import EngineOptions
-from capplan.engine._state_report import StateReport, state_report
 from capplan.engine._timing import EngineClock, StepRecord, VirtualClock, WallClock
 from capplan.engine._tokenizer import Tokenizer, load_tokenizer
 from capplan.engine._worker import Sizes, Worker

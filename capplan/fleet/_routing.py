@@ -162,7 +162,7 @@ _Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 class ReportedState(BaseModel):
-    """State of an instance as its ``/state`` returns it; see `capplan.engine._state_report.StateReport`."""
+    """State of an instance as its ``/state`` returns it; see `capplan.engine.StateReport`."""
 
     model_config = ConfigDict(extra="ignore")
 
