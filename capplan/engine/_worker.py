@@ -39,8 +39,8 @@ from capplan.engine.lora._loader import copy_stream
 from capplan.engine.lora._manager import LoRAManager
 from capplan.engine.lora._memory import RowTables, StaticSlots, UnifiedPages
 from capplan.engine.models import ModelConfig, Weights, load_weights, model_config, packed, random_weights
+from capplan.engine.models._config import WHOLE, ModelShard, require_shardable
 from capplan.engine.models._decoder import RopeTable
-from capplan.engine.models._shard import WHOLE, ModelShard, require_shardable
 from capplan.engine.parallel._group import Collectives
 from capplan.errors import InfeasibleError, InputError
 from capplan.serving import weight_bytes

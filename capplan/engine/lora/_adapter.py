@@ -22,8 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from capplan.engine.models._config import ModelConfig
-from capplan.engine.models._shard import WHOLE, ModelShard
+from capplan.engine.models._config import WHOLE, ModelConfig, ModelShard
 from capplan.errors import InputError
 from capplan.spec import (
     LORA_MODULES,

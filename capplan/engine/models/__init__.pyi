@@ -1,5 +1,11 @@
-from ._config import ModelConfig, builtin_models, model_config, read_config
-from ._shard import ModelShard, require_shardable
+from ._config import (
+    ModelConfig,
+    ModelShard,
+    builtin_models,
+    model_config,
+    read_config,
+    require_shardable,
+)
 from ._weights import Weights, load_weights, packed, random_weights
 
 __all__ = [

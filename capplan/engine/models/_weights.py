@@ -1,6 +1,6 @@
 """Model weights: read from safetensors, or drawn at random for a config without weights.
 
-Under tensor parallelism each rank holds its part of every matrix, see `capplan.engine.models._shard`.
+Under tensor parallelism each rank holds its part of every matrix, see `capplan.engine.models._config`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch.nn import functional
 
-from capplan.engine.models._config import ModelConfig
-from capplan.engine.models._shard import WHOLE, ModelShard
+from capplan.engine.models._config import WHOLE, ModelConfig, ModelShard
 from capplan.errors import InputError
 from capplan.spec import open_regular, read_json_object
 

@@ -29,7 +29,7 @@ from typing import Any, Final, NamedTuple, Self
 import torch
 
 from capplan.engine._messages import FrameReader, frame
-from capplan.engine.models._shard import ModelShard
+from capplan.engine.models._config import ModelShard
 from capplan.errors import CapplanError
 from capplan.processes import without_interrupts
 

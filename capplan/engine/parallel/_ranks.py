@@ -36,7 +36,7 @@ from capplan.engine.lora._adapter import AdapterLayout, AdapterSource
 from capplan.engine.lora._loader import LoadJob, copy_stream
 from capplan.engine.lora._manager import LoRAManager
 from capplan.engine.models import ModelConfig, model_config
-from capplan.engine.models._shard import ModelShard, require_shardable
+from capplan.engine.models._config import ModelShard, require_shardable
 from capplan.engine.parallel._group import (
     Answer,
     Command,
