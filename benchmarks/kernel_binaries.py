@@ -34,8 +34,8 @@ from benchmarks.kernel_launches import (
     pointwise_launches,
     prompts_launch,
 )
+from capplan.engine.kernels._triton_layers import share_launch
 from capplan.engine.kernels._triton_lora import Launch
-from capplan.engine.kernels._triton_signal import share_launch
 
 META: Final = torch.device("meta")
 WARP: Final = 32

@@ -230,7 +230,7 @@ class Crew:
 
         Nothing waits: the cores begin when the stream is there.
         """
-        from capplan.engine.kernels._triton_signal import share_launch
+        from capplan.engine.kernels._triton_layers import share_launch
 
         if self._arrived is None:
             self._arrived = torch.zeros(1, dtype=torch.int32, device=activations[0].device)
