@@ -50,6 +50,7 @@ from capplan.engine._messages import (
     Reply,
     StepTokens,
     frame,
+    received,
 )
 from capplan.engine._request import FinishReason, Request, SamplingParams, TokenLogprobs
 from capplan.engine._timing import SpeedProbe
@@ -291,7 +292,6 @@ def _pool_gauges(state: State) -> PoolGauges:
 _COMMAND: Final = (sys.executable, "-m", "capplan.engine._core_process")
 _STOP_TIMEOUT_S: Final = 5.0
 """For the current step; a core that is stopped or hangs is killed then."""
-_RECEIVE_BYTES: Final = 2**16
 
 
 class CoreEndedError(CapplanError):
@@ -364,13 +364,11 @@ class CoreProcess:
         return f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
 
     def _first_message(self) -> CoreReady:
-        reader = FrameReader()
-        while data := self.connection.recv(_RECEIVE_BYTES):
-            for message in reader.feed(data):
-                if isinstance(message, CoreRefused):
-                    raise message.error
-                if isinstance(message, CoreReady):
-                    return message
+        for message in received(self.connection):
+            if isinstance(message, CoreRefused):
+                raise message.error
+            if isinstance(message, CoreReady):
+                return message
         raise CoreEndedError(f"the engine core ended {self.describe_end()} while it was starting")
 
 
@@ -402,7 +400,7 @@ def warm_up(engine: Engine) -> None:
 
 def run_core(connection: socket.socket) -> None:
     """Build the engine that the first message describes, and serve it until the connection is closed."""
-    settings = _settings(connection)
+    settings: CoreSettings | None = next(received(connection), None)
     if settings is None:
         return
     with contextlib.ExitStack() as stack:
@@ -422,18 +420,6 @@ def run_core(connection: socket.socket) -> None:
         loop = CoreLoop(engine, connection, AWAKE_S if beside else 0.0)
         connection.sendall(frame(loop.ready()))
         loop.run()
-
-
-def _settings(connection: socket.socket) -> CoreSettings | None:
-    reader = FrameReader()
-    messages: list[Any] = []
-    while not messages:
-        data = connection.recv(_RECEIVE_BYTES)
-        if not data:
-            return None
-        messages = reader.feed(data)
-    settings: CoreSettings = messages[0]
-    return settings
 
 
 def main() -> int:

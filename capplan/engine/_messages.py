@@ -8,8 +8,9 @@ step are two arrays, so that a step with hundreds of requests is one short messa
 from __future__ import annotations
 
 import pickle
+import socket
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from capplan.engine._timing import StepRecord
 
 _LENGTH_BYTES: Final = 4
+_RECEIVE_BYTES: Final = 2**18
 
 
 class CoreSettings(NamedTuple):
@@ -196,3 +198,10 @@ class FrameReader:
             start = end
         del self._buffer[:start]
         return messages
+
+
+def received(connection: socket.socket) -> Iterator[Any]:
+    """Yield the messages that come through a socket until its other end is closed."""
+    reader = FrameReader()
+    while data := connection.recv(_RECEIVE_BYTES):
+        yield from reader.feed(data)

@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from capplan.engine._input_batch import StepInputs
-from capplan.engine._messages import FrameReader, frame
+from capplan.engine._messages import frame, received
 from capplan.engine._model_runner import Runner
 from capplan.engine._settings import EngineOptions
 from capplan.engine._worker import MeasuredMemory, Sizes, Worker
@@ -238,9 +238,6 @@ class _LeadingLoRA(LoRAManager):
         return load_all
 
 
-_RECEIVE_BYTES: Final = 2**18
-
-
 class WorkerLoop:
     """Commands of the first rank, run one after the other."""
 
@@ -250,14 +247,11 @@ class WorkerLoop:
         self._sending = Lock()
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="adapter-loader")
         self._methods: Mapping[str, Callable[..., Any]] = {"start": self._start}
-        self._worker: Worker
 
     def run(self) -> None:
         """Run commands until the first rank closes its end."""
-        reader = FrameReader()
-        while data := self._connection.recv(_RECEIVE_BYTES):
-            for command in reader.feed(data):
-                self._execute(command)
+        for command in received(self._connection):
+            self._execute(command)
 
     def fail(self, error: BaseException) -> None:
         """Report an error."""
@@ -293,7 +287,7 @@ class WorkerLoop:
     ) -> None:
         """Load this rank's part of a model."""
         shard = ModelShard(self._rank, len(devices))
-        worker = self._worker = Worker(model, options.replace(device=devices[self._rank]), capacity, shard)
+        worker = Worker(model, options.replace(device=devices[self._rank]), capacity, shard)
         if worker.device.type == "cuda":
             torch.cuda.set_device(worker.device)  # pinned memory takes memory of the current GPU
         lora = worker.lora
@@ -303,24 +297,14 @@ class WorkerLoop:
                 shard, worker.device, Path(meeting), COLLECTIVE_TIMEOUT_S
             )
 
-        def run(step: Any) -> None:
-            worker.runner.run(step)
-
-        def logits(at: Any) -> None:
-            worker.runner.logits(at)
-
-        def evict(number: int) -> None:
-            lora.evict(number)
-
         self._methods = {
             "connect": connect,
             "allocate": worker.allocate,
             "measure": worker.measure,
-            "run": run,
-            "logits": logits,
+            "run": lambda step: worker.runner.run(step),  # `allocate` sets another runner
+            "logits": lambda at: worker.runner.logits(at),
             "capture_graphs": lambda: worker.runner.capture_graphs(),
-            **{name: getattr(lora, name) for name in ("register", "unregister", "read", "drop")},
-            "evict": evict,
+            **{name: getattr(lora, name) for name in ("register", "unregister", "read", "drop", "evict")},
             "load": lora.new_load,
         }
 
