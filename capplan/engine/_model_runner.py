@@ -26,8 +26,7 @@ from capplan.engine.kernels._cpu import CompiledAttention, CompiledLoRA, Compile
 from capplan.engine.kernels._torch_lora import GroupedLoRA, PaddedLoRA
 from capplan.engine.lora._manager import LoRAManager
 from capplan.engine.lora._memory import RowTables
-from capplan.engine.models._config import ModelConfig
-from capplan.engine.models._decoder import LoRALayers, Pointwise, RopeTable, TorchAttention, forward
+from capplan.engine.models._decoder import LoRALayers, Pointwise, TorchAttention, forward
 from capplan.engine.models._weights import Weights
 from capplan.engine.parallel._group import Collectives
 from capplan.serving import Limits
@@ -373,30 +372,19 @@ class CudaCapture:
         return replay
 
 
-def attention_factory(
-    options: EngineOptions, config: ModelConfig, cache: KvCache, rope: RopeTable
-) -> Callable[[ModelInputs], TorchAttention]:
-    """Return the attention backend factory."""
-    kernel = options.chosen_attention(cache.pool.tensor.dtype)
-    if kernel == "torch":
-        return lambda inputs: TorchAttention(config, cache, rope, inputs)
-    if kernel == "compiled":
-        return lambda inputs: CompiledAttention(config, cache, rope, inputs)
-    from capplan.engine.kernels._triton_attention import TritonAttention
-
-    return lambda inputs: TritonAttention(config, cache, rope, inputs)
-
-
-def pointwise_for(options: EngineOptions, config: ModelConfig, dtype: torch.dtype) -> Pointwise:
-    """Return the norms and the activation of the attention backend."""
+def attention_kernels(
+    options: EngineOptions, dtype: torch.dtype
+) -> tuple[type[TorchAttention], type[Pointwise]]:
+    """Return the attention of the chosen backend, and its norms and activation."""
     kernel = options.chosen_attention(dtype)
     if kernel == "torch":
-        return Pointwise(config.rms_eps)
+        return TorchAttention, Pointwise
     if kernel == "compiled":
-        return CompiledPointwise(config.rms_eps)
+        return CompiledAttention, CompiledPointwise
+    from capplan.engine.kernels._triton_attention import TritonAttention
     from capplan.engine.kernels._triton_layers import TritonPointwise
 
-    return TritonPointwise(config.rms_eps)
+    return TritonAttention, TritonPointwise
 
 
 def lora_factory(

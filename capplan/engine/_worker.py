@@ -20,14 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from capplan.engine._input_batch import Segment, StepInputs
-from capplan.engine._model_runner import (
-    ModelRunner,
-    Runner,
-    attention_factory,
-    lora_factory,
-    pointwise_for,
-    step_graphs,
-)
+from capplan.engine._model_runner import ModelRunner, Runner, attention_kernels, lora_factory, step_graphs
 from capplan.engine._pool import NULL_PAGE, KvCache, PagePool, kv_page_elements
 from capplan.engine._request import Request, SamplingParams
 from capplan.engine._sampler import sample
@@ -265,12 +258,13 @@ class Worker:
         cache = KvCache(config, self.pool, options.block_size)
         rope = RopeTable(config, limits.max_model_len, self.dtype, device)
         tables = RowTables(self.lora.layout, limits.max_loras, args.max_lora_rank, device)
+        attention, pointwise = attention_kernels(options, self.dtype)
         runner = ModelRunner(
             self.model.weights,
             cache,
-            attention_factory(options, config, cache, rope),
+            lambda inputs: attention(config, cache, rope, inputs),
             lora_factory(options, self.lora, tables),
-            pointwise_for(options, config, self.dtype),
+            pointwise(config.rms_eps),
             self.collectives,
         )
         runner.graphs = step_graphs(
