@@ -34,7 +34,7 @@ from capplan.engine._scheduler_output import (
     new_scheduled,
     scheduler_output,
 )
-from capplan.engine._timing import EngineClock, PhaseTimer, StepRecord, step_record
+from capplan.engine._timing import EngineClock, PhaseTimer, StepRecord
 from capplan.engine.lora._manager import AdapterLoads
 from capplan.serving import NONE, Limits, State, finish
 from capplan.serving.pooled import forget_execution, refresh
@@ -96,6 +96,37 @@ class _Step:
     timer: PhaseTimer = field(default_factory=PhaseTimer)
     begin_ns: int = 0
     end_ns: int = 0
+
+    def record(self, number: int, finished: int) -> StepRecord:
+        """Return the record of the step."""
+        output, counters, timer = self.output, self.counters, self.timer
+        return StepRecord(
+            step=number,
+            begin_ns=self.begin_ns,
+            tokens=counters["step_tokens"],
+            decode_requests=output.decodes,
+            prefill_requests=output.requests.size - output.decodes,
+            prefill_tokens=output.prefill_tokens,
+            prefill_pairs=output.prefill_pairs,
+            requests=counters["n_running"] - counters["n_ending"] - counters["n_absent"],
+            waiting=counters["n_waiting"],
+            kv_tokens=counters["kv_tokens"],
+            adapters=counters["n_active"] - counters["n_claimed"],
+            resident=counters["n_resident"],
+            rank_sum=output.rank_sum,
+            max_rank=output.max_rank,
+            loads=counters["n_loads"],
+            disk_loads=self.disk_loads,
+            preemptions=counters["n_preempted"],
+            finished=finished,
+            duration_ns=self.end_ns - self.begin_ns,
+            schedule_ms=timer.ms("schedule"),
+            load_ms=timer.ms("load"),
+            prepare_ms=timer.ms("prepare"),
+            forward_ms=timer.ms("forward"),
+            sample_ms=timer.ms("sample"),
+            commit_ms=timer.ms("commit"),
+        )
 
 
 class EngineCore:
@@ -282,17 +313,7 @@ class EngineCore:
         self._steps += 1
         if self.decisions is not None and step.decision is not None:
             self.decisions.append(step.decision._replace(begin_ns=step.begin_ns))
-        record = step_record(
-            self._steps,
-            step.begin_ns,
-            step.end_ns,
-            step.output,
-            step.counters,
-            step.disk_loads,
-            len(finished),
-            step.timer,
-        )
-        return StepOutput(record, emitted, finished)
+        return StepOutput(step.record(self._steps, len(finished)), emitted, finished)
 
     def _wait(self, step: _Step) -> Sampled:
         """Wait for the tokens of a step."""

@@ -7,13 +7,11 @@ is skipped, and the twin, given the same durations, must take the same decisions
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 
-from capplan.engine._scheduler_output import SchedulerOutput
 from capplan.errors import InputError
 from capplan.spec import create_beside, error_reason, replace_durably, resolved_output
 
@@ -21,6 +19,8 @@ _ROWS_PER_GROUP: Final = 10_000
 _PROBE_LOOPS: Final = 400
 _PROBE_SIDE: Final = 64
 _PROBE_REPEATS: Final = 3
+_PROBE_PERIOD_NS: Final = 50_000_000
+"""Least time between two probes. One takes about 0.1 ms."""
 
 
 class WallClock:
@@ -107,15 +107,9 @@ class SpeedProbe:
 
     A loop of the interpreter and a product of matrices, the two kinds of work in a step. The shortest of
     three repetitions counts, since the first one finds the caches as the step has left them.
-
-    Parameters
-    ----------
-    period_s
-        Least time between two of them. One takes about 0.1 ms.
     """
 
-    def __init__(self, period_s: float = 0.05) -> None:
-        self._period_ns = round(period_s * 1e9)
+    def __init__(self) -> None:
         self._next_ns = 0
         self._square = np.full((_PROBE_SIDE, _PROBE_SIDE), 0.5, np.float32)
         self._product = np.empty_like(self._square)
@@ -125,7 +119,7 @@ class SpeedProbe:
         now_ns = time.perf_counter_ns()
         if now_ns < self._next_ns:
             return 0.0
-        self._next_ns = now_ns + self._period_ns
+        self._next_ns = now_ns + _PROBE_PERIOD_NS
         return 1e-6 * min(self._work_ns() for _ in range(_PROBE_REPEATS))
 
     def _work_ns(self) -> int:
@@ -175,46 +169,6 @@ class StepRecord(NamedTuple):
     commit_ms: float
     probe_ms: float = 0.0
     """Of `SpeedProbe` after the step; 0: not taken."""
-
-
-def step_record(
-    step: int,
-    begin_ns: int,
-    end_ns: int,
-    output: SchedulerOutput,
-    counters: Mapping[str, int],
-    disk_loads: int,
-    finished: int,
-    timer: PhaseTimer,
-) -> StepRecord:
-    """Return the record of a step; `counters` are the scheduler's between `schedule` and `commit`."""
-    return StepRecord(
-        step=step,
-        begin_ns=begin_ns,
-        tokens=counters["step_tokens"],
-        decode_requests=output.decodes,
-        prefill_requests=output.requests.size - output.decodes,
-        prefill_tokens=output.prefill_tokens,
-        prefill_pairs=output.prefill_pairs,
-        requests=counters["n_running"] - counters["n_ending"] - counters["n_absent"],
-        waiting=counters["n_waiting"],
-        kv_tokens=counters["kv_tokens"],
-        adapters=counters["n_active"] - counters["n_claimed"],
-        resident=counters["n_resident"],
-        rank_sum=output.rank_sum,
-        max_rank=output.max_rank,
-        loads=counters["n_loads"],
-        disk_loads=disk_loads,
-        preemptions=counters["n_preempted"],
-        finished=finished,
-        duration_ns=end_ns - begin_ns,
-        schedule_ms=timer.ms("schedule"),
-        load_ms=timer.ms("load"),
-        prepare_ms=timer.ms("prepare"),
-        forward_ms=timer.ms("forward"),
-        sample_ms=timer.ms("sample"),
-        commit_ms=timer.ms("commit"),
-    )
 
 
 class RecordFile:
