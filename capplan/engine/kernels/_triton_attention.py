@@ -12,7 +12,7 @@ parts beyond a request's context return at once. A prompt has one program per ke
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 import triton
@@ -306,7 +306,20 @@ def decode_launches(
     pages = cache.pages[:, layer]
     sizes = (head_dim**-0.5, *q.stride()[:2])
     paging = (tables.stride(0), *pages.stride()[:3])
-    config = attend_config(cache, heads // cache.kv_heads, q.dtype, splits > 1)
+    group = heads // cache.kv_heads
+    config = {
+        "UPCAST": must_upcast(q.dtype),
+        "PAGE_TOKENS": cache.block_size,
+        "GROUP": group,
+        "HEAD_DIM": head_dim,
+        "SPLIT": splits > 1,
+        "LEAST_TOKENS": _LEAST_TOKENS,
+        "BLOCK_GROUP": max(16, _power_of_2(group)),
+        "BLOCK_TOKENS": _BLOCK_TOKENS,
+        "BLOCK_DIM": max(16, _power_of_2(head_dim)),
+        "num_warps": 4,
+        "num_stages": 3,
+    }
     grid = (requests, cache.kv_heads, splits)
     if splits == 1:
         alone = (q, pages, tables, context, out, None, *sizes, *out.stride()[:2], 0, *paging)
@@ -315,27 +328,18 @@ def decode_launches(
     sums = q.new_empty((requests, heads, splits), dtype=torch.float32)
     attend = (q, pages, tables, context, parts, sums, *sizes, *parts.stride()[:3], *paging)
     merge = (parts, sums, context, out, splits, *out.stride()[:2])
+    merge_config = {
+        "HEAD_DIM": head_dim,
+        "LEAST_TOKENS": _LEAST_TOKENS,
+        "BLOCK_TOKENS": _BLOCK_TOKENS,
+        "BLOCK_SPLITS": 16,
+        "BLOCK_DIM": _power_of_2(head_dim),
+        "num_warps": 4,
+    }
     return [
         Launch(attend_pages, grid, attend, config),
-        Launch(merge_splits, (requests, heads), merge, merge_config(head_dim)),
+        Launch(merge_splits, (requests, heads), merge, merge_config),
     ]
-
-
-def attend_config(cache: KvCache, group: int, dtype: torch.dtype, split: bool) -> dict[str, Any]:
-    """Return the launch configuration of `attend_pages` for `group` queries per key head."""
-    return {
-        "UPCAST": must_upcast(dtype),
-        "PAGE_TOKENS": cache.block_size,
-        "GROUP": group,
-        "HEAD_DIM": cache.head_dim,
-        "SPLIT": split,
-        "LEAST_TOKENS": _LEAST_TOKENS,
-        "BLOCK_GROUP": max(16, _power_of_2(group)),
-        "BLOCK_TOKENS": _BLOCK_TOKENS,
-        "BLOCK_DIM": max(16, _power_of_2(cache.head_dim)),
-        "num_warps": 4,
-        "num_stages": 3,
-    }
 
 
 def prompt_tiles(prefills: Sequence[Prefill], group: int) -> torch.Tensor:
@@ -383,18 +387,6 @@ def prompt_launch(
     return Launch(
         attend_prompts, (tiles.shape[0], cache.kv_heads), (q, keys, pages, tiles, out, *sizes), config
     )
-
-
-def merge_config(head_dim: int) -> dict[str, Any]:
-    """Return the launch configuration of `merge_splits`."""
-    return {
-        "HEAD_DIM": head_dim,
-        "LEAST_TOKENS": _LEAST_TOKENS,
-        "BLOCK_TOKENS": _BLOCK_TOKENS,
-        "BLOCK_SPLITS": 16,
-        "BLOCK_DIM": _power_of_2(head_dim),
-        "num_warps": 4,
-    }
 
 
 def _power_of_2(value: int) -> int:

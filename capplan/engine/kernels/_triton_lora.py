@@ -188,7 +188,7 @@ class StepLoRA(LoRALayers):
             programs = max(self._programs, self._most_tiles * blocks)
             return Launch(shrink_tiles, (programs,), arguments, config)
         splits = self._splits[site]
-        config = shrink_tokens_config(self._limit, splits, self._kind == "bgmv") | alignment
+        config = tokens_config(self._limit, splits, self._kind == "bgmv") | alignment | {"STAGES": 3}
         grid = (self._tokens, len(modules), splits * triton.cdiv(self._limit, config["BLOCK_RANK"]))
         sizes = (x.shape[1], self._limit, *strides, h.stride(2))
         return Launch(shrink_tokens, grid, (x, self._weights, rows, ranks, self._numbers, h, *sizes), config)
@@ -207,7 +207,7 @@ class StepLoRA(LoRALayers):
             read = (h, self._weights, rows, ranks, self._numbers, self._tiles)
             arguments = (*read, out, outputs, self._tokens, blocks, *strides, out.stride(0))
             return Launch(expand_tiles, (min(self._most_tiles * blocks, programs),), arguments, config)
-        config = expand_tokens_config(self._limit, self._splits[site], self._kind == "bgmv") | alignment
+        config = tokens_config(self._limit, self._splits[site], self._kind == "bgmv") | alignment
         grid = (self._tokens, len(modules), triton.cdiv(max(widths), config["BLOCK_WIDTH"]))
         tensors = (h, self._weights, rows, ranks, self._numbers, out, outputs)
         sizes = (self._limit, *strides, h.stride(2), out.stride(0))
@@ -258,7 +258,7 @@ class StepLoRA(LoRALayers):
             programs = min(tiles * blocks, _EXPANDS_PER_MULTIPROCESSOR * multiprocessors(out.device))
             arguments = (*read, self._tiles, *written, self._tokens, blocks, *strides, *following)
             return Launch(expand_pairs_tiles, (programs,), arguments, config)
-        config = expand_tokens_config(self._limit, self._splits[site], self._kind == "bgmv") | shared
+        config = tokens_config(self._limit, self._splits[site], self._kind == "bgmv") | shared
         config["BLOCK_WIDTH"] = _PAIRS
         grid = (self._tokens, len(pairs), triton.cdiv(max(pairs), config["BLOCK_WIDTH"]))
         arguments = (*read, *written, self._limit, *strides, h.stride(2), *following)
@@ -345,21 +345,11 @@ def most_splits(width: int) -> int:
     return int(min(_MOST_SPLITS, 1 << (triton.cdiv(width, _LEAST_PART).bit_length() - 1)))
 
 
-def shrink_tokens_config(limit: int, splits: int, padded: bool) -> dict[str, Any]:
-    """Return the launch configuration of `shrink_tokens`: 8 KiB of 16-bit weights per iteration."""
-    block = _block(limit, least=8, most=16)
-    return {
-        "PADDED": padded,
-        "SPLITS": splits,
-        "STAGES": 3,
-        "BLOCK_RANK": block,
-        "BLOCK_WIDTH": 4096 // block,
-        "num_warps": 4,
-    }
+def tokens_config(limit: int, splits: int, padded: bool) -> dict[str, Any]:
+    """Return the launch configuration of `expand_tokens`, which `shrink_tokens` adds its stages to.
 
-
-def expand_tokens_config(limit: int, splits: int, padded: bool) -> dict[str, Any]:
-    """Return the launch configuration of `expand_tokens`."""
+    A shrink reads 8 KiB of 16-bit weights per iteration.
+    """
     block = _block(limit, least=8, most=16)
     return {
         "PADDED": padded,
