@@ -17,7 +17,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import platform
 import signal
 import socket
 import sys
@@ -107,6 +106,7 @@ class SharedMemory:
 
 
 ORDERED_STORES: Final = ("x86_64", "AMD64")
+"""Processors whose counters alone tell that results are there."""
 _LINE: Final = 8  # 64-bit words of a cache line
 _ROUND, _TASKS, _IS_ACTIVE = 0, _LINE, 2 * _LINE
 _CORES: Final = 3 * _LINE
@@ -233,11 +233,6 @@ class Board:
         """Note the end of a round, after its results are written."""
         self._words[_CORES + 2 * _LINE * core + _LINE] = computed_ns
         self._words[_CORES + 2 * _LINE * core] = number
-
-
-def has_ordered_stores() -> bool:
-    """Return whether counters alone tell that results are there."""
-    return platform.machine() in ORDERED_STORES
 
 
 _POLLS: Final = 2000

@@ -11,6 +11,7 @@ them. Source: Toppings, sections 4.1 and 4.2 (profiling-guided parallelization).
 from __future__ import annotations
 
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -27,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from capplan.engine._affinity import allowed_cpus
-from capplan.engine.assist._board import Board, BoardShape, SharedMemory, Task, has_ordered_stores
+from capplan.engine.assist._board import ORDERED_STORES, Board, BoardShape, SharedMemory, Task
 from capplan.engine.lora._adapter import SITES, AdapterLayout
 from capplan.engine.models import Weights
 from capplan.errors import InputError
@@ -160,7 +161,6 @@ class Crew:
     ) -> None:
         self.adapters = adapters
         self.restarts = self.failed_rounds = 0
-        self._cpus = cpus
         self._memory = SharedMemory.new(shape.starts_bytes()[-1])
         self._is_pinned = pin
         if pin:
@@ -314,7 +314,7 @@ def start_crew(
     InputError
         If the processor does not keep the order of stores, or there is no shared memory.
     """
-    if not has_ordered_stores():
+    if platform.machine() not in ORDERED_STORES:
         raise InputError("must not be assisted on this processor: use on-demand", "assisted", "cache.loading")
     crew = Crew(shape, cpus, SharedAdapters(capacity, elements, dtype, pin=pin), dtype, pin=pin)
     crew.wait_until_ready()

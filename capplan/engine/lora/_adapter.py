@@ -154,9 +154,10 @@ class AdapterLayout:
             (everything, parts.inner),
             (parts.inner, everything),
         )
-        self._group_lengths = np.array([self.sizes[module][side] for module, side in GROUPS], np.int64)
-        self.longest_row = int(self._group_lengths.max())
-        self.row_alignment = math.gcd(_MOST_ALIGNMENT, *self._group_lengths.tolist())
+        lengths = [self.sizes[module][side] for module, side in GROUPS]
+        self.longest_row = max(lengths)
+        self.row_alignment = math.gcd(_MOST_ALIGNMENT, *lengths)
+        self._group_lengths = np.tile(np.array(lengths, np.int64), self.layers)  # shape (layers * groups,)
 
     def cut(self, module: int, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this rank's parts of A, shape (rank, in), and B, shape (out, rank), of the whole model."""
@@ -173,18 +174,16 @@ class AdapterLayout:
 
     def row_lengths(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the length of each row of an adapter."""
-        lengths: NDArray[np.int64] = np.repeat(
-            np.tile(self._group_lengths, self.layers), self.group_rows(ranks)
-        )
+        lengths: NDArray[np.int64] = np.repeat(self._group_lengths, self.group_rows(ranks))
         return lengths
 
     def elements(self, ranks: NDArray[np.int64]) -> int:
         """Return the number of elements of an adapter."""
-        return int(np.tile(self._group_lengths, self.layers) @ self.group_rows(ranks))
+        return int(self._group_lengths @ self.group_rows(ranks))
 
     def group_starts(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the first element of each group of rows of an adapter, shape (layers * groups,)."""
-        sizes = np.tile(self._group_lengths, self.layers) * self.group_rows(ranks)
+        sizes = self._group_lengths * self.group_rows(ranks)
         starts: NDArray[np.int64] = np.cumsum(sizes) - sizes
         return starts
 
@@ -194,9 +193,8 @@ class AdapterLayout:
 
     def padded_offsets(self, ranks: NDArray[np.int64], slot_rank: int) -> NDArray[np.int64]:
         """Return the offset of each row in a slot of `slot_rank` rows per group."""
-        lengths = np.tile(self._group_lengths, self.layers)
+        lengths, rows = self._group_lengths, self.group_rows(ranks)
         starts = np.concatenate([[0], np.cumsum(lengths * slot_rank)[:-1]])
-        rows = self.group_rows(ranks)
         within = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)
         offsets: NDArray[np.int64] = np.repeat(starts, rows) + within * np.repeat(lengths, rows)
         return offsets

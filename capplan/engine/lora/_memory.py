@@ -158,7 +158,6 @@ class StaticSlots:
         self, layout: AdapterLayout, slots: int, slot_rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._layout = layout
-        self._slot_rank = slot_rank
         self._slot_elements = layout.elements(layout.ranks(slot_rank))
         self.storage = torch.zeros(slots * self._slot_elements, dtype=dtype, device=device)
         rows = layout.padded_offsets(layout.ranks(slot_rank), slot_rank)
@@ -256,7 +255,7 @@ class UnifiedPages:
         """Place an adapter in free pages, or in the pages `at`; its rows are not copied yet."""
         page, within = self._fill(ranks.tobytes())
         if at is None:
-            at = self._pool.allocate(int(page[-1]) + 1 if page.size else 0)
+            at = self._pool.allocate(self.pages(ranks))
         pages = self._pages_of[adapter] = at
         return AdapterPlacement(self._layout, self.storage, ranks, pages[page] * self._page_elements + within)
 
