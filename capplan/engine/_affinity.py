@@ -59,10 +59,8 @@ def cpuinfo(field: str) -> str | None:
 def parse_cpus(text: str) -> tuple[int, ...]:
     """Return the CPUs of a list such as ``2,4-7``.
 
-    Raises
-    ------
-    InputError
-        If it is no such list, names a CPU that this process may not use, or leaves none for the server.
+    Raises `InputError` if it is no such list, names a CPU that this process may not use, or leaves none for
+    the server.
     """
     allowed = allowed_cpus()
     found: set[int] = set()

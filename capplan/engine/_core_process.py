@@ -76,10 +76,7 @@ _CALLS: Final = ("ping", "gauges", "state_report", "add_adapter", "remove_adapte
 class CoreLoop:
     """Loop around one engine, at the core's end of a pair of sockets.
 
-    Parameters
-    ----------
-    awake_s
-        Time after work for which an idle core looks for messages before it sleeps until one comes.
+    For `awake_s` after work an idle core looks for messages before it sleeps until one comes.
     """
 
     def __init__(self, engine: Engine, connection: socket.socket, awake_s: float = 0.0) -> None:
@@ -110,12 +107,8 @@ class CoreLoop:
     def run(self) -> None:
         """Serve until the server closes its end.
 
-        Raises
-        ------
-        SystemExit
-            If a worker of the engine has ended, after the server has received it as `CoreFailed`.
-        BaseException
-            What the engine raises, after the server has received it as `CoreFailed`.
+        What the engine raises is sent to the server as `CoreFailed` before. If a worker of the engine has
+        ended, `SystemExit` follows.
         """
         try:
             while self._receive(wait=False):

@@ -55,13 +55,7 @@ def build_core(
     virtual_time: bool,
     beside_cpus: Sequence[int] = (),
 ) -> tuple[EngineCore, Sizes]:
-    """Allocate an engine and return its core and sizes.
-
-    Parameters
-    ----------
-    worker
-        First rank, with its model.
-    """
+    """Allocate an engine and return its core and sizes; `worker` is the first rank, with its model."""
     lora, config, dtype = worker.lora, worker.config, worker.dtype
     capacity = lora.rank_of.size - 1
     host_slots = options.args.get("max_cpu_loras", capacity)
@@ -110,11 +104,7 @@ def choose_sizes(worker: Worker, options: EngineOptions) -> Sizes:
 
     In unified memory under rules that count slots, the pool has pages for A_max adapters of rank S_max beside
     the KV blocks, because those rules guarantee every slot. Under S-LoRA's rules one count covers both.
-
-    Raises
-    ------
-    InfeasibleError
-        If no request of `max_model_len` fits.
+    Raises `InfeasibleError` if no request of `max_model_len` fits.
     """
     config, lora, dtype, layout = worker.config, worker.lora, worker.dtype, worker.lora.layout
     adapters = lora.rank_of.size - 1
@@ -159,13 +149,7 @@ def choose_sizes(worker: Worker, options: EngineOptions) -> Sizes:
 
 
 def _beside_adapters(num_blocks: int, resident_pages: int) -> int:
-    """Return the KV blocks that all adapters leave.
-
-    Raises
-    ------
-    InfeasibleError
-        If they leave none.
-    """
+    """Return the KV blocks that all adapters leave; raise `InfeasibleError` if they leave none."""
     if resident_pages >= num_blocks:
         message = f"all adapters take {resident_pages} of {num_blocks} blocks, which leaves none for KV"
         raise InfeasibleError(f"memory: {message}", "memory")
@@ -184,10 +168,7 @@ def _check_host_slots(args: EngineArgs, adapters: int, slotless: bool) -> None:
 def _require_memory(sizes: Sizes, page_bytes: int, options: EngineOptions) -> None:
     """Check that this machine has the memory of pool, slots and block tables.
 
-    Raises
-    ------
-    InfeasibleError
-        If it has not; the operating system would end the process as it fills them.
+    Without the check the operating system would end the process as it fills them.
     """
     blocks_per_request = -(-sizes.args.max_model_len // options.block_size)
     tables_bytes = options.max_in_flight * blocks_per_request * _INDEX_BYTES
@@ -229,19 +210,8 @@ _HOURS: Final = 24
 class OutputPredictor:
     """Predictor of the output lengths of one engine.
 
-    Parameters
-    ----------
-    predictor
-        ``classes`` are those of the last requests' declared lengths.
-    seed
-        Seed of the wrong classes.
-    time_s
-        Clock of the hour of day: seconds since 1970, UTC.
-
-    Raises
-    ------
-    InputError
-        If the file of a learned predictor cannot be read.
+    ``classes`` are those of the last requests' declared lengths; `seed` is that of the wrong ones. `time_s`
+    is the clock of the hour of day: seconds since 1970, UTC.
     """
 
     def __init__(self, predictor: Predictor, seed: int, time_s: Callable[[], float] = time.time) -> None:

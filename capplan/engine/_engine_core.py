@@ -431,10 +431,7 @@ class EngineCore:
     def _score_prompts(self, scheduled: ScheduledRequests) -> None:
         """Add log-probabilities of prompts whose tokens were computed, a few tokens at a time.
 
-        Parameters
-        ----------
-        scheduled
-            Requests of the step, in the order of their tokens.
+        `scheduled` are the requests of the step, in the order of their tokens.
         """
         ends = np.cumsum(scheduled["tokens"])
         for found, end in zip(scheduled, ends.tolist(), strict=True):

@@ -165,10 +165,7 @@ class _Counts(NamedTuple):
 class InputBatch:
     """Preallocated model inputs.
 
-    Parameters
-    ----------
-    token_ids
-        Known tokens of each row, shape (rows, max_model_len).
+    `token_ids` are the known tokens of each row, shape (rows, max_model_len).
     """
 
     def __init__(

@@ -145,10 +145,7 @@ class ModelRunner:
     def graph_bytes(self, held: Callable[[Callable[[], object]], int]) -> int:
         """Return the memory of all graphs, estimated from the largest ones, which are captured.
 
-        Parameters
-        ----------
-        held
-            Runs a function and returns the bytes that it leaves allocated.
+        `held` runs a function and returns the bytes that it leaves allocated.
         """
         if self.graphs is None:
             return 0

@@ -45,13 +45,7 @@ class PagePool:
         return self._stack[: self.free]
 
     def allocate(self, count: int) -> NDArray[np.int64]:
-        """Take pages with arbitrary contents.
-
-        Raises
-        ------
-        RuntimeError
-            If fewer are free, which the scheduler's count rules out.
-        """
+        """Take pages with arbitrary contents; the scheduler's count rules out that fewer are free."""
         if count > self.free:
             raise RuntimeError(f"{count} pages wanted, {self.free} free: the scheduler's count is broken")
         self.free -= count
@@ -79,10 +73,7 @@ def kv_page_elements(config: ModelConfig, block_size: int) -> int:
 class KvCache:
     """View of the pool's pages as keys and values.
 
-    Attributes
-    ----------
-    pages
-        Shape (pages, layers, keys or values, block size, heads, head_dim).
+    `pages` has the shape (pages, layers, keys or values, block size, heads, head_dim).
     """
 
     def __init__(self, config: ModelConfig, pool: PagePool, block_size: int) -> None:
@@ -115,12 +106,8 @@ class KvCache:
 class NamedBlocks:
     """Block tables with prefix caching: the scheduler assigns blocks, because it tracks their contents.
 
-    Block b is page b + 1; pages 1 to `num_blocks` of the pool are reserved.
-
-    Attributes
-    ----------
-    table, shift, line
-        Block i of a request is page ``table[scheduled[line], i] + shift``.
+    Block b is page b + 1; pages 1 to `num_blocks` of the pool are reserved. Block i of a request is page
+    ``table[scheduled[line], i] + shift``.
     """
 
     shift = 1
@@ -152,10 +139,7 @@ class NamedBlocks:
 class CountedBlocks:
     """Block tables without prefix caching: the scheduler counts blocks, and any free page serves.
 
-    Attributes
-    ----------
-    table, shift, line
-        As in `NamedBlocks`.
+    `table`, `shift` and `line` are as in `NamedBlocks`.
     """
 
     shift = 0

@@ -72,10 +72,7 @@ def new_scheduled(max_num_seqs: int) -> ScheduledRequests:
 def scheduler_output(state: State, rank_of: NDArray[np.int64], buffer: ScheduledRequests) -> SchedulerOutput:
     """Return the output of the last `schedule`, valid until `commit`; its requests are listed in `buffer`.
 
-    Parameters
-    ----------
-    rank_of
-        Rank of each adapter, shape (adapters + 1,).
+    `rank_of` is the rank of each adapter, shape (adapters + 1,).
     """
     size, *counts = _list_scheduled(state.counters, state.rows, rank_of, buffer)
     return SchedulerOutput(buffer[:size], *counts)

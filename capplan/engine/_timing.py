@@ -24,13 +24,7 @@ _PROBE_PERIOD_NS: Final = 50_000_000
 
 
 class WallClock:
-    """Real time since its creation, in integer nanoseconds.
-
-    Attributes
-    ----------
-    start_ns
-        Its creation on the monotonic clock.
-    """
+    """Real time since `start_ns` of the monotonic clock, in integer nanoseconds."""
 
     def __init__(self) -> None:
         self.start_ns = time.monotonic_ns()

@@ -108,19 +108,10 @@ def _require_memory(config: ModelConfig, dtype: torch.dtype, device: torch.devic
 
 
 class Worker:
-    """One rank of an engine.
+    """One rank of an engine, for up to `capacity` adapters.
 
-    Parameters
-    ----------
-    capacity
-        Maximum number of adapters.
-
-    Attributes
-    ----------
-    config
-        Architecture of this rank's part of the model.
-    pool, runner
-        Pages, and runner of steps on this rank, set by `allocate`.
+    `config` is the architecture of this rank's part of the model. `allocate` sets the pages, `pool`, and the
+    runner of steps on this rank, `runner`.
     """
 
     pool: PagePool
@@ -153,12 +144,8 @@ class Worker:
     def start_assistance(self, sizes: Sizes, workers: int | None, beside: Sequence[int]) -> None:
         """Start CPU cores that compute for adapters while they are copied; after `allocate`.
 
-        Parameters
-        ----------
-        workers
-            Number of cores; None: one on each CPU.
-        beside
-            CPUs beside those of the engine; none: not known.
+        `workers` is the number of cores, None: one on each CPU; `beside` are the CPUs beside those of the
+        engine, none: not known.
         """
         lora, layout, args = self.lora, self.lora.layout, sizes.args
         cpus = crew_cpus(workers, beside)
@@ -176,10 +163,7 @@ class Worker:
     def measure(self, args: EngineArgs) -> MeasuredMemory:
         """Run the largest step with few pages, capture the largest graphs, and return what they take.
 
-        Raises
-        ------
-        InfeasibleError
-            If the step does not fit.
+        Raises `InfeasibleError` if the step does not fit.
         """
         try:
             self._allocate(self._few_pages(args))
@@ -277,16 +261,11 @@ _LOGPROBS: Final = 5
 
 
 def largest_step(args: EngineArgs, block_size: int, dump_page: int, adapter: int) -> StepInputs:
-    """Return the step with the most tokens, requests and context.
+    """Return the step with the most tokens, requests and context, all of one adapter; 0: the base model.
 
     One prompt takes what decodes leave of `max_num_batched_tokens`; several do if it is longer than
     `max_model_len`. All contexts have that length. They are read from the null page and written to the dump
     page, so the step needs no KV of its own.
-
-    Parameters
-    ----------
-    adapter
-        Of all tokens; 0: the base model.
     """
     longest = args.max_model_len
     tokens = max(args.max_num_batched_tokens, args.max_num_seqs)
@@ -324,10 +303,8 @@ def sample_largest(logits: torch.Tensor) -> None:
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of the tensors that PyTorch's operators allocate on a CPU, which does not count them.
 
-    Attributes
-    ----------
-    live_bytes, peak_bytes
-        Of storages that were allocated within the mode and are still referenced, and the most of them.
+    `live_bytes` are those of storages that were allocated within the mode and are still referenced,
+    `peak_bytes` the most of them.
     """
 
     def __init__(self) -> None:

@@ -40,11 +40,6 @@ class SharedMemory:
     """Memory of a file without a name, mapped by all processes that inherit its descriptor.
 
     A process that is killed leaves nothing behind. Pages that nothing was written to take no memory.
-
-    Parameters
-    ----------
-    descriptor
-        Of existing memory, which this process inherited.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -53,13 +48,7 @@ class SharedMemory:
 
     @classmethod
     def new(cls, size_bytes: int) -> Self:
-        """Return new memory, filled with zeros.
-
-        Raises
-        ------
-        InputError
-            If the system has no such memory, or not as much.
-        """
+        """Return new memory, filled with zeros; raise `InputError` if the system has none, or not as much."""
         if sys.platform != "linux":
             raise InputError(
                 "must not be assisted: the cores share memory as Linux does", None, "cache.loading"

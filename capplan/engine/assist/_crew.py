@@ -49,14 +49,8 @@ _CHECK_EVERY: Final = 256
 class SharedAdapters:
     """Adapters in host memory that all cores read: one place of equal size for each number.
 
-    Parameters
-    ----------
-    capacity
-        Largest number of an adapter.
-    elements
-        Of the largest adapter.
-    pin
-        Let a GPU copy from them by itself.
+    Numbers go up to `capacity`, and the largest adapter has `elements`. `pin`: a GPU copies from them by
+    itself.
     """
 
     def __init__(self, capacity: int, elements: int, dtype: torch.dtype, *, pin: bool = False) -> None:

@@ -33,16 +33,8 @@ class _Posted(NamedTuple):
 class AssistedLoRA(LoRALayers):
     """Adapters of one batch; call `begin` before and `add` after each linear map of the base model.
 
-    Parameters
-    ----------
-    others
-        Kernels of the adapters that are on the device; None: there are none.
-    cold
-        Tokens of the others.
-    cores
-        Cores that can have tasks.
-    tokens_per_task
-        Most tokens of a task.
+    `others` are the kernels of the adapters that are on the device, None: there are none; `cold` the tokens
+    of the rest. `cores` can have tasks, of at most `tokens_per_task` tokens.
     """
 
     def __init__(

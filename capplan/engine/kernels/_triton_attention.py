@@ -275,14 +275,8 @@ def paged_decode(
 ) -> torch.Tensor:
     """Return the attention of one query per request, shape (requests, heads, head_dim) as `q`.
 
-    Parameters
-    ----------
-    tables
-        Pages of each request, shape (requests, blocks).
-    context
-        Tokens that each request reads, at least one, shape (requests,).
-    splits
-        Parts of each context; None: chosen by `attention_splits` from the shapes.
+    `tables` are the pages of each request, shape (requests, blocks), and `context` the tokens that it reads,
+    at least one, shape (requests,). `splits` are the parts of each context; None: see `attention_splits`.
     """
     out = torch.empty_like(q)
     for launch in decode_launches(cache, layer, q, tables, context, out, splits):

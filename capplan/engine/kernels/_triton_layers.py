@@ -134,14 +134,8 @@ def rotate_launch(
 ) -> Launch:
     """Return the launch that rotates queries, and rotates and stores keys.
 
-    Parameters
-    ----------
-    heads
-        Queries, keys and values, shape (tokens, heads, head_dim).
-    angles
-        Cosines and signed sines of each token.
-    slots
-        Page of each token, and its offset there.
+    `heads` are queries, keys and values, shape (tokens, heads, head_dim). Of each token, `angles` are cosines
+    and signed sines, and `slots` its page and its offset there.
     """
     tokens, number, head_dim = heads.shape
     keys = cache.pages[:, layer]
@@ -200,16 +194,9 @@ def share_launch(
 ) -> Launch:
     """Return the launch that shares contiguous activations.
 
-    Parameters
-    ----------
-    shared
-        In host memory that the GPU can write, as many elements.
-    arrived
-        One zero of int32 on the device.
-    counter
-        One int64 in host memory.
-    number
-        What the counter is set to afterwards; 0: it stays, as more activations follow.
+    `shared` has as many elements, in host memory that the GPU can write; `arrived` is one zero of int32 on
+    the device, `counter` one int64 in host memory. The counter is set to `number`; 0: it stays, as more
+    activations follow.
     """
     return Launch(
         share_rows,

@@ -323,12 +323,7 @@ class TritonLoRA(StepLoRA):
 def chosen_kind(tokens: int, adapters: int, sgmv_from_tokens: float | None) -> Kind:
     """Return ``sgmv`` from so many tokens per adapter on average, and ``mbgmv`` below.
 
-    Parameters
-    ----------
-    tokens
-        Of all adapters.
-    sgmv_from_tokens
-        As measured; None: `SGMV_FROM_TOKENS`.
+    `tokens` are those of all adapters; `sgmv_from_tokens` is as measured, None: `SGMV_FROM_TOKENS`.
     """
     least = SGMV_FROM_TOKENS if sgmv_from_tokens is None else sgmv_from_tokens
     return "sgmv" if tokens >= least * adapters else "mbgmv"

@@ -241,10 +241,7 @@ def pack(
 ) -> HostAdapter:
     """Pack the matrices of an adapter of the whole model into one flat tensor, or this rank's parts of them.
 
-    Raises
-    ------
-    InputError
-        If the shape of a matrix does not fit the model, or a number in it is not finite.
+    Raises `InputError` if a shape does not fit the model, or a number is not finite.
     """
     shapes = {place: (a.shape, b.shape) for place, (a, b) in matrices.items()}
     ranks = ranks_of(layout, shapes, location)
@@ -265,13 +262,7 @@ def pack(
 
 
 def ranks_of(layout: AdapterLayout, shapes: Shapes, location: str) -> NDArray[np.int64]:
-    """Return the rank on each module, shape (layers, modules).
-
-    Raises
-    ------
-    InputError
-        If a shape does not fit the model.
-    """
+    """Return the rank on each module, shape (layers, modules); raise `InputError` if a shape does not fit."""
     ranks = np.zeros((layout.layers, len(MODULES)), np.int64)
     for (layer, module), (a, b) in shapes.items():
         require_fit({(layer, module): (a[1], b[0])}, layout.layers, layout.model_sizes, location)
@@ -280,13 +271,7 @@ def ranks_of(layout: AdapterLayout, shapes: Shapes, location: str) -> NDArray[np
 
 
 def require_rank(ranks: NDArray[np.int64], max_rank: int, location: str) -> None:
-    """Check the largest rank of an adapter.
-
-    Raises
-    ------
-    InputError
-        If it exceeds `max_rank`.
-    """
+    """Raise `InputError` if the largest rank of an adapter exceeds `max_rank`."""
     rank = int(ranks.max(initial=0))
     if rank > max_rank:
         raise InputError(f"must be at most max_lora_rank, {max_rank}", rank, f"{location}: rank")

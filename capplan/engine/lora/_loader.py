@@ -24,10 +24,7 @@ from capplan.engine._timing import EngineClock
 class CopyStream:
     """Copies to a CPU's memory, which end before they return.
 
-    Parameters
-    ----------
-    bytes_per_s
-        Bandwidth of a GPU's link that the copies stand in for; None: that of the memory.
+    `bytes_per_s` is the bandwidth of a GPU's link that they stand in for; None: that of the memory.
     """
 
     def __init__(self, bytes_per_s: float | None = None) -> None:
@@ -213,10 +210,7 @@ class ThreadLoader(AdapterLoader):
 class VirtualLoader(AdapterLoader):
     """Loads at once, and reports each when its measured duration has passed on a virtual clock.
 
-    Attributes
-    ----------
-    durations_ns
-        (adapter, duration) of every load so far.
+    `durations_ns` are the (adapter, duration) of all loads so far.
     """
 
     def __init__(self, clock: EngineClock) -> None:

@@ -55,13 +55,7 @@ class AdapterNumbers:
         return {number: name for name, number in self._numbers.items()}
 
     def number(self, name: str | None) -> int:
-        """Return the number of an adapter; None is the base model.
-
-        Raises
-        ------
-        InputError
-            If the name is not registered.
-        """
+        """Return the number of a registered adapter, or raise `InputError`; None is the base model."""
         if name is None:
             return 0
         if name not in self._numbers:
@@ -75,10 +69,7 @@ class AdapterNumbers:
     def add(self, name: str) -> int:
         """Register a name under the lowest free number and return it.
 
-        Raises
-        ------
-        InputError
-            If the name is taken or empty, or no number is free.
+        Raises `InputError` if the name is taken or empty, or no number is free.
         """
         if not name or name in self._numbers:
             raise InputError("must be a name that no adapter has", name, "adapter")
@@ -142,10 +133,7 @@ class LoRAManager:
     def register(self, number: int, source: AdapterSource, max_rank: int | None) -> None:
         """Register an adapter; only its shapes are read.
 
-        Raises
-        ------
-        InputError
-            If it cannot be read, does not fit the model, or its rank exceeds `max_rank`.
+        Raises `InputError` if it cannot be read, does not fit the model, or its rank exceeds `max_rank`.
         """
         ranks = source.ranks(self.layout)
         if max_rank is not None:
@@ -162,10 +150,7 @@ class LoRAManager:
     def read(self, number: int) -> None:
         """Read an adapter into host memory.
 
-        Raises
-        ------
-        InputError
-            If it cannot be read, is not finite, or has changed since it was registered.
+        Raises `InputError` if it cannot be read, is not finite, or has changed since it was registered.
         """
         self._read(number)
 
@@ -267,14 +252,9 @@ class LoRAManager:
     ) -> list[tuple[int, LoadJob]]:
         """Apply the scheduler's evictions, allocate memory for its loads, and return the load jobs.
 
-        A job may run concurrently with a batch without its adapter: they share no memory.
-
-        Parameters
-        ----------
-        wait
-            Waits for a load of an adapter that is in progress.
-        prompts
-            Tokens of the first prompt that needs each adapter.
+        A job may run concurrently with a batch without its adapter: they share no memory. `wait` waits for a
+        load of an adapter that is in progress; `prompts` are the tokens of the first prompt that needs each
+        adapter.
         """
         resident, on_host = state.adapters.resident, state.adapters.on_host
         n = state.counters.n_loads
@@ -369,10 +349,7 @@ class LoRAManager:
 class AdapterLoads:
     """Loads and removals of adapters, between the scheduler's state and the LoRA manager.
 
-    Parameters
-    ----------
-    token_bytes
-        Bytes of an adapter that a request pays for as one token of KV; 0: adapters are not charged.
+    A request pays for `token_bytes` of its adapter as for one token of KV; 0: adapters are not charged.
     """
 
     def __init__(

@@ -143,15 +143,10 @@ def _runs(offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[tuple[
 
 
 class StaticSlots:
-    """A_max slots of S_max rows on every module, as in vLLM.
+    """A_max slots of S_max rows on every module, as in vLLM, in one flat tensor, `storage`.
 
     Slots have the size of `capplan.serving.slot_bytes` without embeddings. Adapters of the same ranks have
     the same placement in a slot, which is computed once: a load delays the step that starts it.
-
-    Attributes
-    ----------
-    storage
-        Flat tensor of all slots.
     """
 
     def __init__(

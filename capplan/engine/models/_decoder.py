@@ -124,12 +124,7 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 class TorchAttention:
     """Paged attention of one step, on blocks gathered into one tensor.
 
-    Attributes
-    ----------
-    cos, sin
-        Cosines and signed sines of each token.
-    slots
-        Page of each token, and its offset there.
+    Of each token, `cos` and `sin` are cosines and signed sines, and `slots` its page and its offset there.
     """
 
     def __init__(self, config: ModelConfig, cache: KvCache, rope: RopeTable, inputs: ModelInputs) -> None:

@@ -57,17 +57,8 @@ class Collectives:
 class DistributedCollectives(Collectives):
     """Collectives between processes of this machine.
 
-    Parameters
-    ----------
-    meeting
-        File, still missing, by which the processes find each other.
-    timeout_s
-        For all ranks to arrive at a collective.
-
-    Raises
-    ------
-    RuntimeError
-        From every method, if another rank ends or does not arrive.
+    The processes find each other by `meeting`, a file that is still missing. `timeout_s` is for all ranks to
+    arrive at a collective: every method raises `RuntimeError` if another rank ends or does not arrive.
     """
 
     def __init__(self, shard: ModelShard, device: torch.device, meeting: Path, timeout_s: float) -> None:
@@ -153,23 +144,10 @@ class WorkerEndedError(CapplanError):
 
 
 class WorkerGroup:
-    """Worker processes of an engine.
+    """Worker processes of an engine, of these ranks, with variables in addition to those of this process.
 
-    Parameters
-    ----------
-    ranks
-        Numbers of the workers.
-    environment
-        Variables in addition to those of this process.
-
-    Attributes
-    ----------
-    failure
-        Set once a worker has ended.
-    ended
-        Readable once a worker has ended.
-    on_failure
-        Called then by another thread.
+    Once a worker has ended, `failure` is set and raised by all methods that send commands or wait for
+    results, `ended` is readable, and another thread calls `on_failure`.
     """
 
     def __init__(self, ranks: Sequence[int], environment: Mapping[str, str]) -> None:
@@ -206,23 +184,11 @@ class WorkerGroup:
         return tuple(process.pid for process in self._processes.values())
 
     def tell(self, method: str, *arguments: Any) -> None:
-        """Let all workers run a method, without an answer.
-
-        Raises
-        ------
-        WorkerEndedError
-            If one has ended.
-        """
+        """Let all workers run a method, without an answer."""
         self._send(Command(None, method, arguments))
 
     def ask(self, method: str, *arguments: Any) -> list[Future[Any]]:
-        """Let all workers run a method and return their answers.
-
-        Raises
-        ------
-        WorkerEndedError
-            If one has ended.
-        """
+        """Let all workers run a method and return their answers."""
         tag = next(self._tags)
         answers: list[Future[Any]] = [Future() for _ in self._connections]
         with self._lock:
@@ -232,13 +198,7 @@ class WorkerGroup:
         return answers
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Let all workers run a method and return their results.
-
-        Raises
-        ------
-        WorkerEndedError
-            If one has ended, or does not answer in time.
-        """
+        """Let all workers run a method and return their results."""
         return results(self.ask(method, *arguments))
 
     def check(self) -> None:
@@ -248,13 +208,7 @@ class WorkerGroup:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Raise the failure instead of the error of a collective that it causes.
-
-        Raises
-        ------
-        WorkerEndedError
-            If a worker has ended.
-        """
+        """Raise the failure of a worker, if any, instead of the error of a collective that it causes."""
         try:
             yield
         except (RuntimeError, OSError):
@@ -339,13 +293,7 @@ class WorkerGroup:
 
 
 def results(answers: Sequence[Future[Any]]) -> list[Any]:
-    """Return the results of a command.
-
-    Raises
-    ------
-    WorkerEndedError
-        If a worker has ended, or does not answer in time.
-    """
+    """Return the results of a command; raise `WorkerEndedError` if one does not come, or not in time."""
     until_s = time.monotonic() + START_TIMEOUT_S
     try:
         return [answer.result(max(0.0, until_s - time.monotonic())) for answer in answers]

@@ -57,12 +57,8 @@ COLLECTIVE_TIMEOUT_S: Final = 300.0
 def start_worker(model: str | Path | ModelConfig, options: EngineOptions, capacity: int) -> Iterator[Worker]:
     """Yield the first rank of an engine; the others, in processes of their own, end with it.
 
-    Raises
-    ------
-    InputError
-        If the model cannot be cut into so many parts, or there are fewer GPUs.
-    WorkerEndedError
-        If a process ends or does not start in time.
+    Raises `InputError` if the model cannot be cut into so many parts, or there are fewer GPUs;
+    `WorkerEndedError` if a process ends or does not start in time.
     """
     size = options.tensor_parallel_size
     if size == 1:
@@ -87,13 +83,7 @@ def start_worker(model: str | Path | ModelConfig, options: EngineOptions, capaci
 
 
 def devices_of(device: str, size: int) -> tuple[str, ...]:
-    """Return the device of each rank: one GPU each, from the given one on.
-
-    Raises
-    ------
-    InputError
-        If there are fewer GPUs.
-    """
+    """Return the device of each rank: one GPU each, from the given one on, if there are as many."""
     if device == "cpu":
         return (device,) * size
     first = torch.device(device).index or 0
@@ -144,13 +134,7 @@ class LeadingWorker(Worker):
         return min(measured, key=lambda each: each.room_bytes)
 
     def check(self) -> None:
-        """Raise an error if another rank has ended.
-
-        Raises
-        ------
-        WorkerEndedError
-            Which one, and how.
-        """
+        """Raise an error if another rank has ended: which one, and how."""
         self._group.check()
 
     def watched(self) -> Sequence[socket.socket]:
