@@ -97,7 +97,7 @@ class Call(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """Result of a `Call`."""
+    """Result of a `Call`, or of a command to a worker."""
 
     number: int
     result: Any

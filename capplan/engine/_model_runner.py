@@ -69,19 +69,8 @@ class Runner(Protocol):
 class ModelRunner:
     """A model, or one rank's part of it, with its KV cache and kernels.
 
-    Parameters
-    ----------
-    attention, adapters
-        Factories of the kernels of one step.
-
-    Attributes
-    ----------
-    adapters
-        Factory of the kernels of adapters on the device.
-    graphs
-        CUDA graphs; None: steps run eagerly.
-    assistance
-        CPU cores that compute for adapters being copied; None: there are none.
+    `attention` and `adapters` are factories of the kernels of one step. Without CUDA graphs, `graphs`, steps
+    run eagerly. `assistance` are CPU cores that compute for adapters being copied, if there are any.
     """
 
     def __init__(
@@ -183,22 +172,9 @@ class _StaticInputs(NamedTuple):
 class StepGraphs:
     """CUDA graphs of steps by number of tokens, captured on first use or by `capture_all`.
 
-    Parameters
-    ----------
-    forward
-        The model.
-    capture
-        Captures a graph of a function; on the CPU it returns the function itself.
-    kind_of
-        Kind of LoRA kernels by tokens with an adapter, and adapters.
-    tables
-        Adapter tables.
-    tiles_of
-        Tiles of the attention of prompts, on the host; `tile_tokens` is the most tokens of one.
-    limits
-        Of the scheduler.
-    dump_page
-        Page that padding reads and writes.
+    `capture` captures a graph of a function; on the CPU it returns the function itself. `kind_of` is the kind
+    of LoRA kernels by tokens with an adapter, and adapters. `tiles_of` are the tiles of the attention of
+    prompts, on the host, each of at most `tile_tokens`. Padding reads and writes `dump_page`.
     """
 
     def __init__(

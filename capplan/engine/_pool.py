@@ -20,16 +20,9 @@ NULL_PAGE: Final = 0
 
 
 class PagePool:
-    """Pages of memory and a stack of the free ones.
+    """Pages of memory, `tensor`, shape (pages, page elements), and a stack of the free ones.
 
-    Attributes
-    ----------
-    tensor
-        Shape (pages, page elements), in the dtype of the model.
-    dump_page
-        Target of padded writes.
-    free
-        Number of free pages.
+    `free` is the number of free pages; padded writes go to `dump_page`.
     """
 
     def __init__(self, pages: int, page_elements: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -14,11 +14,7 @@ from numpy.typing import NDArray
 from capplan._jit import jit
 from capplan.serving import NONE, Limits, State, links_append, links_remove, new_links
 from capplan.serving.pooled import PooledState, base_model_bytes, drop_unused, evict, leave_queue
-from capplan.serving.state import (
-    NO_CLAIM,
-    READY,
-    SLORA,
-)
+from capplan.serving.state import NO_CLAIM, READY, SLORA
 from capplan.serving.vllm import free_row, leave_waiting, release_adapter
 
 _SCHEDULED = np.dtype(

@@ -92,17 +92,9 @@ _PAIRS: Final = 128
 class StepLoRA(LoRALayers):
     """LoRA products of one step. Launches depend on shapes, not on the adapters, as CUDA graphs require.
 
-    Parameters
-    ----------
-    weights
-        Flat tensor that the tables point into.
-    numbers
-        Index of each token's adapter in the tables, -1 for the base model. Tokens of an adapter follow each
-        other.
-    kind
-        See `TritonLoRA`. Before the products of ``sgmv`` the launch `tiles_launch` must run.
-    limit
-        Largest rank.
+    The tables point into `weights`, a flat tensor. `numbers` are the index of each token's adapter in the
+    tables, -1 for the base model; tokens of an adapter follow each other. For `kind` see `TritonLoRA`; before
+    the products of ``sgmv`` the launch `tiles_launch` must run. `limit` is the largest rank.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import torch
@@ -277,18 +277,6 @@ def require_rank(ranks: NDArray[np.int64], max_rank: int, location: str) -> None
         raise InputError(f"must be at most max_lora_rank, {max_rank}", rank, f"{location}: rank")
 
 
-class AdapterSource(Protocol):
-    """Source of an adapter, read whenever the host has no copy. Messages show it by `str`."""
-
-    def ranks(self, layout: AdapterLayout) -> NDArray[np.int64]:
-        """Return the rank on each module, shape (layers, modules)."""
-        ...
-
-    def read(self, layout: AdapterLayout, dtype: torch.dtype, pin: bool, max_rank: int) -> HostAdapter:
-        """Return the adapter, in pinned memory if `pin`; refuse a rank above `max_rank`."""
-        ...
-
-
 @dataclass(frozen=True)
 class RandomAdapter:
     """Random adapter of one rank on all modules. A is drawn as in PEFT; B is not zero, as after training.
@@ -321,3 +309,7 @@ class RandomAdapter:
             b = normal[start:][: self.rank * size_out].view(self.rank, size_out).t()
             matrices[layer, module] = a, b
         return pack(layout, matrices, dtype, pin, str(self))
+
+
+AdapterSource = PeftFolder | RandomAdapter
+"""Source of an adapter, read whenever the host has no copy. Messages show it by `str`."""

@@ -25,9 +25,8 @@ from capplan.engine.lora._loader import AdapterLoader, CopyStream, LayerProgress
 from capplan.engine.lora._memory import AdapterMemory, AdapterPlacement, RowTables, SiteViews, pages_of
 from capplan.errors import InputError
 from capplan.serving import Limits, State, adapter_loaded
-from capplan.serving import state as s
 from capplan.serving.pooled import ASSISTED, ON_DEMAND, RESIDENT, make_resident
-from capplan.serving.state import POOLED, SLORA
+from capplan.serving.state import LOADING, POOLED, SLORA
 
 if TYPE_CHECKING:
     from capplan.engine.assist._crew import SharedAdapters
@@ -90,20 +89,14 @@ class AdapterNumbers:
 class LoRAManager:
     """Host and device copies of the adapters of one engine, by number.
 
-    Attributes
-    ----------
-    memory
-        Device memory of adapters, set before the first load.
-    copies
-        Stream of copies to the device.
-    rank_of
-        Largest rank of each adapter, shape (capacity + 1,); 0 for the base model.
-    load_times
-        Times of loads; None: in proportion to the bytes.
+    `rank_of` is the largest rank of each adapter, shape (capacity + 1,); 0 for the base model. `copies` is
+    the stream of copies to the device.
     """
 
     memory: AdapterMemory
+    """On the device, set before the first load."""
     load_times: LoadTimes | None = None
+    """None: in proportion to the bytes."""
     groups_for: Callable[[NDArray[np.int64], int], Sequence[range]] | None = None
     """Groups of layers in which an adapter of these ranks is copied, for a prompt of so many tokens.
     The first group is copied last. None: all layers at once."""
@@ -400,7 +393,7 @@ class AdapterLoads:
 
     def unregister(self, number: int) -> None:
         """Remove an adapter without requests in flight."""
-        if self._state.adapters.claim[number] == s.LOADING:  # the request of this load was cancelled
+        if self._state.adapters.claim[number] == LOADING:  # the request of this load was cancelled
             self.loader.discard(number)
             adapter_loaded(self._state, number)
         self.loader.wait(number)
@@ -426,7 +419,7 @@ class AdapterLoads:
     def _error_of(self, adapter: int) -> str | None:
         """Return the error of a load that has ended or is waited for; one with an error is not reported."""
         error = self.loader.wait(adapter)
-        if error is not None and self._state.adapters.claim[adapter] == s.LOADING:
+        if error is not None and self._state.adapters.claim[adapter] == LOADING:
             self.loader.discard(adapter)
             adapter_loaded(self._state, adapter)
         return error

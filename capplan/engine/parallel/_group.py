@@ -28,7 +28,7 @@ from typing import Any, Final, NamedTuple, Self
 
 import torch
 
-from capplan.engine._messages import FrameReader, frame
+from capplan.engine._messages import FrameReader, Reply, frame
 from capplan.engine.models._config import ModelShard
 from capplan.errors import CapplanError
 from capplan.processes import without_interrupts
@@ -120,17 +120,9 @@ class Command(NamedTuple):
     """Call of a method of a worker by name."""
 
     tag: int | None
-    """Of the answer; None: there is none."""
+    """Of the `Reply`; None: there is none."""
     method: str
     arguments: tuple[Any, ...]
-
-
-class Answer(NamedTuple):
-    """Result of a command."""
-
-    tag: int
-    result: Any
-    error: Exception | None
 
 
 class WorkerFailed(NamedTuple):
@@ -263,9 +255,9 @@ class WorkerGroup:
                         self._fail(rank, f"ended {self._describe_end(rank)}")
                         return
 
-    def _answer(self, rank: int, answer: Answer) -> None:
+    def _answer(self, rank: int, answer: Reply) -> None:
         with self._lock:
-            pending = self._pending.pop((rank, answer.tag))
+            pending = self._pending.pop((rank, answer.number))
         if answer.error is None:
             pending.set_result(answer.result)
         else:

@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from capplan.engine._input_batch import StepInputs
-from capplan.engine._messages import frame, received
+from capplan.engine._messages import Reply, frame, received
 from capplan.engine._model_runner import Runner
 from capplan.engine._settings import EngineOptions
 from capplan.engine._worker import MeasuredMemory, Sizes, Worker
@@ -38,7 +38,6 @@ from capplan.engine.lora._manager import LoRAManager
 from capplan.engine.models import ModelConfig, model_config
 from capplan.engine.models._config import ModelShard, require_shardable
 from capplan.engine.parallel._group import (
-    Answer,
     Command,
     DistributedCollectives,
     WorkerFailed,
@@ -250,13 +249,13 @@ class WorkerLoop:
             self._loads.submit(self._load, command.tag, method(*command.arguments))
             return
         try:
-            answer = Answer(command.tag, method(*command.arguments), None)
+            answer = Reply(command.tag, method(*command.arguments), None)
         except CapplanError as error:
-            answer = Answer(command.tag, None, error)
+            answer = Reply(command.tag, None, error)
         self._send(answer)
 
     def _load(self, tag: int, job: LoadJob) -> None:
-        self._send(Answer(tag, job(), None))
+        self._send(Reply(tag, job(), None))
 
     def _send(self, message: Any) -> None:
         with self._sending, suppress(OSError):  # the first rank has gone
