@@ -53,7 +53,7 @@ def build_core(
     sources: Sequence[AdapterSource],
     options: EngineOptions,
     virtual_time: bool,
-    beside_cpus: Sequence[int] = (),
+    beside_cpus: Sequence[int],
 ) -> tuple[EngineCore, Sizes]:
     """Allocate an engine and return its core and sizes; `worker` is the first rank, with its model."""
     lora, config, dtype = worker.lora, worker.config, worker.dtype

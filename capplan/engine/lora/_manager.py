@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from statistics import median
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -241,7 +240,7 @@ class LoRAManager:
             self._tables.add(number, placement, self.memory.padding(number, self._tables.max_rank))
 
     def apply(
-        self, state: State, wait: Callable[[int], object], prompts: Mapping[int, int] = MappingProxyType({})
+        self, state: State, wait: Callable[[int], object], prompts: Mapping[int, int]
     ) -> list[tuple[int, LoadJob]]:
         """Apply the scheduler's evictions, allocate memory for its loads, and return the load jobs.
 
@@ -352,7 +351,7 @@ class AdapterLoads:
         lora: LoRAManager,
         loader: AdapterLoader,
         clock: EngineClock,
-        token_bytes: int = 0,
+        token_bytes: int,
     ) -> None:
         self.lora = lora
         self.loader = loader
