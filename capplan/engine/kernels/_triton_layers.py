@@ -1,7 +1,7 @@
 """Triton kernels beside the matrix products of a layer: norms, rotation with KV writes, activation, sharing.
 
-Each replaces two to thirteen kernels of PyTorch, whose launches cost more than their bytes in decode steps.
-Sums are in float32; every result is rounded once.
+The first three each replace two to thirteen kernels of PyTorch, whose launches cost more than their bytes in
+decode steps. Sums are in float32; every result is rounded once.
 
 `share_rows` writes activations to memory shared with CPU cores, and tells them so. The launching thread waits
 for nothing: the last program to end raises the counter that the cores poll. Its release at the scope of the
