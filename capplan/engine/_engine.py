@@ -115,9 +115,8 @@ def choose_sizes(worker: Worker, options: EngineOptions) -> Sizes:
         chosen["max_lora_rank"] = _slot_rank(int(lora.rank_of.max()))
     args = options.engine_args(**chosen)
     if args.max_model_len > config.max_positions:
-        raise InputError(
-            f"must be at most the model's {config.max_positions}", args.max_model_len, "max_model_len"
-        )
+        rule = f"must be at most the model's {config.max_positions}"
+        raise InputError(rule, args.max_model_len, "max_model_len")
     slotless = options.serving_rules().unified_memory
     _check_host_slots(args, adapters, slotless)
     page_bytes = kv_page_elements(config, options.block_size) * dtype.itemsize
@@ -159,10 +158,8 @@ def _beside_adapters(num_blocks: int, resident_pages: int) -> int:
 def _check_host_slots(args: EngineArgs, adapters: int, slotless: bool) -> None:
     needed = adapters if slotless else min(args.max_loras, adapters)
     if args.max_cpu_loras is not None and args.max_cpu_loras < needed:
-        rule = (
-            f"must be at least {f'the {adapters} adapters' if slotless else f'max_loras, {args.max_loras}'}"
-        )
-        raise InputError(rule, args.max_cpu_loras, "max_cpu_loras")
+        least = f"the {adapters} adapters" if slotless else f"max_loras, {args.max_loras}"
+        raise InputError(f"must be at least {least}", args.max_cpu_loras, "max_cpu_loras")
 
 
 def _require_memory(sizes: Sizes, page_bytes: int, options: EngineOptions) -> None:
@@ -547,9 +544,8 @@ class Engine:
         if ids.min() < 0 or ids.max() >= self.config.vocab_size:
             raise InputError(f"must be token ids below {self.config.vocab_size}", int(ids.max()), "prompt")
         if ids.size >= self.args.max_model_len:
-            raise InputError(
-                f"must be below max_model_len, {self.args.max_model_len}", ids.size, "prompt tokens"
-            )
+            rule = f"must be below max_model_len, {self.args.max_model_len}"
+            raise InputError(rule, ids.size, "prompt tokens")
         return ids.astype(np.int32)
 
 

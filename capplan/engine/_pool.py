@@ -153,9 +153,8 @@ class CountedBlocks:
         if total:
             ends = np.cumsum(more)
             within = np.arange(total) - np.repeat(ends - more, more)
-            self.table[np.repeat(rows, more), np.repeat(needed - more, more) + within] = self.pool.allocate(
-                total
-            )
+            pages = self.pool.allocate(total)
+            self.table[np.repeat(rows, more), np.repeat(needed - more, more) + within] = pages
             self._held[rows] = needed
 
     def release(self, rows: NDArray[np.int64]) -> None:

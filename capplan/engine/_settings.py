@@ -208,9 +208,8 @@ class EngineOptions(SpecModel):
     def adapter_capacity(self, given: int) -> int:
         """Return the number of adapters the engine can register, `given` of them at its start."""
         if self.max_adapters is not None and self.max_adapters < given:
-            raise InputError(
-                f"must be at least the {given} adapters given", self.max_adapters, "max_adapters"
-            )
+            rule = f"must be at least the {given} adapters given"
+            raise InputError(rule, self.max_adapters, "max_adapters")
         return given if self.max_adapters is None else self.max_adapters
 
     @property

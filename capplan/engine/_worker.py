@@ -251,9 +251,8 @@ class Worker:
             pointwise(config.rms_eps),
             self.collectives,
         )
-        runner.graphs = step_graphs(
-            options, limits, self.lora, tables, cache, runner, config.heads // config.kv_heads
-        )
+        group = config.heads // config.kv_heads
+        runner.graphs = step_graphs(options, limits, self.lora, tables, cache, runner, group)
         return runner
 
 

@@ -378,9 +378,8 @@ def prompt_launch(
         "num_warps": 8,
         "num_stages": 2,
     }
-    return Launch(
-        attend_prompts, (tiles.shape[0], cache.kv_heads), (q, keys, pages, tiles, out, *sizes), config
-    )
+    grid = (tiles.shape[0], cache.kv_heads)
+    return Launch(attend_prompts, grid, (q, keys, pages, tiles, out, *sizes), config)
 
 
 def _power_of_2(value: int) -> int:

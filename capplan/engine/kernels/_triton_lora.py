@@ -220,9 +220,8 @@ class StepLoRA(LoRALayers):
 
     def gate_launch(self, layer: int, gates: torch.Tensor, out: torch.Tensor) -> Launch:
         """Return the launch of `expand` for gate and up, and of silu of gate times up, which fills `out`."""
-        return self._pairs_launch(
-            layer, GATE_UP, gates, (out, None, None, None, None), (out.stride(0), 0, 0), 0
-        )
+        targets = (out, None, None, None, None)
+        return self._pairs_launch(layer, GATE_UP, gates, targets, (out.stride(0), 0, 0), 0)
 
     def _pairs_launch(
         self,

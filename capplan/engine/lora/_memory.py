@@ -338,9 +338,8 @@ class RowTables:
     """
 
     def __init__(self, layout: AdapterLayout, adapters: int, max_rank: int, device: torch.device) -> None:
-        self.rows = torch.zeros(
-            (adapters, layout.layers, len(GROUPS), max_rank), dtype=torch.int64, device=device
-        )
+        shape = (adapters, layout.layers, len(GROUPS), max_rank)
+        self.rows = torch.zeros(shape, dtype=torch.int64, device=device)
         self.ranks = torch.zeros((adapters, layout.layers, len(MODULES)), dtype=torch.int32, device=device)
         self.outputs = [
             torch.from_numpy(np.stack(outputs, axis=1).astype(np.int32)).to(device)

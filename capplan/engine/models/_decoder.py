@@ -140,10 +140,8 @@ class TorchAttention:
     def __call__(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """Return the attention of rotated queries, whose keys are stored, shape (tokens, query_size)."""
         decodes, prefills = self._inputs.decodes, self._inputs.prefills
-        if (
-            not prefills and self._inputs.prompts is None and decodes is not None
-        ):  # `decodes.at` is 0, 1, 2, ... then
-            return self.decode(layer, q, decodes)
+        if decodes is not None and not prefills and self._inputs.prompts is None:
+            return self.decode(layer, q, decodes)  # `decodes.at` is 0, 1, 2, ...
         out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
         if decodes is not None:
             out[decodes.at] = self.decode(layer, q[decodes.at], decodes)

@@ -276,9 +276,8 @@ class WorkerLoop:
         lora = worker.lora
 
         def connect(meeting: str) -> None:
-            worker.collectives = DistributedCollectives(
-                shard, worker.device, Path(meeting), COLLECTIVE_TIMEOUT_S
-            )
+            place = Path(meeting)
+            worker.collectives = DistributedCollectives(shard, worker.device, place, COLLECTIVE_TIMEOUT_S)
 
         self._methods = {
             "connect": connect,
