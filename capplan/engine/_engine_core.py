@@ -446,8 +446,8 @@ class EngineCore:
                 logits = self.runner.logits(positions - int(found["computed"]) + start)
                 following = torch.from_numpy(request.prompt[positions + 1]).to(logits.device, torch.int64)
                 top = request.params.logprobs or 0
-                found = token_logprobs(logits, following, top)
-                request.prompt_logprobs += found.listed([top] * positions.size)
+                scores = token_logprobs(logits, following, top)
+                request.prompt_logprobs += scores.listed([top] * positions.size)
             if last == request.prompt.size - 1:
                 self._scored.discard(request.row)
 

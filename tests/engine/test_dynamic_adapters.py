@@ -131,6 +131,17 @@ def test_prompts_are_scored_whatever_the_rules(mode: str) -> None:
         )
 
 
+def test_a_prompt_scored_at_once_has_the_scores_of_its_chunks() -> None:
+    found = []
+    for tokens in (256, 16):  # of a step; scores are of at most 64 tokens at a time
+        long = TINY.replace(max_positions=256)
+        with Engine(long, {"a": 3}, num_kv_blocks=100, max_num_batched_tokens=tokens) as engine:
+            [answer] = engine.generate([[*range(150)]], "a", max_tokens=1, prompt_logprobs=True)
+            found.append([each.logprob for each in answer.prompt_logprobs])
+    assert len(found[0]) == 149
+    assert found[0] == pytest.approx(found[1], abs=1e-4)
+
+
 @every_mode
 def test_a_reused_adapter_number_keeps_nothing_of_the_old_adapter(mode: str, tmp_path: Path) -> None:
     """Slot, host copy and cached prefixes of the old adapter are gone."""

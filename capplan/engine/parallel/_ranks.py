@@ -142,7 +142,8 @@ class LeadingWorker(Worker):
 
     def _new_lora(self, capacity: int, layout: AdapterLayout) -> LoRAManager:
         pin = self.device.type == "cuda"
-        return _LeadingLoRA(self._group, capacity, layout, self.dtype, pin, copy_stream(self.device))
+        copies = copy_stream(self.device, self.options.copy_gb_per_s)
+        return _LeadingLoRA(self._group, capacity, layout, self.dtype, pin, copies)
 
 
 class _LeadingRunner:
