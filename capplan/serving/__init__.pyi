@@ -8,9 +8,12 @@ from ._memory import (
     slot_bytes,
     weight_bytes,
 )
-from ._releases import (
+from ._rules import (
     RELEASES,
     RULES,
+    SLORA_ENGINE,
+    VLLM_ENGINE,
+    ServingRules,
     flag_since,
     release_of,
     rules_of_engine,
@@ -18,8 +21,8 @@ from ._releases import (
     rules_of_version,
     serving_rules,
     vllm_rank,
+    with_scheduling,
 )
-from ._rules import SLORA_ENGINE, VLLM_ENGINE, ServingRules, with_scheduling
 from ._scheduler import commit, finish, is_movable, schedule, submit, withdraw
 from ._structures import (
     Heap,

@@ -1,18 +1,21 @@
 """Serving rules by name: switches for the differences between engines and their versions.
 
-Scheduler and adapter cache of a workload or plan as switches of the compiled rules.
+`RELEASES` has what is known of each release of vLLM. A new release is one entry of it, and one recording of
+its scheduler (``tests/golden/README.md``). Scheduler and adapter cache of a workload or plan are switches of
+the compiled rules as well.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from types import MappingProxyType
 from typing import Final
 
 from capplan.errors import InputError
 from capplan.serving.pooled import _state as p
-from capplan.serving.state import SLORA, VLLM, Limits
-from capplan.spec import SLORA_CADENCE, Cache, EngineArgs, Scheduler, version_numbers
+from capplan.serving.state import POOLED, SLORA, VLLM, Limits
+from capplan.spec import SLORA_CADENCE, Cache, EngineArgs, Scheduler, allowed_lora_rank, version_numbers
 from capplan.version import installed_version
 
 _NS_PER_S: Final = 1_000_000_000
@@ -216,3 +219,304 @@ class ServingRules:
             policy=self.policy,
             admit_every=SLORA_CADENCE if self.policy == SLORA else 1,
         )
+
+
+@dataclass(frozen=True)
+class StartUp:
+    """Memory that an engine keeps back beside weights, adapter slots and KV.
+
+    Parameters
+    ----------
+    reserved_bytes, reserved_bytes_by_pcie
+        Memory that PyTorch does not know, on GPUs with and without links of their own.
+    collectives_bytes
+        The same for NCCL and custom all-reduce, with tensor parallelism.
+    logit_copies
+        Float32 logits of a request that the sampler holds at a time.
+    source, source_by_pcie
+        What was measured, on GPUs with and without links of their own.
+    seqs_in_reserve
+        Requests whose logits are part of `reserved_bytes`.
+    activations_in_reserve
+        Whether activations are part of `reserved_bytes`; otherwise they have the size of a step.
+    windows_save_kv
+        Whether layers with a sliding window keep the window's KV alone, in blocks of their own.
+    """
+
+    reserved_bytes: float
+    reserved_bytes_by_pcie: float
+    collectives_bytes: float
+    logit_copies: float
+    source: str
+    source_by_pcie: str
+    seqs_in_reserve: float = 0.0
+    activations_in_reserve: bool = False
+    windows_save_kv: bool = True
+
+
+@dataclass(frozen=True)
+class Release:
+    """Releases of vLLM from `first` to `last` that are alike.
+
+    Parameters
+    ----------
+    first, last
+        First one, and the last one that was looked at. One without an entry is as the entry before it.
+    rules
+        Rules of its scheduler, without async scheduling.
+    async_by_default
+        Whether it schedules asynchronously unless told otherwise; None: it never does.
+    flags
+        Flags of ``vllm serve`` and variables of the environment that `capplan.deploy` uses.
+    min_lora_rank
+        Smallest ``--max-lora-rank``.
+    start_up
+        Memory that it keeps back.
+    """
+
+    first: str
+    last: str
+    rules: ServingRules
+    async_by_default: bool | None
+    flags: frozenset[str]
+    min_lora_rank: int
+    start_up: StartUp
+
+
+_OF_PROFILES: Final = "kept-back memory of the shipped profiles of vLLM 0.8.5, rounded"
+_BY_SIZES: Final = "activations and logits by their sizes; the rest as vLLM 0.19.0 kept back on"
+
+_0_8 = Release(
+    first="0.8.5",
+    last="0.8.5",
+    rules=ServingRules("vllm-0.8", lora_extra_vocab=256, prefix_caching=True),
+    async_by_default=None,
+    flags=frozenset(
+        (
+            *("--port", "--tensor-parallel-size", "--enable-lora", "--lora-modules", "--max-loras"),
+            *("--max-lora-rank", "--max-cpu-loras", "--fully-sharded-loras", "--max-num-seqs"),
+            *("--max-num-batched-tokens", "--max-model-len", "--gpu-memory-utilization"),
+            *("--enable-prefix-caching", "--no-enable-prefix-caching", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
+            *("--kv-cache-dtype", "--quantization"),
+        )
+    ),
+    min_lora_rank=8,
+    # Rounded from the shipped H100 profiles, with 2,048 tokens per step; the collectives are assumed.
+    # Sampling by sorting holds 3.5 copies.
+    start_up=StartUp(
+        reserved_bytes=2.2e9,
+        reserved_bytes_by_pcie=2.2e9,
+        collectives_bytes=0.3e9,
+        logit_copies=3.5,
+        seqs_in_reserve=270.0,
+        activations_in_reserve=True,
+        windows_save_kv=False,
+        source=_OF_PROFILES,
+        source_by_pcie=_OF_PROFILES,
+    ),
+)
+_0_9 = replace(
+    _0_8,
+    first="0.9.2",
+    last="0.9.2",
+    rules=replace(_0_8.rules, name="vllm-0.11", reverse_skipped=True),
+    # What five starts of vLLM 0.19.0 kept back on an H100 beside weights and peak, and with TP 2 and 4 (2.1
+    # instead of 0.2 GiB). Logits in float32, sorted, and 64-bit places: peaks of 1.96 and 3.99 GiB with 1,024
+    # requests over 128,256 and 262,208 tokens (llm-d-incubation/llm-d-planner, accuracy/results/v0.19.0).
+    # By PCIe: an RTX 4090 with Llama-3.1-8B (request logs of casys-kaist/LLMServingSim, commit 5daddb2).
+    start_up=StartUp(
+        reserved_bytes=0.22e9,
+        reserved_bytes_by_pcie=0.71e9,
+        collectives_bytes=2.04e9,
+        logit_copies=4.0,
+        source=f"{_BY_SIZES} an H100 and with tensor parallelism",
+        source_by_pcie=f"{_BY_SIZES} an RTX 4090",
+    ),
+)
+_0_10 = replace(
+    _0_9,
+    first="0.10.0",
+    last="0.11.0",
+    flags=_0_9.flags | {"--async-scheduling", "--no-async-scheduling"},
+)
+_0_11 = replace(_0_10, first="0.11.1", last="0.11.2", min_lora_rank=1)
+_0_12 = replace(
+    _0_11,
+    first="0.12.0",
+    last="0.13.0",
+    rules=replace(_0_11.rules, name="vllm-0.12-sync", lora_extra_vocab=0),
+    async_by_default=False,
+)
+_0_14 = replace(
+    _0_12,
+    first="0.14.0",
+    last="0.18.1",
+    rules=replace(_0_12.rules, name="vllm-0.14-sync", reverse_skipped=False),
+    async_by_default=True,
+)
+_0_19 = replace(
+    _0_14,
+    first="0.19.0",
+    last="0.19.0",
+    rules=replace(_0_14.rules, name="vllm-0.20-sync", reserve_full_sequence=True),
+    flags=_0_14.flags | {"--lora-target-modules"},  # pull request 34984
+)
+_0_20 = replace(
+    _0_19,
+    first="0.20.0",
+    last="0.23.0",
+    # Logits in 16 bits and in float32: with four copies, vLLM 0.23.0 could not have kept the KV tokens that
+    # it has (inference-sim/residency-vllm, commit 2641b57).
+    start_up=replace(_0_19.start_up, logit_copies=1.5),
+)
+_0_27 = replace(
+    _0_20,
+    first="0.27.0",
+    last="0.32.0",
+    rules=replace(_0_20.rules, name="vllm-0.32-sync", unhashed_to_front=True, lone_prefill_exempt=True),
+)
+_0_33 = replace(
+    _0_27,
+    first="0.33.0",
+    last="0.33.0",
+    rules=replace(_0_27.rules, name="vllm-0.33-sync", hold_ending=True),
+    # The start-up run samples a second time, with every parameter of sampling: one more float32 copy, read in
+    # the code (v1/worker/gpu/model_runner.py) and not measured.
+    start_up=replace(_0_27.start_up, logit_copies=2.5),
+)
+
+RELEASES: Final = (_0_8, _0_9, _0_10, _0_11, _0_12, _0_14, _0_19, _0_20, _0_27, _0_33)
+"""The releases of vLLM, oldest first.
+
+Sources: rules in the docstring of `capplan.serving._scheduler`. Flags: ``vllm/engine/arg_utils.py`` and
+``vllm/config/lora.py`` of the wheels 0.8.5, 0.9.2, 0.10.0, 0.11.0, 0.11.1, 0.15.1 to 0.20.0 and 0.32.0.
+"""
+
+
+def release_of(version: str | None) -> Release:
+    """Return the entry of a release of vLLM: the newest that is not later, or else the oldest.
+
+    None, and a name that is no version, such as that of a build: the newest.
+    """
+    try:
+        numbers = version_numbers(version) if version is not None else ()
+    except InputError:
+        numbers = ()
+    if not numbers:
+        return RELEASES[-1]
+    begun = [each for each in RELEASES if version_numbers(each.first)[: len(numbers)] <= numbers]
+    return begun[-1] if begun else RELEASES[0]
+
+
+def flag_since(flag: str) -> str:
+    """Return the first release of vLLM that has a flag of the table."""
+    return next(release.first for release in RELEASES if flag in release.flags)
+
+
+def vllm_rank(rank: int, version: str | None) -> int:
+    """Return the smallest ``max_lora_rank`` of a release of vLLM that holds a rank; None: the newest.
+
+    Raises
+    ------
+    ValueError
+        Unless 1 <= rank <= 512.
+    """
+    return allowed_lora_rank(max(rank, release_of(version).min_lora_rank))
+
+
+def _rules_of_releases() -> tuple[ServingRules, ...]:
+    """Return the rules of `RELEASES`, each with the releases that follow them."""
+    found: list[ServingRules] = []
+    for _, group in groupby(RELEASES, key=lambda release: release.rules.name):
+        alike = tuple(group)
+        newest = alike[-1]
+        rules = replace(newest.rules, releases=Releases(alike[0].first, newest.last))
+        if newest.async_by_default is None:
+            found.append(rules)
+        else:
+            found.extend(_both(rules, async_by_default=newest.async_by_default))
+    return tuple(found)
+
+
+def _both(rules: ServingRules, *, async_by_default: bool) -> tuple[ServingRules, ServingRules]:
+    """Return the rules without and with async scheduling."""
+    overlapping = replace(
+        rules,
+        name=rules.name.replace("-sync", "-async"),
+        async_scheduling=True,
+        is_default=async_by_default,
+    )
+    return replace(rules, is_default=not async_by_default), overlapping
+
+
+RULES: Final[tuple[ServingRules, ...]] = (
+    *_rules_of_releases(),
+    replace(_0_27.rules, name="capplan", engine=CAPPLAN_ENGINE, load_beside=True),
+    ServingRules("slora", engine=SLORA_ENGINE, policy=SLORA),
+    ServingRules("chameleon", engine=CAPPLAN_ENGINE, load_beside=True, policy=POOLED),
+)
+"""Every named set of rules; sources in the docstring of `capplan.serving._scheduler`."""
+
+
+def serving_rules(name: str) -> ServingRules:
+    """Return the rules called `name`; without ``-sync`` or ``-async``, the default of the two.
+
+    Raises
+    ------
+    InputError
+        When no rules have that name; the message lists the names.
+    """
+    for rules in RULES:
+        if rules.name == name or (rules.short_name == name and rules.is_default):
+            return rules
+    raise InputError(rule=f"must be one of {', '.join(r.name for r in RULES)}", value=name, location="rules")
+
+
+def rules_of_version(version: str) -> ServingRules:
+    """Return the rules that a version of vLLM follows by default.
+
+    Raises
+    ------
+    InputError
+        If no rules describe the version; the message names the nearest releases.
+    """
+    known = [(rules.releases, rules) for rules in RULES if rules.releases is not None and rules.is_default]
+    for releases, rules in known:
+        if releases.cover(version):
+            return rules
+    earlier = [f"{releases} ({rules.name})" for releases, rules in known if releases.precede(version)]
+    later = [f"{releases} ({rules.name})" for releases, rules in known if releases.follow(version)]
+    nearest = " and ".join([*earlier[-1:], *later[:1]])
+    rule = f"must be a version of vLLM with known rules, the nearest being {nearest}, or go with --rules"
+    raise InputError(rule, version, "engine_version")
+
+
+def rules_of_engine(
+    version: str | None, rules: str | None, otherwise: str = "vllm-0.32-async"
+) -> tuple[ServingRules, str]:
+    """Return the rules of an engine and its version, given one of them, both, or the name of a default.
+
+    Raises
+    ------
+    InputError
+        If either is unknown, the version is known to follow other rules, or it is a version of vLLM and the
+        rules are those of another engine.
+    """
+    if rules is None and version is not None:
+        return rules_of_version(version), version
+    chosen = serving_rules(rules or otherwise)
+    if version is None or version == chosen.version:
+        return chosen, chosen.version
+    if chosen.releases is None:
+        engine = f"{chosen.engine} {chosen.version}"
+        rule = f"is that of vLLM and does not go with rules {chosen.name}, which are those of {engine}"
+        raise InputError(rule, version, "engine_version")
+    described = [each.name for each in RULES if each.releases and each.releases.cover(version)]
+    if described and chosen.name not in described:
+        raise InputError(f"must be {' or '.join(described)} for vLLM {version}", rules, "rules")
+    return chosen, version
+
+
+def rules_of_scheduler(scheduler: Scheduler) -> ServingRules:
+    """Return the serving rules that run a scheduler: S-LoRA's own, or those of one pool."""
+    return serving_rules("slora" if scheduler.policy == "slora" else "chameleon")

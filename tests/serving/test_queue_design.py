@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capplan.serving.pooled import RequestSample, base_model_bytes, design_queues
-from capplan.serving.pooled._queue_design import request_sizes, size_weights
-from capplan.serving.pooled._quotas import queue_loads
-from capplan.serving.pooled._size_clusters import (
+from capplan.serving.pooled._queue_design import (
     choose_clustering,
     classify,
     cluster_sizes,
     cut_offs,
+    queue_loads,
+    request_sizes,
+    size_weights,
     subsample,
 )
 from capplan.spec import MOST_QUEUES, QueueConfig, Queues

@@ -9,13 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capplan.serving.pooled._quotas import QueueLoad, allocate_quotas, queue_loads
-from capplan.serving.pooled._size_clusters import (
+from capplan.serving.pooled._queue_design import (
     SAMPLE,
+    QueueLoad,
+    allocate_quotas,
     choose_clustering,
     classify,
     cluster_sizes,
     cut_offs,
+    queue_loads,
     silhouette,
     subsample,
 )

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from capplan.serving import Limits, State, adapter_loaded, commit, new_state, schedule, submit
 from capplan.serving.pooled import QUEUES, RequestSample, refresh
-from capplan.serving.pooled._queue_design import request_sizes
+from capplan.serving.pooled._queue_design import classify, request_sizes
 from capplan.serving.pooled._refresh import LEAST_REQUESTS
-from capplan.serving.pooled._size_clusters import classify
 from capplan.serving.state import POOLED
 from capplan.spec import QueueConfig, Scheduler, Wrs
 from capplan.testing._integrity import running_rows

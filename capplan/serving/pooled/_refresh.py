@@ -20,13 +20,13 @@ from capplan.serving.pooled._caches import make_resident
 from capplan.serving.pooled._queue_design import (
     RequestSample,
     SizeClasses,
+    allocate_quotas,
     base_model_bytes,
+    cluster_sizes,
     clustered_classes,
     equal_quotas,
     equal_ranges,
 )
-from capplan.serving.pooled._quotas import allocate_quotas
-from capplan.serving.pooled._size_clusters import cluster_sizes
 from capplan.serving.pooled._size_queues import rebin
 from capplan.serving.pooled._state import DEGREE_1, DEGREE_2, OUTPUT_ONLY, RESIDENT, WINDOW
 from capplan.serving.state import NONE, Limits, State

@@ -1,7 +1,14 @@
-from ._demand import DemandHistory, arrived_tok_s, extrapolate
 from ._near import place_near
 from ._placement import AdapterDemand, place
-from ._rebalancer import Rebalanced, Rebalancer, Replan, ReplanRequest
+from ._rebalancer import (
+    DemandHistory,
+    Rebalanced,
+    Rebalancer,
+    Replan,
+    ReplanRequest,
+    arrived_tok_s,
+    extrapolate,
+)
 
 __all__ = [
     "AdapterDemand",

@@ -19,6 +19,7 @@ from ._fleet import (
     ArrivingRequest,
     Fleet,
     Placement,
+    RoutingRule,
     adapter_of_places,
     add_waiting,
     new_fleet,
@@ -31,7 +32,6 @@ from ._fleet import (
 )
 from ._gateway import Gateway
 from ._least_work_left import LeastWorkLeft, WorkModel
-from ._rule import RoutingRule
 from ._smooth_shares import by_credit, carried_credit, first_credit
 from ._toppings import BGMV, MBGMV, PREFILL_TOKEN, RANK_BLIND, Performance, Toppings
 

@@ -16,8 +16,14 @@ from typing import Any, Final
 
 from capplan._jit import inner, jit
 from capplan.errors import InputError
-from capplan.serving.routers._fleet import ArrivingRequest, Fleet, Placement, note_waiting
-from capplan.serving.routers._rule import Router, RoutingRule
+from capplan.serving.routers._fleet import (
+    ArrivingRequest,
+    Fleet,
+    Placement,
+    Router,
+    RoutingRule,
+    note_waiting,
+)
 from capplan.spec import ROUTER_NAMES
 
 

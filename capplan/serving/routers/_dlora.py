@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 from capplan._jit import inner
 from capplan.errors import InputError
-from capplan.serving.routers._fleet import Fleet
+from capplan.serving.routers._fleet import Fleet, Router
 from capplan.serving.routers._least_loaded import least_loaded
-from capplan.serving.routers._rule import Router
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ If no holder has room, which the source leaves open, the request goes to the lea
 from __future__ import annotations
 
 from capplan._jit import inner
-from capplan.serving.routers._fleet import ArrivingRequest, Fleet, Placement, has_room
+from capplan.serving.routers._fleet import ArrivingRequest, Fleet, Placement, Router, RoutingRule, has_room
 from capplan.serving.routers._least_loaded import least_loaded
-from capplan.serving.routers._rule import Router, RoutingRule
 
 
 @inner

@@ -1,15 +1,17 @@
-"""Input of routers: holders of adapters, and the current state of each instance.
+"""What a router is: its entry in the registry, its parameters and state in compiled code, and its input.
 
-Flat arrays, which the cluster twin and the router of `capplan serve PLAN` keep up to date and compiled rules
-read. A rule looks at the *holders* of the request's adapter, places ``first`` to ``last - 1`` of the
-placement, and returns one of them. The state may be older than the request: then it contains what the
-instance reported last and the requests that the router has sent there since (`note_waiting`). Requests that
-wait at an instance for the transfer of their adapter count there as waiting ones.
+The input are the holders of adapters, and the current state of each instance: flat arrays, which the cluster
+twin and the router of `capplan serve PLAN` keep up to date and compiled rules read. A rule looks at the
+*holders* of the request's adapter, places ``first`` to ``last - 1`` of the placement, and returns one of
+them. The state may be older than the request: then it contains what the instance reported last and the
+requests that the router has sent there since (`note_waiting`). Requests that wait at an instance for the
+transfer of their adapter count there as waiting ones.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -242,3 +244,58 @@ def with_ranks(fleet: Fleet, ranks: NDArray[np.int64]) -> Fleet:
     more = max(0, int(distinct[0]) + 1 - columns) if columns else 0
     by_rank = np.pad(fleet.by_rank, ((0, 0), (0, 0), (0, more)))
     return fleet._replace(ranks=distinct.copy(), by_rank=by_rank)
+
+
+@dataclass(frozen=True)
+class Router:
+    """A router, as its file registers it under its name in `ROUTERS`."""
+
+    choose: Any
+    """Function with `@inner` of (rule, fleet, placement, first, last, request) that returns a place, from
+    `first` to `last` - 1. A router that does not read instances gets the request's draw in place of the
+    request: a random number in [0, 1)."""
+    rule: str
+    """What it does, in a line of the documentation."""
+    source: str = ""
+    reads_state: bool = True
+    """The three as in `RoutingRule`."""
+    reads_ranks: bool = False
+    reads_adapter: bool = False
+    keeps_credit: bool = False
+    """Whether it uses `RoutingRule.credit`."""
+    sent_ns: Any = None
+    """Function with `@inner` of (rule, fleet, instance, request) that returns the time at which the chosen
+    instance gets the request; None: at once."""
+
+
+@by_reference
+class RoutingRule(NamedTuple):
+    """A router with its parameters and its state."""
+
+    code: int
+    """Its number in the dispatch of `_choose`."""
+    reads_state: bool
+    """Whether it reads instances, which are then simulated up to the request."""
+    reads_ranks: bool
+    """Whether it reads the requests and tokens of instances by rank."""
+    reads_adapter: bool
+    """Whether it reads the state of the request's adapter on each instance."""
+    turn: NDArray[np.int64]
+    """Shape (1,): the last chosen instance."""
+    credit: NDArray[np.float64]
+    """Shape (places,) for rules that use smooth shares, else empty."""
+    weights: NDArray[np.float64]
+    """Weights of the gateway's scores, or parameters of least work left."""
+    # -- dLoRA --
+    period_ns: int
+    """Time between migrations; 0: none."""
+    excess: float
+    request_s: float
+    migration_s: float
+    # -- Toppings, least work left --
+    kernel: int
+    models: NDArray[np.float64]
+    """One line per instance."""
+    slo_ms: float
+    prior_output_tokens: float
+    """Mean output tokens assumed before any request has finished; it counts as one request."""

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 from capplan._jit import inner
 from capplan.errors import InputError
-from capplan.serving.routers._fleet import ArrivingRequest, Fleet, Placement, after
+from capplan.serving.routers._fleet import ArrivingRequest, Fleet, Placement, Router, RoutingRule, after
 from capplan.serving.routers._lora_affinity import affinity
-from capplan.serving.routers._rule import Router, RoutingRule
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,15 @@ requests, and of running ones the KV tokens and what is left of their prompts.
 from __future__ import annotations
 
 from capplan._jit import inner
-from capplan.serving.routers._fleet import ArrivingRequest, Fleet, Placement, after, queued_tokens
-from capplan.serving.routers._rule import Router, RoutingRule
+from capplan.serving.routers._fleet import (
+    ArrivingRequest,
+    Fleet,
+    Placement,
+    Router,
+    RoutingRule,
+    after,
+    queued_tokens,
+)
 
 
 @inner

@@ -45,9 +45,10 @@ from capplan.serving.routers._fleet import (
     ArrivingRequest,
     Fleet,
     Placement,
+    Router,
+    RoutingRule,
     queued_tokens,
 )
-from capplan.serving.routers._rule import Router, RoutingRule
 from capplan.serving.routers._smooth_shares import by_credit
 
 # Columns of the models' array.

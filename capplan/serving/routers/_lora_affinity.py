@@ -12,8 +12,16 @@ rotate.
 from __future__ import annotations
 
 from capplan._jit import inner
-from capplan.serving.routers._fleet import ACTIVE, AWAITED, ArrivingRequest, Fleet, Placement, after
-from capplan.serving.routers._rule import Router, RoutingRule
+from capplan.serving.routers._fleet import (
+    ACTIVE,
+    AWAITED,
+    ArrivingRequest,
+    Fleet,
+    Placement,
+    Router,
+    RoutingRule,
+    after,
+)
 
 
 @inner

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from capplan._jit import inner
-from capplan.serving.routers._fleet import Fleet, Placement
-from capplan.serving.routers._rule import Router, RoutingRule
+from capplan.serving.routers._fleet import Fleet, Placement, Router, RoutingRule
 
 
 @inner

@@ -11,8 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capplan._jit import inner
-from capplan.serving.routers._fleet import Fleet, Placement, adapter_of_places, places_in_both
-from capplan.serving.routers._rule import Router, RoutingRule
+from capplan.serving.routers._fleet import (
+    Fleet,
+    Placement,
+    Router,
+    RoutingRule,
+    adapter_of_places,
+    places_in_both,
+)
 
 
 def first_credit(placement: Placement) -> NDArray[np.float64]:

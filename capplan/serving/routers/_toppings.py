@@ -36,10 +36,11 @@ from capplan.serving.routers._fleet import (
     ArrivingRequest,
     Fleet,
     Placement,
+    Router,
+    RoutingRule,
     after,
     fits_memory,
 )
-from capplan.serving.routers._rule import Router, RoutingRule
 
 BGMV = 0
 MBGMV = 1
