@@ -1,6 +1,6 @@
 from ._sweep import Job, cores, in_parallel, sweep, sweep_detailed
+from .instance._details import RequestTable
 from .instance._metrics import SimulationResult
-from .instance._per_request import RequestTable
 from .instance._scenario import Scenario, build_scenario
 from .instance._simulate import DetailedResult, simulate, simulate_detailed
 

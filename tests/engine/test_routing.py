@@ -30,7 +30,7 @@ from capplan.serving.routers import (
 from capplan.spec import ROUTER_NAMES
 from capplan.twin.cluster import Candidate, RoutedRequest
 from capplan.twin.cluster._routers import plain_rule
-from capplan.twin.instance._host_link import NEVER_NS
+from capplan.twin.instance._clock import NEVER_NS
 from tests.engine.fake_instances import idle_state
 from tests.engine.test_router import running
 from tests.oracle.routers import (

@@ -10,9 +10,8 @@ from capplan.testing import check_integrity
 from capplan.twin import Scenario
 from capplan.twin.instance import _trace as t
 from capplan.twin.instance import run
-from capplan.twin.instance._clock import TwinClock
+from capplan.twin.instance._clock import NEVER_NS, TwinClock
 from capplan.twin.instance._core import advance, idle_engine, mark_running, record_pool, refresh_queues
-from capplan.twin.instance._host_link import NEVER_NS
 from tests.oracle import run_reference
 
 # State of the compiled twin alone; the reference stores every token instead.

@@ -9,7 +9,7 @@ from capplan import InputError, Profile
 from capplan.models import ADDITIVE
 from capplan.spec import Coefficient
 from capplan.twin.calibration import CalibrationOptions, CalibrationTables, calibrate
-from capplan.twin.calibration._fit import (
+from capplan.twin.calibration._calibrate import (
     calibrate_runs,
     free_coefficients,
     predict_targets,

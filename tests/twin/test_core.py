@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from capplan.serving import Limits
 from capplan.serving.state import SLORA, VLLM
 from capplan.twin import Scenario
-from capplan.twin.instance import _host_link as pauses
+from capplan.twin.instance import _core as pauses
 from capplan.twin.instance import _trace as t
 from capplan.twin.instance import run
 from capplan.twin.instance._scenario import NS_PER_MS

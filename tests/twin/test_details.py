@@ -15,8 +15,7 @@ from capplan.spec import Trace, grouped_latency_stats
 from capplan.twin import DetailedResult, Scenario
 from capplan.twin.instance import FINISHED, REJECTED, STATUSES, WAITING, run
 from capplan.twin.instance import _trace as t
-from capplan.twin.instance._group_metrics import bucket_count
-from capplan.twin.instance._per_request import RUNNING, request_table
+from capplan.twin.instance._details import RUNNING, bucket_count, request_table
 from tests.twin.examples import profile, workload
 from tests.twin.scenarios import scenarios, seeded_scenario
 from tests.twin.test_simulate import hand_computed

@@ -10,7 +10,7 @@ from capplan._jit import jit
 from capplan.spec import Trace
 from capplan.twin.cluster import Instance, simulate_cluster
 from capplan.twin.cluster._scenario import build_cluster
-from capplan.twin.instance._host_link import (
+from capplan.twin.instance._clock import (
     HostLink,
     copy_ahead,
     copy_on_demand,

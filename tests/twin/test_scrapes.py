@@ -12,7 +12,7 @@ from capplan import EngineConfig, Profile, SimulationResult, Workload, simulate
 from capplan.spec import Coefficient
 from capplan.twin import Scenario, build_scenario
 from capplan.twin.instance import NS_PER_S, run
-from capplan.twin.instance import _scrapes as scrapes
+from capplan.twin.instance import _metrics as scrapes
 from tests.twin.examples import part, profile, workload
 
 SETTINGS: dict[str, Any] = {"a_max": 8, "s_max": 8, "duration_s": 600.0, "max_model_len": 512}

@@ -1,5 +1,4 @@
-from ._calibrate import CalibrationOptions, CalibrationResult, CalibrationTables, calibrate
-from ._fit import RunCalibration
+from ._calibrate import CalibrationOptions, CalibrationResult, CalibrationTables, RunCalibration, calibrate
 
 __all__ = [
     "CalibrationOptions",

@@ -1,9 +1,8 @@
 from ._python_loop import Candidate, PythonRouter, RoutedRequest
-from ._rebalancing import FleetMoves, Rebalancing
+from ._rebalancing import Crash, Faults, FleetMoves, Rebalancing, TransferLink
 from ._routers import MODELLED, NamedRouter, served_router, served_rule, workload_of
 from ._scenario import Instance
 from ._simulate import ClusterResult, simulate_cluster, simulate_without_adapters
-from ._transfers import Crash, Faults, TransferLink
 
 __all__ = [
     "MODELLED",

@@ -18,7 +18,6 @@ from capplan.errors import InputError
 from capplan.serving import NONE, State
 from capplan.serving.routers import Placement, adapter_of_places
 from capplan.serving.state import ENDING, LOADING, POOLED
-from capplan.twin.cluster._layout import Laid, grow, lay_out
 from capplan.twin.cluster._rebalancing import FleetChanges, Rebalancing
 from capplan.twin.cluster._run import (
     ClusterTrace,
@@ -29,10 +28,10 @@ from capplan.twin.cluster._run import (
     trace_of,
 )
 from capplan.twin.cluster._scenario import ClusterScenario
-from capplan.twin.cluster._steps import advance_instances, hand_to, lacks_row
+from capplan.twin.cluster._steps import Laid, advance_instances, grow, hand_to, lacks_row, lay_out
 from capplan.twin.instance import _trace as t
+from capplan.twin.instance._clock import NEVER_NS
 from capplan.twin.instance._core import mark_running
-from capplan.twin.instance._host_link import NEVER_NS
 from capplan.twin.instance._scenario import NS_PER_S
 from capplan.workload import uniform
 

@@ -26,11 +26,9 @@ from capplan.twin.cluster._scenario import (
     without_adapters,
 )
 from capplan.twin.instance import _trace as t
-from capplan.twin.instance._group_metrics import Attainment
-from capplan.twin.instance._metrics import SimulationResult, summarize
-from capplan.twin.instance._per_request import FINISHED, request_status
+from capplan.twin.instance._details import FINISHED, Attainment, request_status
+from capplan.twin.instance._metrics import SimulationResult, client_itl_factor, summarize
 from capplan.twin.instance._scenario import NS_PER_S, Scenario
-from capplan.twin.instance._scrapes import client_itl_factor
 from capplan.twin.instance._simulate import tpt_attainment
 from capplan.workload import Requests
 

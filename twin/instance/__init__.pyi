@@ -1,18 +1,19 @@
 from ._core import run
-from ._extrapolation import MODELS, SLACK, Extrapolation, extrapolations, merged, values_of
-from ._group_metrics import Attainment, GroupMetrics
-from ._metrics import PoolMetrics, SimulationResult, SizeMetrics, bound_value, pool_metrics, summarize
-from ._paired import PAIRED_SEEDS, PairedOrder, mean_with_error, paired_difference, paired_order
-from ._per_request import (
+from ._details import (
     FINISHED,
     LOST,
     REJECTED,
     STATUSES,
     WAITING,
+    Attainment,
+    GroupMetrics,
     request_status,
     several_tables,
     write_parquet,
 )
+from ._extrapolation import MODELS, SLACK, Extrapolation, extrapolations, merged, values_of
+from ._metrics import PoolMetrics, SimulationResult, SizeMetrics, bound_value, pool_metrics, summarize
+from ._paired import PAIRED_SEEDS, PairedOrder, mean_with_error, paired_difference, paired_order
 from ._scenario import (
     NS_PER_S,
     Run,

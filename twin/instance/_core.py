@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from capplan.serving.pooled import (
 from capplan.serving.state import SLORA, VLLM
 from capplan.serving.vllm import decode_step, steps_ahead
 from capplan.twin.instance._clock import (
+    NEVER_NS,
     TwinClock,
     assisted_prompts_ns,
     compute_ns,
@@ -41,7 +43,6 @@ from capplan.twin.instance._clock import (
     wait_for_load_ns,
     waits_in_step,
 )
-from capplan.twin.instance._host_link import NEVER_NS, Pauses
 from capplan.twin.instance._scenario import Costs, Scenario, new_engine
 from capplan.twin.instance._trace import (
     NEVER,
@@ -61,6 +62,38 @@ from capplan.twin.instance._trace import (
     record_wait_for_load,
 )
 from capplan.workload import Requests
+
+MAX_PAUSE_NS: Final = 60 * 10**9
+"""Largest simulated time between two calls."""
+_FIRST_PAUSE_NS: Final = 10**9
+_TARGET_S: Final = 0.1
+"""Time of computing between two calls, above which the next one comes sooner."""
+
+
+class Pauses:
+    """Times at which a simulation calls its interrupt; an exception that it raises ends the simulation.
+
+    A simulated minute takes milliseconds or, with a long queue, seconds: the distance of the calls adapts to
+    the time of computing. What is simulated does not depend on it.
+    """
+
+    def __init__(self, interrupt: Callable[[], None] | None) -> None:
+        self.next_ns = NEVER_NS if interrupt is None else _FIRST_PAUSE_NS
+        """Simulated time of the next call; NEVER_NS without an interrupt."""
+        self._interrupt = interrupt
+        self._length_ns = _FIRST_PAUSE_NS
+        self._called_s = time.monotonic()
+
+    def call(self) -> None:
+        """Call the interrupt at `next_ns`, and choose the time of the next call."""
+        if self._interrupt is None:
+            return
+        self._interrupt()
+        now_s = time.monotonic()
+        growth = min(2.0, _TARGET_S / max(now_s - self._called_s, 1e-9))
+        self._called_s = now_s
+        self._length_ns = max(1, min(MAX_PAUSE_NS, int(growth * self._length_ns)))
+        self.next_ns += self._length_ns
 
 
 @by_reference

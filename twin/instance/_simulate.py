@@ -25,25 +25,23 @@ from capplan.spec import (
     allowed_lora_rank,
 )
 from capplan.twin.instance._core import run
-from capplan.twin.instance._group_metrics import (
+from capplan.twin.instance._details import (
+    FINISHED,
+    LOST,
+    REJECTED,
     Attainment,
     GroupMetrics,
+    RequestTable,
     TimeSeries,
     attainment,
     bucket_count,
     group_metrics,
-    time_series,
-)
-from capplan.twin.instance._metrics import SimulationResult, reduce_trace, summarize
-from capplan.twin.instance._per_request import (
-    FINISHED,
-    LOST,
-    REJECTED,
-    RequestTable,
     isolated_s,
     request_status,
     request_table,
+    time_series,
 )
+from capplan.twin.instance._metrics import SimulationResult, client_itl_factor, reduce_trace, summarize
 from capplan.twin.instance._scenario import (
     NS_PER_S,
     CacheLike,
@@ -55,7 +53,6 @@ from capplan.twin.instance._scenario import (
     require_documents,
     require_engine_settings,
 )
-from capplan.twin.instance._scrapes import client_itl_factor
 from capplan.twin.instance._trace import TwinTrace
 
 if TYPE_CHECKING:

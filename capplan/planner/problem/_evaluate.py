@@ -117,7 +117,7 @@ class SimulatedRequests(NamedTuple):
     first_token_s: NDArray[np.float64]
     """Infinite without a first token."""
     status: NDArray[np.int8]
-    """Position in `capplan.twin.instance._per_request.STATUSES`."""
+    """Position in `capplan.twin.instance.STATUSES`."""
     duration_s: float
 
 

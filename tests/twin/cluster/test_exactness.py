@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from capplan.serving import State
 from capplan.serving.routers import ROUTERS, Dlora
 from capplan.twin.cluster import Candidate, NamedRouter, RoutedRequest, simulate_cluster
-from capplan.twin.cluster._layout import with_rows
 from capplan.twin.cluster._python_loop import run_with
 from capplan.twin.cluster._routers import build_rule
 from capplan.twin.cluster._run import run_cluster
 from capplan.twin.cluster._scenario import ClusterScenario, place
+from capplan.twin.cluster._steps import with_rows
 from capplan.twin.instance import run
 from capplan.twin.instance._scenario import new_engine
 from tests.twin.cluster.comparison import (

@@ -13,11 +13,11 @@ from capplan.serving.routers import Dlora, to_move
 from capplan.testing import check_integrity
 from capplan.testing._integrity import running_rows, waiting_rows
 from capplan.twin.cluster import Instance, simulate_cluster
-from capplan.twin.cluster._layout import lay_out
 from capplan.twin.cluster._python_loop import unseen_requests
 from capplan.twin.cluster._routers import build_rule
 from capplan.twin.cluster._run import run_laid
 from capplan.twin.cluster._scenario import ClusterScenario
+from capplan.twin.cluster._steps import lay_out
 from capplan.twin.instance import _trace as t
 from capplan.twin.instance._clock import PRESENT, QUEUED
 from tests.serving.worlds import World, play, worlds

@@ -6,7 +6,7 @@ import pytest
 from capplan.models._step_latency import TOPPINGS_BGMV, TOPPINGS_MBGMV
 from capplan.serving.routers import Toppings
 from capplan.twin.cluster import Instance
-from capplan.twin.cluster._router_models import base_iteration_ms, fit_performance
+from capplan.twin.cluster._routers import base_iteration_ms, fit_performance
 from capplan.twin.cluster._scenario import build_cluster
 from tests.twin.cluster.workloads import PROFILE, even
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from capplan import InputError
 from capplan.twin.cluster import Crash, Faults, TransferLink
-from capplan.twin.cluster._transfers import LOCATION, AdapterStorage
+from capplan.twin.cluster._rebalancing import LOCATION, AdapterStorage
 
 LINK = TransferLink(latency_s=0.0, bytes_per_s=1e9, location_latency_s=0.0, location_bytes_per_s=1e8)
 """1 ns per byte between instances, 10 ns from the location."""
