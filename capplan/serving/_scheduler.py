@@ -19,15 +19,7 @@ from capplan.serving.pooled._schedule import enter_pool, pooled_takes, schedule_
 from capplan.serving.pooled._size_queues import leave_queue
 from capplan.serving.pooled._slora import drop_unused, schedule_slora, slora_takes
 from capplan.serving.pooled._state import has_pool
-from capplan.serving.state import (
-    ENDING,
-    NO_CLAIM,
-    NONE,
-    READY,
-    SLORA,
-    Limits,
-    State,
-)
+from capplan.serving.state import ENDING, NO_CLAIM, NONE, READY, SLORA, Limits, State
 from capplan.serving.vllm._adapter_slots import hold_adapter, release_adapter, release_held
 from capplan.serving.vllm._admission import admit_waiting
 from capplan.serving.vllm._kv_blocks import same_answers

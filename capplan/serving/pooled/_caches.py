@@ -10,12 +10,7 @@ Source: Chameleon, sections 4.2 and 5.3.
 from __future__ import annotations
 
 from capplan._jit import inner, inner_once, jit
-from capplan.serving.pooled._state import (
-    FAIRSHARE,
-    GDSF,
-    LRU,
-    with_pool,
-)
+from capplan.serving.pooled._state import FAIRSHARE, GDSF, LRU, with_pool
 from capplan.serving.state import LOADING, NO_CLAIM, NONE, Limits, State
 
 

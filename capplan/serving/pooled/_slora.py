@@ -12,13 +12,7 @@ from __future__ import annotations
 
 from capplan._jit import inner, inner_once
 from capplan.serving._structures import Heap, links_first, links_remove
-from capplan.serving.state import (
-    NO_CLAIM,
-    NONE,
-    READY,
-    Limits,
-    State,
-)
+from capplan.serving.state import NO_CLAIM, NONE, READY, Limits, State
 from capplan.serving.vllm._adapter_slots import acquire_adapter, release_adapter
 from capplan.serving.vllm._admission import start_row
 from capplan.serving.vllm._running import fits_to_end, insert_by_end

@@ -1,12 +1,4 @@
-from ._choose import (
-    ROUTERS,
-    choose_blindly,
-    choose_by_state,
-    note,
-    route,
-    router_code,
-    sent_ns,
-)
+from ._choose import ROUTERS, choose_blindly, choose_by_state, note, route, router_code, sent_ns
 from ._dlora import Dlora, busiest, idlest, is_excessive, load, to_move
 from ._fleet import (
     ACTIVE,

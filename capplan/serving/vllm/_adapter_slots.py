@@ -10,15 +10,7 @@ from capplan._jit import inner, jit
 from capplan.serving._structures import links_append, links_first, links_remove
 from capplan.serving.pooled._caches import end_load
 from capplan.serving.pooled._state import has_pool
-from capplan.serving.state import (
-    HELD,
-    LOADING,
-    NO_CLAIM,
-    NONE,
-    READY,
-    Limits,
-    State,
-)
+from capplan.serving.state import HELD, LOADING, NO_CLAIM, NONE, READY, Limits, State
 from capplan.serving.vllm._waiting_queue import list_queue, unlist_queue
 
 

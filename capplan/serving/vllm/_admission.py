@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from capplan._jit import inner
-from capplan.serving.state import (
-    NONE,
-    Limits,
-    State,
-)
+from capplan.serving.state import NONE, Limits, State
 from capplan.serving.vllm._adapter_slots import acquire_adapter, claim_adapter, needs_load
 from capplan.serving.vllm._kv_blocks import enter, free_among_found, look_up
 from capplan.serving.vllm._running import append_running, blocks_for

@@ -10,12 +10,7 @@ from __future__ import annotations
 from capplan._jit import inner
 from capplan.serving.pooled._schedule import note_decode, pooled_steps_ahead
 from capplan.serving.pooled._state import has_pool
-from capplan.serving.state import (
-    NONE,
-    SLORA,
-    Limits,
-    State,
-)
+from capplan.serving.state import NONE, SLORA, Limits, State
 from capplan.serving.vllm._admission import blocks_to_admit
 from capplan.serving.vllm._kv_blocks import extend_together, look_up
 from capplan.serving.vllm._waiting_queue import next_adapter, reverse_queue

@@ -15,14 +15,7 @@ from __future__ import annotations
 
 from capplan._jit import inner
 from capplan.serving._structures import links_append, links_first, links_prepend, links_remove, ring_next
-from capplan.serving.state import (
-    ANONYMOUS,
-    EMPTY,
-    NONE,
-    BlockPool,
-    Limits,
-    State,
-)
+from capplan.serving.state import ANONYMOUS, EMPTY, NONE, BlockPool, Limits, State
 
 
 @inner

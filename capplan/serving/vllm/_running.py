@@ -17,12 +17,7 @@ from numpy.typing import NDArray
 
 from capplan._jit import inner
 from capplan.serving._structures import heap_push, heap_remove, links_remove, ring_append
-from capplan.serving.state import (
-    ENDING,
-    NONE,
-    Limits,
-    State,
-)
+from capplan.serving.state import ENDING, NONE, Limits, State
 from capplan.serving.vllm._adapter_slots import release_adapter, release_held
 from capplan.serving.vllm._kv_blocks import extend, extend_together, leave_blocks
 from capplan.serving.vllm._waiting_queue import push_front
