@@ -186,22 +186,11 @@ _PATIENCE_S = 10.0
 def over_ray(
     function: Callable[[Item], Result], items: Sequence[Item], address: str
 ) -> Generator[Result, None, None]:
-    """Yield ``function(item)`` of every item in order, computed on a Ray cluster.
+    """Yield ``function(item)`` of every item in order, computed on a Ray cluster that can import it.
 
-    Parameters
-    ----------
-    function
-        A function that the machines of the cluster can import.
-    items
-        The items.
-    address
-        Address of the cluster; ``"auto"``: the running one; ``"local"``: start one. An existing connection of
-        the caller is used instead, and left open.
-
-    Raises
-    ------
-    InputError
-        If Ray is not installed or the cluster cannot be reached.
+    The address ``"auto"`` is that of the running cluster; ``"local"`` starts one. An existing connection of
+    the caller is used instead, and left open. Raise `InputError` if Ray is not installed or the cluster
+    cannot be reached.
     """
     ray = imported_ray()
     is_ours = not ray.is_initialized()

@@ -35,10 +35,8 @@ _POOLED: Final = np.uint64
 def line_access(type_of: Callable[[bool], Any]) -> tuple[Any, Any, Any]:
     """Return three functions for compiled code: load a tuple from a line, store one, size of one in bytes.
 
-    Parameters
-    ----------
-    type_of
-        Returns the compiled type of the tuples; its argument is whether the rules are those for one pool.
+    `type_of` returns the compiled type of the tuples; its argument is whether the rules are those for one
+    pool.
     """
 
     def kind_of(memory: Any) -> Any:
@@ -85,14 +83,9 @@ def _address(builder: Any, context: Any, args: Any, memory_type: Any, kind: Any)
 
 
 def new_lines(count: int, pooled: bool, size_of: Callable[[NDArray[Any]], int]) -> NDArray[np.int64]:
-    """Return memory for `count` tuples, shape (count, words).
+    """Return memory for `count` tuples, shape (count, words); `pooled`: under the rules for one pool.
 
-    Parameters
-    ----------
-    pooled
-        Whether the rules are those for one pool.
-    size_of
-        Compiled function that returns the bytes of a tuple in memory of a type.
+    `size_of` is a compiled function that returns the bytes of a tuple in memory of a type.
     """
     empty: NDArray[Any] = np.zeros((0, 0), _POOLED if pooled else np.int64)
     return np.zeros((count, -(-size_of(empty) // _WORD_BYTES)), empty.dtype)

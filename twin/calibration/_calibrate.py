@@ -145,23 +145,10 @@ def free_coefficients(
 ) -> tuple[FreeCoefficient, ...]:
     """Return the coefficients that may change.
 
-    Parameters
-    ----------
-    base
-        The initial profile.
-    names
-        Names of the coefficients. None: ``client_itl_factor`` if the step model has a table of its own;
-        otherwise base, tokens, KV tokens, adapters and slots of the additive form, or all of another form.
-        With measured latencies ``request_ms`` as well.
-    steps_known
-        Whether a step table determines the step model.
-    latency_measured
-        Whether some run has a TTFT or end-to-end latency.
-
-    Raises
-    ------
-    InputError
-        For a name that no component of the profile has, or one given twice.
+    Without `names`: ``client_itl_factor`` if a step table determines the step model; otherwise base, tokens,
+    KV tokens, adapters and slots of the additive form, or all of another form. With measured latencies (TTFT
+    or end to end) ``request_ms`` as well. Raise `InputError` for a name that no component of the profile has,
+    or one given twice.
     """
     if names is None:
         host = ("request_ms",) if latency_measured else ()
@@ -277,30 +264,13 @@ def calibrate_runs(
     workers: int = 1,
     progress: OnSimulation | None = None,
 ) -> RunCalibration:
-    """Fit coefficients of a profile to measured runs.
+    """Fit coefficients of a profile to measured runs, all of one weight.
 
-    Parameters
-    ----------
-    runs
-        The runs, equally weighted.
-    base
-        The initial profile.
-    free
-        Coefficients that may change, each by a factor of at most 20.
-    seed
-        Run i is simulated with ``seed + i``, whatever the coefficients.
-    folds
-        Parts of the cross-validation: run i belongs to part i mod folds. The coefficients of a part are the
-        common ones after one Gauss-Newton step without its runs.
-    workers
-        Threads.
-    progress
-        Called with (simulations done, upper bound).
-
-    Raises
-    ------
-    InputError
-        For a run whose settings break a rule, or that the memory model rules out.
+    A coefficient changes by a factor of at most 20. Run i is simulated with ``seed + i``, whatever the
+    coefficients, in `workers` threads, and belongs to part i mod `folds` of the cross-validation. The
+    coefficients of a part are the common ones after one Gauss-Newton step without its runs. `progress` gets
+    the simulations done and an upper bound of them. Raise `InputError` for a run whose settings break a rule,
+    or that the memory model rules out.
     """
     problem = _Problem(tuple(runs), base, tuple(free), seed, workers, progress)
     start = np.zeros(len(free))
@@ -367,15 +337,7 @@ def _simulate_run(run: MeasuredRun, profile: Profile, seed: int) -> SimulatedRun
 
 
 def predict_targets(simulated: SimulatedRun, before: FittedModel, after: FittedModel) -> tuple[float, ...]:
-    """Return every target of a run as it would be with another host model.
-
-    Parameters
-    ----------
-    simulated
-        Simulation with the host model `before`.
-    before, after
-        Host models.
-    """
+    """Return every target of a run, simulated with a host model, as it would be with another one."""
     result = simulated.result
     shift_s = (after.value("request_ms") - before.value("request_ms")) / 1e3
     shifts_s = {
@@ -723,18 +685,7 @@ def fit_runs(
 ) -> tuple[RunCalibration, Profile]:
     """Fit free coefficients of a profile to runs, and return the profile with their uncertainty and errors.
 
-    Parameters
-    ----------
-    runs
-        The runs.
-    profile
-        The initial profile.
-    steps_known
-        Whether a step table has determined the step model.
-    options
-        Options of the fit.
-    progress
-        Called with (stage, done, total).
+    `steps_known`: a step table has determined the step model. `progress` gets (stage, done, total).
     """
     latencies = any(target in run.measured for run in runs for target in _LATENCIES)
     free = free_coefficients(profile, options.free, steps_known=steps_known, latency_measured=latencies)

@@ -82,10 +82,8 @@ class MeasuredRun:
     def scenario(self, profile: Profile, seed: int) -> Scenario:
         """Return what the twin simulates of the run.
 
-        Raises
-        ------
-        InputError
-            For a setting that breaks a rule, or a run that the profile's memory model rules out.
+        Raise `InputError` for a setting that breaks a rule, or a run that the profile's memory model rules
+        out.
         """
         try:
             args, options = typed_settings(self.workload, profile, {**self.settings, "seed": seed})
@@ -109,18 +107,10 @@ def measured_targets(runs: tuple[MeasuredRun, ...]) -> NDArray[np.float64]:
 def read_runs(path: str | Path, base_model: str) -> tuple[MeasuredRun, ...]:
     """Read a table of runs from a .parquet file, or from a CSV file under any other name.
 
-    Parameters
-    ----------
-    path
-        Table with `SLOTS`, either `WORKLOAD` or ``workload``, at least one of `TARGETS`, and any of
-        `SETTINGS` and `OPTIONAL`. Other columns are ignored.
-    base_model
-        Base model of the workloads given by columns.
-
-    Raises
-    ------
-    InputError
-        For an unreadable or empty file, a missing column, or a value that breaks a rule, with its row.
+    It has `SLOTS`, either `WORKLOAD` or ``workload``, at least one of `TARGETS`, and any of `SETTINGS` and
+    `OPTIONAL`. Other columns are ignored. `base_model` is that of workloads given by columns. Raise
+    `InputError` for an unreadable or empty file, a missing column, or a value that breaks a rule, with its
+    row.
     """
     path = Path(path)
     frame = read_columns(path, SLOTS, (*WORKLOAD, *TARGETS, *SETTINGS, *OPTIONAL))

@@ -103,12 +103,8 @@ PythonRouter: TypeAlias = Callable[[RoutedRequest, Sequence[Candidate]], int]
 class _Reports:
     """What the router knows of the instances if they report their state from time to time.
 
-    Parameters
-    ----------
-    period_ns
-        Time between reports of an instance; 0: the router reads the present state.
-    waiting
-        Requests that wait for a transfer, by instance and adapter.
+    An instance reports every `period_ns`; 0: the router reads the present state. `waiting` are the requests
+    that wait for a transfer, by instance and adapter.
     """
 
     def __init__(self, laid: Laid, period_ns: int, waiting: Waiting) -> None:
@@ -204,12 +200,8 @@ def run_with(
     """Simulate a cluster to its horizon as `run_cluster` does, with a router written in Python.
 
     If adapters are re-balanced, a router with a method `swap` gets the placements before and after each time.
-    A router with a method `sent_ns` returns the time at which the chosen candidate gets a request.
-
-    Raises
-    ------
-    InputError
-        If the router returns no position of a candidate.
+    A router with a method `sent_ns` returns the time at which the chosen candidate gets a request. Raise
+    `InputError` if the router returns no position of a candidate.
     """
     if rebalancing is None:
         scenario = replace(scenario, movable=None)

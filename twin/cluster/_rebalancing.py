@@ -138,17 +138,9 @@ class StorageEvent:
 class AdapterStorage:
     """Stored adapters and transfers of a cluster.
 
-    Parameters
-    ----------
-    stored
-        Whether each instance stores each adapter, shape (instances, adapters + 1); column 0, of the base
-        model, is 1. It is changed in place.
-    sizes_bytes
-        Size of each adapter, shape (adapters + 1,).
-    link
-        Costs of transfers.
-    failure, seed
-        Probability that a transfer between instances fails, and seed of the draws.
+    `stored`: whether each instance stores each adapter, shape (instances, adapters + 1); column 0, of the
+    base model, is 1. It is changed in place. `sizes_bytes` are the sizes of adapters, shape (adapters + 1,);
+    `failure` is the probability that a transfer between instances fails, with draws by `seed`.
     """
 
     def __init__(
@@ -227,12 +219,8 @@ class AdapterStorage:
     ) -> None:
         """Remove copies that are not in use, and of which another instance that is up has one.
 
-        Parameters
-        ----------
-        is_used
-            Whether an instance serves a share of an adapter or has requests of it, shape of `stored`.
-        adapters
-            Adapters to look at; None: all.
+        `is_used`: an instance serves a share of an adapter or has requests of it, shape of `stored`. Only
+        `adapters` are looked at, if given.
         """
         keep = is_used.copy()
         for transfer in self._under_way:
@@ -339,21 +327,10 @@ class FleetMoves:
 
 
 class FleetChanges:
-    """Changes of a cluster in memory, in the order of time.
+    """Changes of a cluster in memory, made by `build_movable_cluster`, in the order of time.
 
-    Parameters
-    ----------
-    scenario
-        The cluster, made by `build_movable_cluster`.
-    laid
-        The same in memory.
-    rebalancing, seed
-        Settings, and seed of the failures of transfers.
-
-    Raises
-    ------
-    InputError
-        For invalid settings, operating points or crashes.
+    `seed` is that of the failures of transfers. Raise `InputError` for invalid settings, operating points or
+    crashes.
     """
 
     route: Callable[[int, int], None]

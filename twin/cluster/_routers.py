@@ -333,19 +333,9 @@ def served_router(name: str, options: RouterOptions | None = None) -> NamedRoute
 
 
 def build_rule(router: NamedRouter, scenario: ClusterScenario) -> RoutingRule:
-    """Return the compiled form of a router.
+    """Return the compiled form of a router, by its name or parameters, for a cluster.
 
-    Parameters
-    ----------
-    router
-        Its name, or the parameters of one that has any.
-    scenario
-        The cluster.
-
-    Raises
-    ------
-    InputError
-        For an unknown name, or performance models that are not one per instance.
+    Raise `InputError` for an unknown name, or performance models that are not one per instance.
     """
     rule = plain_rule(router, mean_lengths(scenario.requests)[1])
     chosen = DEFAULTS.get(router, router) if isinstance(router, str) else router
@@ -364,17 +354,8 @@ def build_rule(router: NamedRouter, scenario: ClusterScenario) -> RoutingRule:
 def plain_rule(router: NamedRouter, prior_output_tokens: float) -> RoutingRule:
     """Return the compiled form of a router without models of instances and credits of shares.
 
-    Parameters
-    ----------
-    router
-        Its name, or the parameters of one that has any.
-    prior_output_tokens
-        Mean output tokens assumed before any request has finished.
-
-    Raises
-    ------
-    InputError
-        For an unknown name.
+    `prior_output_tokens` are assumed as mean output before any request has finished. Raise `InputError` for
+    an unknown name.
     """
     if not isinstance(router, NamedRouter):
         raise InputError("must be the name of a router, or its parameters", router, "router")

@@ -91,13 +91,8 @@ FETCH_DUE = -4
 def new_cursor(period_ns: int, report_period_ns: int = 0) -> np.record:
     """Return the initial position of the loop, from which it continues after an interruption.
 
-    Parameters
-    ----------
-    period_ns
-        Time between migrations; 0: none.
-    report_period_ns
-        Time between reports of an instance to the router, at the times of `report_time_ns`; 0: it reads
-        their present state.
+    Requests migrate every `period_ns`; 0: never. An instance reports to the router every `report_period_ns`,
+    at the times of `report_time_ns`; 0: it reads their present state.
     """
     cursor = new_record(_CURSOR)
     cursor.place, cursor.tick_ns = NONE, period_ns
@@ -120,23 +115,13 @@ def serve(
 ) -> int:
     """Route all requests and run to the horizon, or route a single one at the time of its hand-over.
 
-    Parameters
-    ----------
-    key
-        Stream of random numbers, one per request.
-    answered
-        The record shared by the members' clocks.
-    cursor
-        Position of the loop.
-    movable, moved
-        Buffers for the numbers of moved requests.
+    `key` is the stream of random numbers, one per request; `answered` the record shared by the members'
+    clocks; `cursor` the position of the loop; `movable` and `moved` are buffers for the numbers of moved
+    requests.
 
-    Returns
-    -------
-    int
-        NONE at the end or after the single request, PAUSED at the time of a pause, REFRESH_DUE at that of a
-        refresh; FETCH_DUE if the instance of the next request does not store its adapter; else an instance
-        that needs more rows before the loop can continue.
+    Return NONE at the end or after the single request, PAUSED at the time of a pause, REFRESH_DUE at that of
+    a refresh; FETCH_DUE if the instance of the next request does not store its adapter; else an instance that
+    needs more rows before the loop can continue.
     """
     placement = cluster.placement
     while True:
@@ -381,27 +366,13 @@ def run_cluster(
     state_period_s: float = 0.0,
     rebalancing: Rebalancing | None = None,
 ) -> ClusterTrace:
-    """Simulate a cluster to its horizon.
+    """Simulate a cluster to its horizon with a new router.
 
-    Parameters
-    ----------
-    rule
-        A new router.
-    seed
-        Seed of the router's random numbers.
-    first_rows
-        Initial rows of every instance, without effect on the result.
-    interrupt
-        Called every simulated minute or sooner; an exception that it raises ends the simulation.
-    state_period_s
-        Time between reports of the instances to the router; 0: it reads their present state.
-    rebalancing
-        Re-balancing of a scenario that was made for it; None: the placement stays as it is.
-
-    Raises
-    ------
-    InputError
-        For re-balancing with a router that moves requests.
+    `seed` is that of the router's random numbers. Every instance has `first_rows` rows initially, without
+    effect on the result. `interrupt` is called every simulated minute or sooner; an exception that it raises
+    ends the simulation. Instances report their state to the router every `state_period_s`; 0: it reads their
+    present state. Adapters of a scenario made for it are re-balanced, unless that is None. Raise `InputError`
+    for re-balancing with a router that moves requests.
     """
     report_ns = report_period_ns(state_period_s) if rule.reads_state else 0
     if rebalancing is None:

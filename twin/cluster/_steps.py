@@ -436,12 +436,8 @@ def lay_out(
 ) -> Laid:
     """Return the cluster in memory.
 
-    Parameters
-    ----------
-    by_rank, by_adapter
-        Whether the router reads requests by rank, and the state of adapters.
-    first_rows, report_period_ns
-        As in `run_cluster`.
+    The router reads requests by rank if `by_rank`, and the state of adapters if `by_adapter`. `first_rows`
+    and `report_period_ns` are as in `run_cluster`.
     """
     requests = scenario.requests
     count = requests.arrival_ns.size

@@ -161,14 +161,9 @@ def near_starvation(profile: Profile, seed: int, start: int, stop: int) -> list[
 def _unit_samples(
     sequence: tuple[int, ...], shares: tuple[int, ...], start: int, stop: int
 ) -> Iterator[tuple[Sample, float]]:
-    """Yield samples that offer 1 req/s, each with the place of its load in [0, 1).
+    """Yield samples `start` to before `stop` that offer 1 req/s, each with the place of its load in [0, 1).
 
-    Parameters
-    ----------
-    sequence, shares
-        Seeds of the Sobol sequence, and of ranks and popularity.
-    start, stop
-        Numbers of the first sample and of the one after the last.
+    `sequence` seeds the Sobol sequence, `shares` ranks and popularity.
     """
     first = start // _TWINS
     points = _sobol(sequence, first, -(-stop // _TWINS))

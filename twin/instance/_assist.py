@@ -45,21 +45,10 @@ NO_ASSIST = CpuAssist(0, 0, 1, 0, 0, np.zeros(0), np.zeros(0, np.int64))
 def cpu_assist(
     profile: Profile, cache: Cache | None, adapters: Sequence[tuple[int, Sequence[str] | None]]
 ) -> CpuAssist:
-    """Return the cores that assist loading, without layers unless the cache says so.
+    """Return the cores that assist loading of adapters, given by rank and linear layers (None: the engine's).
 
-    Parameters
-    ----------
-    profile
-        With the times of tasks.
-    cache
-        With the kind of loading and the number of cores; None: no assistance.
-    adapters
-        Rank and linear layers of each; None: all of the engine's.
-
-    Raises
-    ------
-    InputError
-        For assisted loading with a profile that does not know the CPU.
+    It has no layers unless the cache says so. Raise `InputError` for assisted loading with a profile that
+    does not know the CPU.
     """
     if cache is None or cache.loading != "assisted":
         return NO_ASSIST
@@ -102,12 +91,8 @@ def assisted_ns(
 ) -> int:
     """Return the duration of a batch of prompts that begins before its adapters are copied.
 
-    Parameters
-    ----------
-    load_ns, ready_ns, on_cpu
-        Of each adapter, shape (adapters + 1,): duration and end of its copy, and `layers_on_cpu`.
-    begin_ns, step_ns
-        Start of the batch, and its duration with all adapters on the GPU.
+    Of each adapter, shape (adapters + 1,): duration and end of its copy, and `layers_on_cpu`. `step_ns` is
+    the duration of the batch with all adapters on the GPU.
     """
     layers, now_ns = assist.layers, begin_ns
     for layer in range(layers):

@@ -118,14 +118,8 @@ def request_table(
 ) -> RequestTable:
     """Return the table of a detailed run.
 
-    Parameters
-    ----------
-    workload, scenario, trace
-        Input and record of the simulation.
-    overhead_s
-        Time of a request outside the engine.
-    alone_s
-        Time of each finished request in the engine alone, in their order.
+    `overhead_s` is the time of a request outside the engine, `alone_s` that of each finished request in the
+    engine alone, in their order.
     """
     requests, horizon_ns = scenario.requests, scenario.horizon_ns
     status = request_status(trace, horizon_ns)
@@ -209,14 +203,8 @@ def isolated_s(
     """Return the seconds from arrival to last token of requests alone in the engine.
 
     The twin serves them one by one under the rules and costs of the scenario, requests of one rank and the
-    same lengths once.
-
-    Parameters
-    ----------
-    ranks
-        Rank of each adapter by number, shape (adapters + 1,).
-    rows
-        Numbers of the requests; none that the engine would reject.
+    same lengths once. `ranks` are those of adapters by number, shape (adapters + 1,); `rows` numbers of
+    requests, none that the engine would reject.
     """
     chosen = _take(scenario.requests, rows)
     rank = ranks[chosen.adapter].astype(np.int64)
@@ -320,22 +308,10 @@ def group_metrics(
 ) -> tuple[GroupMetrics, ...]:
     """Return the metrics of each group.
 
-    Parameters
-    ----------
-    table
-        The requests.
-    group
-        Number of each request's group, shape (requests,).
-    names
-        Names of the groups.
-    adapters
-        `TwinTrace.adapters`, summed over the adapters of each group: shape (groups,).
-    kept_slo
-        KEPT, BROKEN or OPEN for each request and the SLO.
-    duration_s
-        Horizon.
-    client_itl_factor
-        Mean gap between tokens at a client relative to the engine.
+    `group` is the number of each request's group, shape (requests,); `adapters` is `TwinTrace.adapters`
+    summed over the adapters of each group, shape (groups,); `kept_slo` is KEPT, BROKEN or OPEN for each
+    request and the SLO; `client_itl_factor` is the mean gap between tokens at a client relative to the
+    engine.
     """
     count = len(names)
 
@@ -429,16 +405,9 @@ def attainment(
 ) -> tuple[tuple[Attainment, ...], NDArray[np.int8]]:
     """Return the attainment of each latency bound, all together last, and KEPT, OPEN or BROKEN per request.
 
-    Parameters
-    ----------
-    slo
-        The bounds.
-    overhead_s
-        Time of a request outside the engine.
-    client_itl_factor
-        Mean gap between tokens at a client relative to the engine; the ITL of a request is its mean gap.
-    base_tpt_ms
-        Mean TPT of the same requests without adapters, which ``tpt_over_base`` refers to.
+    `overhead_s` is the time of a request outside the engine. `client_itl_factor` is the mean gap between
+    tokens at a client relative to the engine; the ITL of a request is its mean gap. `base_tpt_ms` is the mean
+    TPT of the same requests without adapters, which ``tpt_over_base`` refers to.
     """
     limits: dict[str, float] = slo.latency_bounds()
     if slo.tpt_over_base is not None and base_tpt_ms is not None:

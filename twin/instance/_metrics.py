@@ -444,14 +444,8 @@ def reduce_trace(
 ) -> Reduced:
     """Reduce a trace to latencies and totals.
 
-    Parameters
-    ----------
-    horizon_ns
-        End of the simulation; a request that ended later was in execution then.
-    max_model_len
-        Maximum of prompt and output tokens, at which a request ends.
-    overhead_s
-        Time of a request outside the engine, part of its TTFT and E2E.
+    A request that ended after the horizon was in execution then. One ends at `max_model_len` prompt and
+    output tokens. `overhead_s` is the time of a request outside the engine, part of its TTFT and E2E.
     """
     n = requests.arrival_ns.size
     # Untouched pages take no memory, even if most requests are rejected.
@@ -538,13 +532,8 @@ def scrape_load(scenario: Scenario, trace: t.TwinTrace) -> ScrapeLoad | None:
 def client_itl_factor(host: FittedModel, scenario: Scenario, trace: t.TwinTrace) -> float:
     """Return the mean gap between tokens at a client relative to the gap in the engine.
 
-    Parameters
-    ----------
-    host
-        Host model. ``client_itl_factor`` always applies. Scrapes multiply it if ``scrape_interval_s`` is
-        above 0.
-    scenario, trace
-        Input and record of the simulation.
+    The host model's ``client_itl_factor`` always applies. Scrapes multiply it if ``scrape_interval_s`` is
+    above 0.
     """
     return itl_factor(host, scrape_load(scenario, trace) if is_scraped(host) else None)
 
@@ -567,23 +556,13 @@ def itl_factor(host: FittedModel, load: ScrapeLoad | None) -> float:
 
 
 def stretch(interval_s: float, blocked_s: float, step_s: float, small_share: float) -> float:
-    """Return the factor by which scrapes lengthen the mean gap.
+    """Return the factor by which scrapes, with pauses of `interval_s` between them, lengthen the mean gap.
 
     From one scrape to the next, ``interval_s + blocked_s``, a client receives the tokens of ``interval_s``
-    one by one and those of ``blocked_s`` together: the mean gap grows from ``step_s`` to ``(interval_s +
-    blocked_s) / (interval_s / step_s + 1)``. Batches of more than `SMALL_BATCH` requests are sent in parts
-    that alternate with a scrape and are not delayed.
-
-    Parameters
-    ----------
-    interval_s
-        Pause between scrapes.
-    blocked_s
-        Time for which a scrape delays tokens; without effect if shorter than a step.
-    step_s
-        Mean step.
-    small_share
-        Share of the tokens in small batches.
+    one by one and those of ``blocked_s``, for which a scrape delays tokens, together: the mean gap grows from
+    ``step_s`` to ``(interval_s + blocked_s) / (interval_s / step_s + 1)``. A delay shorter than a step has no
+    effect. Batches of more than `SMALL_BATCH` requests are sent in parts that alternate with a scrape and are
+    not delayed; `small_share` of the tokens are in smaller ones.
     """
     if blocked_s <= step_s:
         return 1.0
@@ -594,19 +573,10 @@ def mean_series(scenario: Scenario, step_s: float, adapters: float, served_s: fl
     """Return the number of adapter combinations that have occurred, averaged over the serving time.
 
     Adapters arrive and leave independently, so the number of likely combinations is about e to the entropy of
-    the running and waiting sets. A server that shows c combinations per second has met
-    ``S * (1 - exp(-c * t / S))`` of S after t seconds.
-
-    Parameters
-    ----------
-    scenario
-        Source of the rate of each adapter and of the mean output length.
-    step_s
-        Mean step.
-    adapters
-        Mean number of adapters in the batch, an upper bound of the running ones.
-    served_s
-        Seconds from the start of the server to its end.
+    the running and waiting sets. A server that shows c combinations per second has met ``S * (1 - exp(-c * t
+    / S))`` of S after t seconds. `step_s` is the mean step, `adapters` the mean number of adapters in the
+    batch, an upper bound of the running ones, and `served_s` the seconds from the start of the server to its
+    end.
     """
     requests = scenario.requests
     arrivals = np.bincount(requests.adapter, minlength=scenario.adapters + 1)[1:]

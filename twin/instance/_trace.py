@@ -137,18 +137,10 @@ class TwinTrace(NamedTuple):
 def new_trace(
     requests: int, adapters: int = 0, buckets: int = 0, horizon_ns: int = 0, waits: bool = False
 ) -> TwinTrace:
-    """Return an empty record.
+    """Return an empty record of a plain run, or of one with `buckets` of a time series.
 
-    Parameters
-    ----------
-    requests, adapters
-        Numbers of requests and adapters.
-    buckets
-        Buckets of the time series; 0: a plain run.
-    horizon_ns
-        End of the last bucket, which includes steps that end later.
-    waits
-        Whether admissions and waits are recorded in a plain run, too.
+    The last bucket ends at the horizon, and includes steps that end later. `waits`: a plain run, too, records
+    admissions and waits.
     """
     counts = new_record(_COUNTS)
     detailed = requests if buckets or waits else 0
@@ -225,14 +217,8 @@ def record_wait_for_load(trace: TwinTrace, request: int, wait_ns: int) -> None:
 def record_admission(trace: TwinTrace, request: int, adapter: int, begin_ns: int, load_ns: int) -> None:
     """Record an admission, after the loads of its step were recorded and added to ``counts.load_ns``.
 
-    Parameters
-    ----------
-    request, adapter
-        The admitted request; repeated after a preemption.
-    begin_ns
-        Clock at the start of the step.
-    load_ns
-        Time of the loads inside the step, which delay all of its requests.
+    It is repeated after a preemption. The step starts at `begin_ns`; `load_ns` is the time of the loads
+    inside it, which delay all of its requests.
     """
     if trace.adapters.size > 0:
         trace.adapters.admissions[adapter] += 1
@@ -248,18 +234,10 @@ def record_admission(trace: TwinTrace, request: int, adapter: int, begin_ns: int
 def record_first_admission(
     trace: TwinTrace, request: int, adapter: int, begin_ns: int, held_ns: int, hit: bool
 ) -> None:
-    """Record the first admission of a request under the rules for one pool.
+    """Record the first admission of a request under the rules for one pool; further ones are ignored.
 
-    Parameters
-    ----------
-    request, adapter
-        The admitted request; further admissions are ignored.
-    begin_ns
-        Clock at the start of the step.
-    held_ns
-        Wait for the adapter; if steps wait for it, without the waits of steps before this one.
-    hit
-        Whether the adapter is loaded.
+    The step starts at `begin_ns`. `held_ns` is the wait for the adapter; if steps wait for it, without the
+    waits of steps before this one. `hit`: the adapter is loaded.
     """
     if trace.admitted_ns.size == 0 or trace.admitted_ns[request] != NEVER:
         return
@@ -322,12 +300,8 @@ def record_step(
 ) -> None:
     """Add a step to the bucket in which it ends, including the bucket's end; steps come in order of ends.
 
-    Parameters
-    ----------
-    running, waiting, kv_tokens, active, resident
-        Requests running and waiting, KV tokens held, adapters of running requests, adapters in GPU slots.
-    loads, load_ns
-        Loads started in the step, and its wait for loads.
+    `kv_tokens` are held, `active` adapters are those of running requests, `resident` ones are in GPU slots,
+    `loads` start in the step, and `load_ns` is its wait for loads.
     """
     if trace.series.size == 0:
         return

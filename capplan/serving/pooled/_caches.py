@@ -167,10 +167,7 @@ def is_needed(state: State, adapter: int) -> bool:
 def find_victim(state: State, limits: Limits, also_needed: bool) -> tuple[int, float]:
     """Return the idle adapter to evict next and its score; NONE without any.
 
-    Parameters
-    ----------
-    also_needed
-        Whether it may be one that waiting requests need, if there is no other.
+    It may be one that waiting requests need if `also_needed` and there is no other.
     """
     adapters, own = state.adapters, state.pooled.adapters
     uses, age_ns, size = 0.0, 0, 1

@@ -43,12 +43,7 @@ from capplan.serving.vllm._waiting_queue import leave_waiting, push_front
 def has_memory(state: State, limits: Limits, row: int, pages: int) -> bool:
     """Return whether memory for a row and more blocks of adapters can be set aside.
 
-    Parameters
-    ----------
-    row
-        NONE: for the blocks alone.
-    pages
-        Blocks of adapters that are not pinned yet.
+    `pages` are blocks of adapters that are not pinned yet. Row NONE: for the blocks alone.
     """
     counts = state.pooled.counts
     if limits.order != QUEUES:

@@ -192,18 +192,9 @@ def compile_refresh(state: State, limits: Limits) -> None:
 def set_queues(
     state: State, limits: Limits, wrs: Wrs, cuts: NDArray[np.float64], quotas: Sequence[int]
 ) -> None:
-    """Replace the queues, and move waiting and running requests to them.
+    """Replace the queues of an engine in place, and move waiting and running requests to them.
 
-    Parameters
-    ----------
-    state, limits
-        Engine, changed in place.
-    wrs
-        Weights of request sizes.
-    cuts
-        Borders between queues, ascending.
-    quotas
-        Tokens of each queue, one more than `cuts`.
+    `cuts` are the borders between queues, ascending; `quotas` their tokens, one more than `cuts`.
     """
     pooled = state.pooled
     pooled.wrs.form = _FORMS[wrs.form]

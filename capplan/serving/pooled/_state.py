@@ -207,20 +207,10 @@ def has_pool(_state: Any) -> bool:
 def new_pooled(
     rows: int, adapters: int, quota_tokens: int, cache: int, prefetch: int, least_share: float
 ) -> PooledState:
-    """Return the state of an idle engine with one queue, which has all tokens.
+    """Return the state of an idle engine with one queue, which has all tokens of the pool.
 
-    Parameters
-    ----------
-    rows
-        Maximum of requests in flight.
-    adapters
-        Number of adapters.
-    quota_tokens
-        Tokens of the pool.
-    cache, prefetch
-        Codes of the adapter cache.
-    least_share
-        Share of a batch with which an adapter stays merged at first.
+    `rows` is the maximum of requests in flight; `cache` and `prefetch` are codes of the adapter cache;
+    `least_share` is the share of a batch with which an adapter stays merged at first.
     """
     queues = np.zeros(MOST_QUEUES, _QUEUE).view(np.recarray)
     queues.head = queues.tail = ABSENT

@@ -40,19 +40,12 @@ def label_servers(
 ) -> ServerLabels:
     """Return the bin of each server, with the fewest bytes to copy by the Hungarian method.
 
-    Ties go to the labelling that leaves most bins at their index: costs are integers in units of their
-    common divisor, and an index that changes costs less than one unit. Floats represent these exactly.
+    Ties go to the labelling that leaves most bins at their index: costs are integers in units of their common
+    divisor, and an index that changes costs less than one unit. Floats represent these exactly. Without
+    `permute`, each bin goes to the server of its number.
 
-    Parameters
-    ----------
-    bins
-        Names of the adapters of each bin.
-    stored
-        Names of the adapters that each server stores; None: nothing.
-    bytes_of
-        Sizes of the adapters; others are ignored.
-    permute
-        If false, each bin goes to the server of its number.
+    `bins` and `stored` are names of adapters, of each bin and of those that each server stores (None:
+    nothing); adapters without a size in `bytes_of` are ignored.
     """
     cost = _bytes_to_copy(bins, stored or [()] * len(bins), bytes_of)
     unpermuted = int(np.trace(cost))

@@ -38,13 +38,8 @@ def posterior_tok_s(tok_s: NDArray[np.float64], requests: NDArray[np.float64]) -
     than Poisson counts do.
 
     The mean m is that of the adapter, k is that of all adapters together, by the method of moments of the
-    negative binomial distribution. Tokens per request are those of the adapter over all windows.
-
-    Parameters
-    ----------
-    tok_s, requests
-        Tokens per second, and number of requests, by window and adapter, shape (windows, adapters); at least
-        two windows of one length.
+    negative binomial distribution. Tokens per request are those of the adapter over all windows, at least two
+    of one length; shape (windows, adapters) of both arguments.
     """
     mean = requests.mean(axis=0)
     excess = float((requests.var(axis=0, ddof=1) - mean).sum())
@@ -254,16 +249,7 @@ def without_refused(
     """Return shares in which no server serves an adapter that it refuses, if another one can.
 
     Its share goes to the other servers of the adapter in proportion, or else to one that stores it, or else
-    to the one with the least work.
-
-    Parameters
-    ----------
-    shares
-        By server.
-    refused, stored
-        Adapters that each server cannot store, and those that it stores.
-    work
-        Utilization of a server by the whole demand of each adapter.
+    to the one with the least work. `work` is the utilization of a server by the whole demand of each adapter.
     """
     new = [dict(own) for own in shares]
     for server, names in enumerate(refused):

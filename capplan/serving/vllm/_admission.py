@@ -50,12 +50,7 @@ def admit_waiting(state: State, limits: Limits, cap: int, budget: int) -> int:
 def blocks_to_admit(state: State, limits: Limits, row: int, hits: int, most_tokens: int) -> int:
     """Return the free blocks that the admission of a waiting row requires.
 
-    Parameters
-    ----------
-    hits
-        Its blocks in the prefix cache.
-    most_tokens
-        Tokens that it may compute in this step.
+    `hits` are its blocks in the prefix cache, `most_tokens` those that it may compute in this step.
     """
     known = state.rows.prompt[row] + state.rows.output[row]
     computed = hits * limits.block_size

@@ -258,12 +258,8 @@ def _list_phase(state: State, phase: int, listed: int) -> int:
 def leave_blocks(state: State, limits: Limits, row: int, full: int, ended: bool) -> int:
     """Release the blocks of a partial row and return how many became free.
 
-    Parameters
-    ----------
-    full
-        Number of its blocks that are full and registered.
-    ended
-        Whether the request is over: content of its own is not needed again.
+    `full` of its blocks are full and registered. Of a request that has `ended`, content of its own is not
+    needed again.
     """
     pool = state.pool
     place = state.rows.place[row]

@@ -67,14 +67,8 @@ def fits_to_end(
     When the i-th request in the descending order of ends ends, each of the first i has grown by the tokens
     left of the i-th: ``need = max_i(left_i * i + sum of what the first i hold now)``.
 
-    Parameters
-    ----------
-    new
-        A row in the order of ends, which starts now; NONE: no further row.
-    ordered
-        Number of rows in the order of ends.
-    held_late
-        Tokens that the others, which start later, will hold at their end.
+    `new` starts now and belongs into the order of ends, which has `ordered` rows; NONE: no further row. The
+    other rows, which start later, will hold `held_late` tokens at their end.
     """
     waste = limits.block_size - 1
     room = (state.counters.capacity - adapter_pages) * limits.block_size

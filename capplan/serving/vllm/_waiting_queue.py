@@ -105,10 +105,7 @@ def _insert_at_smallest_key(state: State, row: int) -> None:
 def next_adapter(state: State, slot_free: bool) -> int:
     """Return the adapter of the next request, or NONE.
 
-    Parameters
-    ----------
-    slot_free
-        Whether an adapter without running requests may join the batch.
+    `slot_free`: an adapter without running requests may join the batch.
     """
     hot = state.hot
     cold = state.cold
@@ -165,13 +162,7 @@ def reverse_queue(state: State) -> None:
 
 @inner
 def order_matters(state: State, slot_free: bool) -> bool:
-    """Return whether the next request depends on the order of the queue: several could run.
-
-    Parameters
-    ----------
-    slot_free
-        As for `next_adapter`.
-    """
+    """Return whether the next request depends on the order of the queue: several could run."""
     if slot_free or state.hot.size[0] > 1:
         return True
     if state.hot.size[0] == 0:
