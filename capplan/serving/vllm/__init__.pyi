@@ -1,5 +1,5 @@
 from ._adapter_slots import release_adapter
-from ._fast_forward import decode_step, steps_ahead
+from ._admission import decode_step, steps_ahead
 from ._running import free_row
 from ._waiting_queue import leave_waiting
 
