@@ -27,7 +27,7 @@ from capplan._jit import jit
 from capplan.errors import InputError
 from capplan.serving import NONE
 from capplan.serving.rebalancing import Rebalanced, Rebalancer, Replan
-from capplan.serving.routers import Fleet, Placement, placement_of, places_in_both
+from capplan.serving.routers import Fleet, Placement, adapter_of_places, placement_of, places_in_both
 from capplan.spec import RebalanceSettings
 from capplan.twin.cluster._scenario import ClusterScenario, MovableAdapters
 from capplan.twin.cluster._steps import (
@@ -519,10 +519,8 @@ class FleetChanges:
 
     def _remove_unused(self, now_ns: int, adapters: set[int] | None = None) -> None:
         cluster = self.laid.cluster
-        placement = cluster.placement
         used = np.zeros(cluster.stored.shape, np.bool_)
-        adapter = np.repeat(np.arange(placement.start.size - 1), np.diff(placement.start))
-        used[placement.instance, adapter] = True
+        used[cluster.placement.instance, adapter_of_places(cluster.placement)] = True
         trace = self.laid.members[0].trace
         unfinished = (trace.finish_ns == t.NEVER) | (trace.finish_ns > now_ns)
         rows = np.flatnonzero((cluster.instance != NONE) & unfinished & (trace.status == 0))
@@ -561,7 +559,7 @@ def _require_survivors(crashes: Sequence[Crash], instances: int) -> None:
 def shares_of(placement: Placement, movable: MovableAdapters, instances: int) -> list[dict[str, float]]:
     """Return the shares of each instance by name, those of the base model only if it has traffic."""
     names = movable.names
-    adapter = np.repeat(np.arange(placement.start.size - 1), np.diff(placement.start))
+    adapter = adapter_of_places(placement)
     shares: list[dict[str, float]] = [{} for _ in range(instances)]
     places = zip(placement.instance.tolist(), adapter.tolist(), placement.share.tolist(), strict=True)
     for instance, number, share in places:

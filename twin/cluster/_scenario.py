@@ -178,7 +178,7 @@ class ClusterScenario:
         if self.movable is not None:
             return np.arange(self.rank.size, dtype=np.int32)
         here = self.placement.instance == instance
-        adapters = np.repeat(np.arange(self.rank.size), np.diff(self.placement.start))
+        adapters = adapter_of_places(self.placement)
         local = np.zeros(self.rank.size, np.int32)
         local[adapters[here]] = self.placement.local[here]
         return local
@@ -366,7 +366,6 @@ def _main_instance(placement: Placement, adapter: int) -> int:
 def _held(workload: Workload, instances: Sequence[Instance]) -> list[NDArray[np.int64]]:
     """Return the numbers of the adapters that each instance holds, in the order of the workload."""
     number = {adapter.name: i for i, adapter in enumerate(workload.adapters, start=1)}
-    traffic = workload.traffic
     everything = np.arange(1, len(number) + 1)
     traffic = workload.traffic
     held = []
@@ -426,7 +425,7 @@ def place(
 def _part_of(workload: Workload, placement: Placement, instance: int) -> Workload:
     """Return the workload of an instance; beside traffic of the base model, with the rates it gets."""
     here = placement.instance == instance
-    numbers = np.repeat(np.arange(placement.start.size - 1), np.diff(placement.start))[here].tolist()
+    numbers = adapter_of_places(placement)[here].tolist()
     adapters = [workload.adapters[number - 1] for number in numbers if number]
     if workload.base is None:
         if len(adapters) == len(workload.adapters):

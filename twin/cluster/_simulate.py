@@ -131,25 +131,8 @@ def _trace(
         return run_with(scenario, router, seed, state_period_s, rebalance)
     rule = build_rule(router, scenario)
     return run_cluster(
-        scenario,
-        rule,
-        seed,
-        interrupt=interrupt,
-        state_period_s=state_period_s,
-        rebalancing=rebalance,
+        scenario, rule, seed, interrupt=interrupt, state_period_s=state_period_s, rebalancing=rebalance
     )
-
-
-def _result(
-    scenario: ClusterScenario,
-    trace: ClusterTrace,
-    instances: Sequence[Instance],
-    started: float,
-    tpt_over_base: float | None = None,
-    interrupt: Callable[[], None] | None = None,
-) -> ClusterResult:
-    profiles = [instance.profile for instance in instances]
-    return cluster_result(scenario, trace, profiles, time.perf_counter() - started, tpt_over_base, interrupt)
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,30 +205,21 @@ class _Part(NamedTuple):
         return summarize(self.scenario, self.trace, 1e3 * self.overhead_s, self.itl_factor)
 
 
-def cluster_result(
+def _result(
     scenario: ClusterScenario,
     trace: ClusterTrace,
-    profiles: Sequence[Profile],
-    wall_s: float,
+    instances: Sequence[Instance],
+    started: float,
     tpt_over_base: float | None = None,
     interrupt: Callable[[], None] | None = None,
 ) -> ClusterResult:
-    """Reduce the record of a cluster to its metrics.
+    """Reduce the record of a cluster, simulated since `started`, to its metrics.
 
-    Parameters
-    ----------
-    scenario, trace
-        What was simulated and what it left.
-    profiles
-        Of the instances, for what happens outside the engines.
-    wall_s
-        Seconds of computing.
-    tpt_over_base
-        Bound on TPT relative to the mean without adapters; None: no bound.
-    interrupt
-        As for `simulate_cluster`, during the simulation without adapters.
+    `tpt_over_base` is the bound on TPT relative to the mean without adapters, whose simulation calls
+    `interrupt`.
     """
-    parts = [_part(scenario, trace, i, profile) for i, profile in enumerate(profiles)]
+    wall_s = time.perf_counter() - started
+    parts = [_part(scenario, trace, i, instance.profile) for i, instance in enumerate(instances)]
     overall = _overall(scenario, trace, parts)
     values: dict[str, Any] = {f.name: getattr(overall, f.name) for f in fields(SimulationResult)}
     values["wall_s"] = wall_s
@@ -276,23 +250,16 @@ def _part(scenario: ClusterScenario, trace: ClusterTrace, instance: int, profile
     engine = engine._replace(
         requests=columns._replace(adapter=local[columns.adapter]), horizon_ns=scenario.horizon_ns
     )
-    columns_of = {name: getattr(own, name) for name in _PER_REQUEST}
-    own = own._replace(**{name: column[rows] for name, column in columns_of.items() if column.size})
+    per_request = {name: getattr(own, name) for name in _PER_REQUEST}
+    own = own._replace(**{name: column[rows] for name, column in per_request.items() if column.size})
     host = profile.host
     factor = client_itl_factor(host, engine, own)
     return _Part(rows, engine, own, host.value("request_ms") / 1e3, factor)
 
 
 _PER_REQUEST = (
-    "first_ns",
-    "finish_ns",
-    "stalled_ns",
-    "interruptions",
-    "interrupted_ns",
-    "status",
-    "admitted_ns",
-    "skipped_ns",
-    "held_up_ns",
+    *("first_ns", "finish_ns", "stalled_ns", "interruptions", "interrupted_ns", "status"),
+    *("admitted_ns", "skipped_ns", "held_up_ns"),
 )
 
 
@@ -301,7 +268,7 @@ def _overall(scenario: ClusterScenario, trace: ClusterTrace, parts: Sequence[_Pa
     traces = [part.trace for part in parts]
     overhead_s = parts[0].overhead_s
     requests = _as_served(scenario, parts, overhead_s)
-    decoding = np.array([(_decoding_ns(part)) for part in parts])
+    decoding = np.array([_decoding_ns(part) for part in parts])
     factors = np.array([part.itl_factor for part in parts])
     factor = float(factors @ decoding / decoding.sum()) if decoding.sum() else float(factors[0])
     together = trace.traces[0]._replace(
