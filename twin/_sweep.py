@@ -72,7 +72,8 @@ def sweep(
     InputError
         Of a job with a setting that breaks its rule, or when the cluster cannot be used.
     """
-    return list(in_parallel(_simulated, jobs, workers=workers, ray_address=ray_address, progress=progress))
+    simulated = partial(_simulated, simulate)
+    return list(in_parallel(simulated, jobs, workers=workers, ray_address=ray_address, progress=progress))
 
 
 def sweep_detailed(
@@ -83,9 +84,8 @@ def sweep_detailed(
     progress: OnProgress | None = None,
 ) -> list[DetailedResult | InfeasibleError]:
     """Simulate every job in detail; parameters and order as for `sweep`."""
-    return list(
-        in_parallel(_simulated_in_detail, jobs, workers=workers, ray_address=ray_address, progress=progress)
-    )
+    simulated = partial(_simulated, simulate_detailed)
+    return list(in_parallel(simulated, jobs, workers=workers, ray_address=ray_address, progress=progress))
 
 
 def in_parallel(
@@ -163,22 +163,13 @@ def _results(
         pool.shutdown(cancel_futures=True)  # after an interrupt or an error
 
 
-def _simulated(job: Job) -> SimulationResult | InfeasibleError:
-    return _feasible(partial(simulate, job.workload, job.profile, **job.settings))
-
-
-def _simulated_in_detail(job: Job) -> DetailedResult | InfeasibleError:
-    return _feasible(partial(simulate_detailed, job.workload, job.profile, **job.settings))
-
-
-def _feasible(simulation: Callable[[], Result]) -> Result | InfeasibleError:
+def _simulated(simulation: Callable[..., Result], job: Job) -> Result | InfeasibleError:
     try:
-        return simulation()
+        return simulation(job.workload, job.profile, **job.settings)
     except InfeasibleError as error:
         return error
 
 
-_CHUNKS_PER_CORE = 8
 _ARGUMENT = "ray_address"
 _PATIENCE_S = 10.0
 
@@ -199,7 +190,7 @@ def over_ray(
     pending = []
     try:
         cores = max(1, int(ray.cluster_resources().get("CPU", 1)))
-        size = max(1, len(items) // (_CHUNKS_PER_CORE * cores))
+        size = max(1, len(items) // (_CHUNKS_PER_WORKER * cores))
         remote = ray.remote(_chunk_results)
         pending = [remote.remote(function, items[at : at + size]) for at in range(0, len(items), size)]
         while pending:

@@ -109,8 +109,7 @@ def adapter_pages(
 
 def adapter_tokens(arch: ModelArch, rank: int, tp: int = 1, modules: Sequence[str] | None = None) -> int:
     """Return the KV tokens that take the memory of an adapter in a shared pool, on one GPU."""
-    elements = lora_elements_per_rank(arch, tp, modules, fully_sharded=True)
-    return -(-rank * arch.dtype_bytes * elements // kv_bytes_per_token(arch, tp))
+    return adapter_pages(arch, rank, kv_bytes_per_token(arch, tp), tp, modules)
 
 
 def weight_bytes(arch: ModelArch, tp: int = 1) -> int:

@@ -24,7 +24,10 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from capplan._jit import by_reference, jit, note_address
-from capplan.serving import _scheduler as scheduler
+from capplan.serving._scheduler import can_run as _can_run
+from capplan.serving._scheduler import commit as _commit
+from capplan.serving._scheduler import schedule as _schedule
+from capplan.serving._scheduler import submit as _submit
 from capplan.serving.state import POOLED, VLLM, Limits, State, new_state
 
 _WORD_BYTES: Final = 8
@@ -97,12 +100,6 @@ def is_pooled(memory: NDArray[np.int64]) -> bool:
 
 
 _typeof: Any = numba.typeof
-_can_run, _submit, _schedule, _commit = (
-    scheduler.can_run,
-    scheduler.submit,
-    scheduler.schedule,
-    scheduler.commit,
-)
 
 
 @by_reference
