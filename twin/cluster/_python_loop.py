@@ -113,11 +113,8 @@ class _Reports:
         self._waiting = waiting
         self._count = 0
         self._seen_ns: list[int | None] = [None] * len(laid.members)
-        self._known = self._observed() if period_ns else []
-
-    def _observed(self) -> list[Candidate]:
-        places = self._laid.cluster.placement.instance.size
-        return [self._observe(place) for place in range(places)]
+        places = laid.cluster.placement.instance.size if period_ns else 0
+        self._known = [self._observe(place) for place in range(places)]
 
     def _observe(self, place: int) -> Candidate:
         return observe_candidate(self._laid, place, self._waiting)

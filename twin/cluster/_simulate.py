@@ -220,10 +220,11 @@ def _result(
     """
     wall_s = time.perf_counter() - started
     parts = [_part(scenario, trace, i, instance.profile) for i, instance in enumerate(instances)]
-    overall = _overall(scenario, trace, parts)
+    served = _as_served(scenario, parts)
+    overall = _overall(scenario, trace, parts, served)
     values: dict[str, Any] = {f.name: getattr(overall, f.name) for f in fields(SimulationResult)}
     values["wall_s"] = wall_s
-    routed = _routed(scenario, trace, parts)
+    routed = _routed(scenario, trace, served, parts[0].overhead_s)
     attained: tuple[Attainment, ...] = ()
     if tpt_over_base is not None:
         attained = tuple(
@@ -263,11 +264,11 @@ _PER_REQUEST = (
 )
 
 
-def _overall(scenario: ClusterScenario, trace: ClusterTrace, parts: Sequence[_Part]) -> SimulationResult:
+def _overall(
+    scenario: ClusterScenario, trace: ClusterTrace, parts: Sequence[_Part], served: Requests
+) -> SimulationResult:
     """Return the metrics over all requests, as of one engine."""
     traces = [part.trace for part in parts]
-    overhead_s = parts[0].overhead_s
-    requests = _as_served(scenario, parts, overhead_s)
     decoding = np.array([_decoding_ns(part) for part in parts])
     factors = np.array([part.itl_factor for part in parts])
     factor = float(factors @ decoding / decoding.sum()) if decoding.sum() else float(factors[0])
@@ -280,12 +281,12 @@ def _overall(scenario: ClusterScenario, trace: ClusterTrace, parts: Sequence[_Pa
     first = scenario.engines[0]
     longest = max(engine.limits.max_model_len for engine in scenario.engines)
     everything = first._replace(
-        requests=requests,
+        requests=served,
         horizon_ns=scenario.horizon_ns,
         limits=first.limits._replace(max_model_len=longest),
         pool=_whole_pool(scenario),
     )
-    result = summarize(everything, together, 1e3 * overhead_s, factor)
+    result = summarize(everything, together, 1e3 * parts[0].overhead_s, factor)
     busy = float(together.sums.busy_ns) / scenario.horizon_ns / scenario.instances
     kv_tokens = sum(engine.num_blocks * engine.limits.block_size for engine in scenario.engines)
     pool = result.pool
@@ -323,23 +324,23 @@ def _decoding_ns(part: _Part) -> float:
     return float((part.trace.finish_ns[done] - part.trace.first_ns[done]).sum())
 
 
-def _as_served(scenario: ClusterScenario, parts: Sequence[_Part], overhead_s: float) -> Requests:
+def _as_served(scenario: ClusterScenario, parts: Sequence[_Part]) -> Requests:
     """Return the requests with outputs cut by their instances, and arrivals corrected for overheads.
 
-    An overhead of the instance above `overhead_s` moves the arrival earlier.
+    An overhead of the instance above that of the first one moves the arrival earlier.
     """
     requests = scenario.requests
     arrival_ns, output = requests.arrival_ns.copy(), requests.output_tokens.copy()
     for part in parts:
         room = part.scenario.limits.max_model_len - requests.prompt_tokens[part.rows]
         output[part.rows] = np.minimum(output[part.rows], np.maximum(room, 1))
-        arrival_ns[part.rows] -= round((part.overhead_s - overhead_s) * NS_PER_S)
+        arrival_ns[part.rows] -= round((part.overhead_s - parts[0].overhead_s) * NS_PER_S)
     return requests._replace(arrival_ns=arrival_ns, output_tokens=output)
 
 
-def _routed(scenario: ClusterScenario, trace: ClusterTrace, parts: Sequence[_Part]) -> RoutedRequests:
-    overhead_s = parts[0].overhead_s
-    served = _as_served(scenario, parts, overhead_s)
+def _routed(
+    scenario: ClusterScenario, trace: ClusterTrace, served: Requests, overhead_s: float
+) -> RoutedRequests:
     shared = trace.traces[0]
     status = request_status(shared, scenario.horizon_ns)
     horizon_ns = scenario.horizon_ns

@@ -298,14 +298,10 @@ class SimulationResult(Plotted):
     def display_facts(self) -> Mapping[str, object]:
         """Return throughput, the verdict on starvation and tail latencies."""
         names = (
-            "throughput_tok_s",
-            "offered_tok_s",
-            "served_fraction",
-            "starved",
-            "ttft_s_p99",
-            "tpot_ms_p99",
+            *("throughput_tok_s", "offered_tok_s", "served_fraction", "starved", "ttft_s_p99", "tpot_ms_p99"),
+            *("completed", "submitted", "duration_s"),
         )
-        return {name: getattr(self, name) for name in (*names, "completed", "submitted", "duration_s")}
+        return {name: getattr(self, name) for name in names}
 
     def document(self) -> dict[str, Any]:
         """Return all metrics by name for JSON, `pool` only if it is not None."""

@@ -34,7 +34,6 @@ from capplan.spec import (
     AdapterCharge,
     Cache,
     ModelArch,
-    QueueConfig,
     Queues,
     Scheduler,
     TargetModules,
@@ -240,13 +239,7 @@ def new_queues(sample: RequestSample, rate_rps: float, tokens: int, scheduler: S
     is_thin = np.bincount(classes.queue).min() < LEAST_REQUESTS
     if is_thin or not np.nan_to_num(sample.execution_s).any():  # unknown, or a step each
         return None
-    return _with_quotas(sample, classes, rate_rps, tokens, scheduler.queues)
-
-
-def _with_quotas(
-    sample: RequestSample, classes: SizeClasses, rate_rps: float, tokens: int, config: QueueConfig
-) -> NewQueues:
-    """Return the classes with quotas; minima beyond the pool are scaled down."""
+    config = scheduler.queues
     # Tokens of adapters are 0 unless they are charged, as the queues of a plan may say.
     charge: AdapterCharge = "shared" if config.adapter_charge == "shared" else "per_request"
     loads = sample.loads(classes.queue, rate_rps, config.quota_size, charge)

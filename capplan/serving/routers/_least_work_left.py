@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,12 +99,8 @@ class WorkModel:
 
     @property
     def row(self) -> tuple[float, ...]:
-        """The numbers in the order of the columns."""
-        return (
-            *(self.step_ms, self.decode_ms, self.decode_ms_per_rank, self.kv_ms_per_token),
-            *(self.prefill_ms_per_token, self.prefill_ms_per_rank_token, self.load_ms),
-            *(float(self.batch_tokens), float(self.padded), self.adapter_ms),
-        )
+        """The numbers in the order of the columns, which is that of the fields."""
+        return astuple(self)
 
 
 @dataclass(frozen=True)
