@@ -18,7 +18,7 @@ import heapq
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,19 +102,17 @@ class Faults:
             raise InputError("must be from 0 to 1", self.transfer_failure, "transfer_failure")
 
 
-@dataclass(order=True)
-class Transfer:
-    """A copy of an adapter that is under way."""
+class Transfer(NamedTuple):
+    """A copy of an adapter that is under way; ordered by its end and its number, which no other has."""
 
     end_ns: int
     number: int
-    adapter: int = field(compare=False)
-    source: int = field(compare=False)
+    adapter: int
+    source: int
     """Instance, or LOCATION."""
-    instance: int = field(compare=False)
+    instance: int
     """Receiver."""
-    start_ns: int = field(compare=False)
-    tried: frozenset[int] = field(compare=False, default=frozenset())
+    tried: frozenset[int]
     """Sources that failed."""
 
 
@@ -245,7 +243,7 @@ class AdapterStorage:
         )
         end_ns = begin_ns + self.link.duration_ns(size, source)
         self._out_free_ns[source] = self._in_free_ns[instance] = end_ns
-        transfer = Transfer(end_ns, self._count, adapter, source, instance, begin_ns, tried)
+        transfer = Transfer(end_ns, self._count, adapter, source, instance, tried)
         self._count += 1
         heapq.heappush(self._under_way, transfer)
         self._note(now_ns, "start", transfer)
