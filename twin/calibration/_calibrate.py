@@ -69,13 +69,11 @@ from capplan.spec import (
 )
 from capplan.twin.calibration._runs import TARGETS, MeasuredRun, measured_targets, read_runs
 from capplan.twin.instance._core import run as run_compiled
+from capplan.twin.instance._extrapolation import MODELS
 from capplan.twin.instance._metrics import ScrapeLoad, SimulationResult, itl_factor, scrape_load
 from capplan.twin.instance._simulate import result_of
 
 OnSimulation = Callable[[int, int], None]
-
-COMPONENTS: Final = ("step_latency", "memory", "loading", "host")
-"""Components of a profile that may have free coefficients."""
 
 _SCATTER: Final = MappingProxyType(
     {"ttft_s_p50": 0.1, "ttft_s_mean": 0.1, "ttft_s_mean_charged": 0.1, "e2e_s_mean": 0.05}
@@ -134,7 +132,7 @@ class FreeCoefficient:
     """A coefficient that a fit may change."""
 
     part: str
-    """One of `COMPONENTS`."""
+    """One of `MODELS`."""
     name: str
     start: float
     """Above 0."""
@@ -167,7 +165,7 @@ def free_coefficients(
 
 def _free(base: Profile, name: str) -> FreeCoefficient:
     """Return a coefficient with its value in the base as the start, or a small start if that is 0."""
-    known = {part: tuple(getattr(base, part).coefficients) for part in COMPONENTS}
+    known = {part: tuple(getattr(base, part).coefficients) for part in MODELS}
     known["step_latency"] = latency_form(base.step_latency.form).names
     for part, names in known.items():
         if name in names:
@@ -197,7 +195,7 @@ def _typical_ms(base: Profile, model: FittedModel) -> float:
 def with_coefficients(base: Profile, free: Sequence[FreeCoefficient], values: Sequence[float]) -> Profile:
     """Return the profile with other values of the free coefficients."""
     changed = base
-    for part in COMPONENTS:
+    for part in MODELS:
         own = {
             each.name: Coefficient(value=float(value))
             for each, value in zip(free, values, strict=True)
@@ -699,7 +697,7 @@ def fit_runs(
         progress=None if progress is None else lambda done, total: progress("simulating runs", done, total),
     )
     fitted = profile
-    for component in COMPONENTS:
+    for component in MODELS:
         own = {
             each.name: coefficient(value, error)
             for each, value, error in zip(free, found.fitted, found.std_errors, strict=True)
