@@ -1,5 +1,4 @@
-from ._designs import DESIGNS, Sample, draw
-from ._shards import generate_dataset
+from ._generate import DESIGNS, Sample, draw, generate_dataset
 
 __all__ = [
     "DESIGNS",

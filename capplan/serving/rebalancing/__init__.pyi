@@ -1,5 +1,4 @@
-from ._near import place_near
-from ._placement import AdapterDemand, place
+from ._placement import AdapterDemand, place, place_near
 from ._rebalancer import (
     DemandHistory,
     Rebalanced,

@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from capplan.errors import InputError
-from capplan.serving.rebalancing._near import place_near
 from capplan.serving.rebalancing._placement import (
     AdapterDemand,
     covering_points,
     label_servers,
     place,
+    place_near,
     require_points,
 )
 from capplan.spec import FORECASTS, Forecast, RebalanceSettings

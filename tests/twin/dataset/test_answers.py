@@ -15,7 +15,7 @@ from capplan.models.training import OUTCOMES
 from capplan.models.training._data import LATENCIES
 from capplan.spec import STARVED_BELOW
 from capplan.twin.dataset import DESIGNS, Sample, draw
-from capplan.twin.dataset._shards import NoRow, ScenarioRow, simulate_sample, simulate_span, simulation_seed
+from capplan.twin.dataset._generate import NoRow, ScenarioRow, simulate_sample, simulate_span, simulation_seed
 from capplan.twin.instance import SimulateSettings
 from tests.twin.examples import profile, workload
 
@@ -131,7 +131,7 @@ def test_another_reason_than_memory_is_raised(monkeypatch: pytest.MonkeyPatch) -
     def starve(*_: object, **__: object) -> None:
         raise InfeasibleError("starves", "starvation")
 
-    monkeypatch.setattr("capplan.twin.dataset._shards.simulate", starve)
+    monkeypatch.setattr("capplan.twin.dataset._generate.simulate", starve)
     with pytest.raises(InfeasibleError, match="starves"):
         simulate_sample(sample(), profile(), "paper-grid", 0, 30.0, 0)
 

@@ -14,9 +14,9 @@ import pytest
 
 from capplan import InputError, Profile, load_profile
 from capplan.models.training import MANIFEST, Manifest, read_tables, schema
-from capplan.twin.dataset import _shards as shards
+from capplan.twin.dataset import _generate as shards
 from capplan.twin.dataset import generate_dataset
-from capplan.twin.dataset._shards import NoRow
+from capplan.twin.dataset._generate import NoRow
 from tests.conftest import output_of_python
 
 pytestmark = pytest.mark.long
@@ -197,7 +197,7 @@ def test_valid_rows_in_another_encoding_are_written_again_without_simulation(
     name = "part-00000.parquet"
     folder = laid_out(tmp_path / "data", {**whole, name: _rewritten(whole[name], lambda table: table)})
     assert bytes_of(folder) != whole
-    monkeypatch.delattr("capplan.twin.dataset._shards.simulate_span")
+    monkeypatch.delattr("capplan.twin.dataset._generate.simulate_span")
     generate(folder)
     assert bytes_of(folder) == whole
 
@@ -299,7 +299,9 @@ def test_an_invalid_argument_is_refused_before_anything_is_written(
 
 def test_a_dataset_without_rows_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refusal = NoRow.REFUSED_FOR_MEMORY
-    monkeypatch.setattr("capplan.twin.dataset._shards.simulate_span", lambda *a: [refusal] * (a[-1] - a[-2]))
+    monkeypatch.setattr(
+        "capplan.twin.dataset._generate.simulate_span", lambda *a: [refusal] * (a[-1] - a[-2])
+    )
     answered = generate(tmp_path / "data").answered
     assert answered is not None
     assert (answered.rows, answered.refused_for_memory, len(answered.shards)) == (0, 40, 3)
