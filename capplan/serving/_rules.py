@@ -223,64 +223,44 @@ class ServingRules:
 
 @dataclass(frozen=True)
 class StartUp:
-    """Memory that an engine keeps back beside weights, adapter slots and KV.
-
-    Parameters
-    ----------
-    reserved_bytes, reserved_bytes_by_pcie
-        Memory that PyTorch does not know, on GPUs with and without links of their own.
-    collectives_bytes
-        The same for NCCL and custom all-reduce, with tensor parallelism.
-    logit_copies
-        Float32 logits of a request that the sampler holds at a time.
-    source, source_by_pcie
-        What was measured, on GPUs with and without links of their own.
-    seqs_in_reserve
-        Requests whose logits are part of `reserved_bytes`.
-    activations_in_reserve
-        Whether activations are part of `reserved_bytes`; otherwise they have the size of a step.
-    windows_save_kv
-        Whether layers with a sliding window keep the window's KV alone, in blocks of their own.
-    """
+    """Memory that an engine keeps back beside weights, adapter slots and KV."""
 
     reserved_bytes: float
+    """Memory that PyTorch does not know, on GPUs with links of their own."""
     reserved_bytes_by_pcie: float
+    """The same on GPUs without."""
     collectives_bytes: float
+    """The same for NCCL and custom all-reduce, with tensor parallelism."""
     logit_copies: float
+    """Float32 logits of a request that the sampler holds at a time."""
     source: str
+    """What was measured, on GPUs with links of their own."""
     source_by_pcie: str
     seqs_in_reserve: float = 0.0
+    """Requests whose logits are part of `reserved_bytes`."""
     activations_in_reserve: bool = False
+    """Whether activations are part of `reserved_bytes`; otherwise they have the size of a step."""
     windows_save_kv: bool = True
+    """Whether layers with a sliding window keep the window's KV alone, in blocks of their own."""
 
 
 @dataclass(frozen=True)
 class Release:
-    """Releases of vLLM from `first` to `last` that are alike.
-
-    Parameters
-    ----------
-    first, last
-        First one, and the last one that was looked at. One without an entry is as the entry before it.
-    rules
-        Rules of its scheduler, without async scheduling.
-    async_by_default
-        Whether it schedules asynchronously unless told otherwise; None: it never does.
-    flags
-        Flags of ``vllm serve`` and variables of the environment that `capplan.deploy` uses.
-    min_lora_rank
-        Smallest ``--max-lora-rank``.
-    start_up
-        Memory that it keeps back.
-    """
+    """Releases of vLLM from `first` to `last` that are alike."""
 
     first: str
     last: str
+    """The last one that was looked at; one without an entry is as the entry before it."""
     rules: ServingRules
+    """Rules of its scheduler, without async scheduling."""
     async_by_default: bool | None
+    """Whether it schedules asynchronously unless told otherwise; None: it never does."""
     flags: frozenset[str]
+    """Flags of ``vllm serve`` and variables of the environment that `capplan.deploy` uses."""
     min_lora_rank: int
+    """Smallest ``--max-lora-rank``."""
     start_up: StartUp
+    """Memory that it keeps back."""
 
 
 _OF_PROFILES: Final = "kept-back memory of the shipped profiles of vLLM 0.8.5, rounded"

@@ -194,14 +194,9 @@ def build_cluster(
 ) -> ClusterScenario:
     """Check instances and placement, size every engine, and draw the requests unless given.
 
-    `gpus_per_link` GPUs, in the order of the instances, share a link to host memory.
-
-    Raises
-    ------
-    InfeasibleError
-        With reason ``memory`` for an instance whose engine would not start.
-    InputError
-        For an invalid setting, an unknown adapter, or one without a holder.
+    `gpus_per_link` GPUs, in the order of the instances, share a link to host memory. Raise `InfeasibleError`
+    with reason ``memory`` for an instance whose engine would not start; `InputError` for an invalid setting,
+    an unknown adapter, or one without a holder.
     """
     if not instances:
         raise InputError("must be at least one instance", [], "instances")
@@ -249,12 +244,8 @@ def build_movable_cluster(
     """Return a cluster whose adapters may move: all instances know all of them, and store those they hold.
 
     Parameters, requests and placement are those of `build_cluster`; holders without a share get no requests.
-    The terms of a step that depend on the number of served adapters keep that of the initial placement.
-
-    Raises
-    ------
-    InputError
-        As `build_cluster`, and if the slots of an instance are too small for an adapter.
+    The terms of a step that depend on the number of served adapters keep that of the initial placement. Raise
+    `InputError` as `build_cluster`, and if the slots of an instance are too small for an adapter.
     """
     planned = build_cluster(workload, instances, duration_s, seed, gpus_per_link=gpus_per_link)
     wide = [

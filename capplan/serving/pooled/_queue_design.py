@@ -87,14 +87,9 @@ def _last_starts(sums: Floats, starts: Ints, least: Floats) -> None:
 
     A later end never has an earlier start, so the starts of neighbours bound the search: n log n steps.
 
-    Parameters
-    ----------
-    sums
-        Number, sum and sum of squares of the first 0, 1, ... values, shape (3, values + 1).
-    starts
-        Result, shape (clusters, values + 1).
-    least
-        Scratch: sums of squares for one cluster fewer and for as many, shape (2, values + 1).
+    `sums` are number, sum and sum of squares of the first 0, 1, ... values, shape (3, values + 1); `starts`
+    is the result, shape (clusters, values + 1); `least` is scratch for the sums of squares with one cluster
+    fewer and with as many, shape (2, values + 1).
     """
     ends = sums.shape[1]
     for end in range(1, ends):

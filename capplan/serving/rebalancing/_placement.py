@@ -235,10 +235,7 @@ def require_points(operating_points: Mapping[int, float], ranks: Iterable[int]) 
 def covering_points(operating_points: Mapping[int, float], ranks: Iterable[int]) -> dict[int, float]:
     """Return the operating points of ranks: of the rank itself, of the next larger one, or of the largest.
 
-    Raises
-    ------
-    InputError
-        If there is no point of an adapter, or none of the base model, whose rank is 0.
+    Raise `InputError` if there is no point of an adapter, or none of the base model, whose rank is 0.
     """
     known = sorted(rank for rank in operating_points if rank > 0)
     found = {}
