@@ -216,15 +216,7 @@ def build_cluster(
     _require_one_kind(workload, instances)
     parts = [_part_of(workload, placement, i) for i in range(len(instances))]
     return ClusterScenario(
-        engines=_engines(
-            parts,
-            instances,
-            held,
-            requests.arrival_ns.size,
-            duration_s=duration_s,
-            seed=seed,
-            gpus_per_link=gpus_per_link,
-        ),
+        engines=_engines(parts, instances, held, requests.arrival_ns.size, duration_s, gpus_per_link),
         placement=placement,
         requests=requests,
         rank=np.array([0, *(adapter.rank for adapter in workload.adapters)], np.int64),
@@ -235,11 +227,7 @@ def build_cluster(
 
 
 def build_movable_cluster(
-    workload: Workload,
-    instances: Sequence[Instance],
-    duration_s: float,
-    seed: int,
-    gpus_per_link: int = 1,
+    workload: Workload, instances: Sequence[Instance], duration_s: float, seed: int, gpus_per_link: int = 1
 ) -> ClusterScenario:
     """Return a cluster whose adapters may move: all instances know all of them, and store those they hold.
 
@@ -436,9 +424,7 @@ def _engines(
     instances: Sequence[Instance],
     held: Sequence[NDArray[np.int64]],
     requests: int,
-    *,
     duration_s: float,
-    seed: int,
     gpus_per_link: int,
 ) -> tuple[Scenario, ...]:
     """Size the engine of every instance; equal ones share their costs."""
@@ -454,7 +440,7 @@ def _engines(
                 instance.profile,
                 instance.engine_args(own),
                 duration_s=duration_s,
-                seed=seed,
+                seed=0,  # without effect: the requests are given
                 max_in_flight=instance.max_in_flight,
                 requests=none,
                 policies=instance.policies(own),

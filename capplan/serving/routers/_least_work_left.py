@@ -313,12 +313,7 @@ def _sum_ms(
 
 @inner
 def _delay_ms(
-    fleet: Fleet,
-    place: int,
-    instance: int,
-    queued: int,
-    request: ArrivingRequest,
-    model: NDArray[np.float64],
+    fleet: Fleet, place: int, instance: int, queued: int, request: ArrivingRequest, model: NDArray[np.float64]
 ) -> float:
     """Return the time that a request waits for more than the work before it."""
     record = fleet.instances[instance]

@@ -30,10 +30,7 @@ def first_credit(placement: Placement) -> NDArray[np.float64]:
 
 
 def carried_credit(
-    credit: NDArray[np.float64],
-    before: Placement,
-    after: Placement,
-    numbers: NDArray[np.int64] | None = None,
+    credit: NDArray[np.float64], before: Placement, after: Placement, numbers: NDArray[np.int64] | None = None
 ) -> NDArray[np.float64]:
     """Return the credit of every place of a new routing table.
 
