@@ -169,8 +169,14 @@ def _is_private(path: Path) -> bool:
     return False
 
 
-def is_compiled(entry: str = "_core.advance") -> bool:
-    """Return whether an entry, by default the twin's, is in the cache of these sources."""
+TWIN_ENTRY: Final = "_core.advance"
+"""The twin's entry in the cache: module and name of its compiled function."""
+ENGINE_ENTRY: Final = "stored.schedule"
+"""An entry that every engine has compiled once it has started."""
+
+
+def is_compiled(entry: str = TWIN_ENTRY) -> bool:
+    """Return whether an entry is in the cache of these sources."""
     return _is_cache_usable() and any(cache_dir().rglob(f"{entry}*.nbc"))
 
 

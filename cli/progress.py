@@ -93,6 +93,14 @@ def announce_compilation(*, quiet: bool = False) -> None:
     on_compiled(show)
 
 
+def announce_engine_compilation() -> None:
+    """Print a line if an engine must compile its scheduler."""
+    from capplan._jit import ENGINE_ENTRY, cache_dir, is_compiled
+
+    if not is_compiled(ENGINE_ENTRY):
+        typer.echo(f"compiling the scheduler (once per version; cached in {cache_dir()})", err=True)
+
+
 _RATE_UPDATES: Final = 20  # updates that throughput is averaged over, about five seconds
 
 

@@ -17,7 +17,7 @@ import typer
 
 from capplan.cli import options
 from capplan.cli.output import require_writable_files
-from capplan.cli.progress import announce_compilation
+from capplan.cli.progress import announce_engine_compilation
 from capplan.errors import InputError
 from capplan.reports import counted
 from capplan.spec import (
@@ -315,7 +315,7 @@ def _serve_instance(args: ServeArgs) -> int:
             max_requests=engine["max_num_seqs"] + args.max_queue,
             limits=options.fill(ServerLimits, args),
         )
-        announce_compilation()
+        announce_engine_compilation()
         if sys.stderr.isatty():
             _log(f"loading {args.model}")
         instance = InstanceConfig(
@@ -406,7 +406,7 @@ def _serve_plan(args: ServeArgs) -> int:
     require_listening(args.ray_address, args.host, args.announce_host)
     groups = running_groups(plan, specs)
     routing = _plan_routing(args, file, plan, groups, profiles)
-    announce_compilation()
+    announce_engine_compilation()
     moving = None
     if settings is not None:
         moving = _rebalancing(args, settings, plan, groups, profiles.known)

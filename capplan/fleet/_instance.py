@@ -214,10 +214,10 @@ InstanceState = Literal["starting", "up", "stalled", "down", "failed"]
 class RestartPolicy:
     """Probes and restarts of instances.
 
-    The server answers pings, and its engine health probes, between two steps. An instance that does not
-    respond to pings, and makes no progress with its requests meanwhile, or that refuses requests, is stalled:
-    it gets no new requests until it responds again. One that does not respond to a probe, or is stalled for
-    the time of a probe, is restarted.
+    The server answers pings at any time, its engine health probes between two steps. An instance that does
+    not respond to pings, and makes no progress with its requests meanwhile, or that refuses requests, is
+    stalled: it gets no new requests until it responds again. One that does not respond to a probe, or is
+    stalled for the time of a probe, is restarted.
     """
 
     initial_delay_s: float = 0.5

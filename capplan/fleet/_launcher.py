@@ -23,7 +23,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from capplan._jit import is_compiled
+from capplan._jit import ENGINE_ENTRY, is_compiled
 from capplan.engine import is_stopped
 from capplan.engine.lora import LoadTimes
 from capplan.engine.models import model_config, require_shardable
@@ -390,7 +390,7 @@ class LocalLauncher:
     async def launch(self, spec: InstanceSpec, key: str) -> InstanceHandle:
         """Start an instance; the first one compiles for all."""
         async with self._compiling:
-            if not is_compiled("scheduler.schedule"):
+            if not is_compiled(ENGINE_ENTRY):
                 return await self._launch(spec, key)
         return await self._launch(spec, key)
 

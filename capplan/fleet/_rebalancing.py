@@ -351,7 +351,8 @@ class Round:
     requests: int = 0
     arrived_tok_s: float = 0.0
     target: float | None = None
-    """Mean utilization of the instances that are up if the forecast demand were spread evenly."""
+    """Mean utilization of the instances that are up if the forecast demand were spread evenly; above 1 they
+    are overloaded."""
     moved_bytes: int = 0
     """Bytes of adapters that instances do not store yet."""
     unpermuted_bytes: int = 0

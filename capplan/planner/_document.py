@@ -73,7 +73,7 @@ def prediction_interval(values: Sequence[float], drawn: Sequence[float] = ()) ->
     distribution. ``r_below = sqrt(2 mean(min(d, 0)^2))`` and ``r_above`` alike: half of the draws are slower
     profiles, so a metric that only falls has an interval to one side.
 
-    `values` are by seed, `drawn` by profile; empty: without uncertainty of the profile.
+    `values` are by seed, `drawn` by profile on the first seed; empty: without uncertainty of the profile.
     """
     count = len(values)
     if count < 2:

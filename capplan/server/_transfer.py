@@ -60,7 +60,8 @@ class TransferParams:
 class Source:
     """Place that an adapter can be fetched from: URL of the folder, or its path on this machine.
 
-    The name is that of a server in the registry. The key is what a server requires for the adapter.
+    The name is that of a server in the registry, and empty for a location. The key is what a server requires
+    for the adapter; None: none is sent.
     """
 
     kind: Literal["server", "location"]

@@ -23,7 +23,7 @@ def _kv_width(arch: ModelArch, tp: int) -> int:
 
 
 def lora_elements_per_rank(
-    arch: ModelArch, tp: int = 1, modules: Sequence[str] | None = None, *, fully_sharded: bool = False
+    arch: ModelArch, tp: int = 1, modules: Sequence[str] | None = None, fully_sharded: bool = False
 ) -> int:
     """Return the elements that LoRA matrices take per unit of rank, all layers, on one GPU.
 

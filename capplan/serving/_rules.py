@@ -230,12 +230,13 @@ class StartUp:
     reserved_bytes_by_pcie: float
     """The same on GPUs without."""
     collectives_bytes: float
-    """The same for NCCL and custom all-reduce, with tensor parallelism."""
+    """Memory that PyTorch does not know for NCCL and custom all-reduce, with tensor parallelism."""
     logit_copies: float
     """Float32 logits of a request that the sampler holds at a time."""
     source: str
     """What was measured, on GPUs with links of their own."""
     source_by_pcie: str
+    """The same on GPUs without."""
     seqs_in_reserve: float = 0.0
     """Requests whose logits are part of `reserved_bytes`."""
     activations_in_reserve: bool = False

@@ -292,7 +292,10 @@ def power_law(adapters: int, alpha: float) -> tuple[float, ...]:
 
 
 def exponential(adapters: int, b: float) -> tuple[float, ...]:
-    """Return shares in proportion to exp(-b k) for k = 0, 1, ... (LoRAServe's exponential popularity)."""
+    """Return shares in proportion to exp(-b k) for k = 0, 1, ... (LoRAServe's exponential popularity).
+
+    The first adapter is the most popular one; with b = 0 all are equal.
+    """
     _check_parameters(adapters, b >= 0, "b", b, "must be a number >= 0")
     return _normalized([math.exp(-b * k) for k in range(adapters)])
 

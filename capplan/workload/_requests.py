@@ -535,8 +535,8 @@ def repeat_recent(
 ) -> None:
     """Let requests repeat one of the adapters asked for last, each of them equally likely.
 
-    `adapter` is changed in place, shape (n,). `recent` is room for the adapters asked for last. The two
-    streams say which requests repeat, and which adapter.
+    `adapter` is changed in place, shape (n,). `recent` is room for the adapters asked for last, shape
+    (last,). The two streams say which requests repeat, and which adapter.
     """
     known = 0
     for i in range(adapter.size):

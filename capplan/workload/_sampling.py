@@ -109,10 +109,10 @@ def renewals(
 ) -> tuple[Owners, Floats]:
     """Return the events of one process per span, each in [0, span), not sorted over the processes.
 
-    Spans, shape (n,), and the times returned are in mean gaps; the owners returned are the processes of the
-    events. `cv` is about how much the gaps spread, and decides only how many are drawn at a time. `first` and
-    `gaps` draw the wait for the first event, and the gaps after it, of the processes given by number. Over
-    1e8 expected events are an error.
+    Spans, shape (n,), say how far each process runs, in mean gaps as the times returned; the owners returned
+    are the processes of the events, shape (events,) both. `cv` is about how much the gaps spread, and decides
+    only how many are drawn at a time. `first` and `gaps` draw the wait for the first event, and the gaps
+    after it, of the processes given by number. Over 1e8 expected events are an error.
     """
     expected = float(spans.sum())
     if expected > MAX_REQUESTS:

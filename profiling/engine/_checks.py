@@ -189,8 +189,9 @@ def decode_rows(
 ) -> Iterator[dict[str, Any]]:
     """Measure the points of a grid within `budget_s` seconds, and yield their rows of the decode table.
 
-    `bytes_per_s` is the bandwidth of a copy on the device: bytes read and written. `known` are points to be
-    left out. ``step_over_least`` is the median forward pass over the time of a copy of `least_bytes`.
+    `bytes_per_s` is the bandwidth of a copy on the device: bytes read and written. `known` are (adapters,
+    batch) of points to be left out. ``step_over_least`` is the median forward pass over the time of a copy of
+    `least_bytes`.
     """
     config = model_config(model)
     for engine, adapters, batch in _points_left(model, device, grid, known, budget_s):

@@ -105,8 +105,8 @@ def window_rows(
     """Return a row of a step table for each window in which enough steps ran.
 
     Edges of windows are moved to the nearest end of a step, so that the time and the tokens of a step, and of
-    its prompts, are in the same window. `ranks` are by model position. `budget` limits the tokens of a step:
-    a longer prompt takes several.
+    its prompts, are in the same window. `answered` includes requests in flight at the end. `ranks` are by
+    model position. `budget` limits the tokens of a step (None: unknown): a longer prompt takes several.
     """
     answered = [each for each in answered if each.outcome.times_s]
     if not answered:

@@ -90,7 +90,7 @@ def error_line(result: Result) -> str:
     """Return the one line that a refused command prints."""
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
-    lines = [line for line in result.stderr.splitlines() if not line.startswith("compiling the digital twin")]
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("compiling the ")]
     assert len(lines) == 1, result.stderr
     assert lines[0].startswith("error: ")
     return lines[0]

@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from capplan import __version__
+from capplan._jit import ENGINE_ENTRY, is_compiled
 from capplan.engine import (
     CoreProcess,
     CoreSettings,
@@ -176,6 +177,11 @@ def test_two_hundred_streams_and_disconnects(server: Server) -> None:
     assert server.metric('vllm:request_success_total{engine="0",finished_reason="abort"') > 0
     assert server.metric("vllm:generation_tokens_total") - before >= 180 * 20
     assert server.metric("vllm:kv_cache_usage_perc") == 0
+
+
+def test_a_started_engine_has_compiled_what_others_look_for(server: Server) -> None:
+    assert server.process.poll() is None
+    assert is_compiled(ENGINE_ENTRY)
 
 
 def test_a_stopped_core_refuses_requests_until_it_continues(server: Server) -> None:

@@ -47,8 +47,8 @@ def cpu_assist(
 ) -> CpuAssist:
     """Return the cores that assist loading of adapters, given by rank and linear layers (None: the engine's).
 
-    It has no layers unless the cache says so. Raise `InputError` for assisted loading with a profile that
-    does not know the CPU.
+    It has no layers unless the cache says so (None: it does not). Raise `InputError` for assisted loading by
+    a profile that does not know the CPU.
     """
     if cache is None or cache.loading != "assisted":
         return NO_ASSIST
@@ -91,8 +91,9 @@ def assisted_ns(
 ) -> int:
     """Return the duration of a batch of prompts that begins before its adapters are copied.
 
-    Of each adapter, shape (adapters + 1,): duration and end of its copy, and `layers_on_cpu`. `step_ns` is
-    the duration of the batch with all adapters on the GPU.
+    `load_ns`, `ready_ns` and `on_cpu`, shape (adapters + 1,), are duration and end of the copy of each
+    adapter, and its `layers_on_cpu`. The batch begins at `begin_ns`, and takes `step_ns` with all adapters on
+    the GPU.
     """
     layers, now_ns = assist.layers, begin_ns
     for layer in range(layers):

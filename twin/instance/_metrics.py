@@ -569,10 +569,10 @@ def mean_series(scenario: Scenario, step_s: float, adapters: float, served_s: fl
     """Return the number of adapter combinations that have occurred, averaged over the serving time.
 
     Adapters arrive and leave independently, so the number of likely combinations is about e to the entropy of
-    the running and waiting sets. A server that shows c combinations per second has met ``S * (1 - exp(-c * t
-    / S))`` of S after t seconds. `step_s` is the mean step, `adapters` the mean number of adapters in the
-    batch, an upper bound of the running ones, and `served_s` the seconds from the start of the server to its
-    end.
+    the running and waiting sets. A server that shows c combinations per second has met
+    ``S * (1 - exp(-c * t / S))`` of S after t seconds. `step_s` is the mean step, `adapters` the mean number
+    of adapters in the batch, an upper bound of the running ones, and `served_s` the seconds from the start of
+    the server to its end.
     """
     requests = scenario.requests
     arrivals = np.bincount(requests.adapter, minlength=scenario.adapters + 1)[1:]

@@ -312,8 +312,8 @@ class PoolEstimator:
 def make_estimator(problem: Problem, name: str, twin: TwinEstimator) -> Estimator:
     """Return the estimator of a name of `ESTIMATORS`.
 
-    ``auto`` is the best surrogate, or the twin if no surrogate covers the workload or the profile. It is an
-    `InputError` if a profile has no surrogate of another kind.
+    ``auto`` is the best surrogate, or the twin if no surrogate covers the workload or the profile. An unknown
+    name, or another kind that a profile has no surrogate of, is an `InputError`.
     """
     if name not in ESTIMATORS:
         raise InputError(f"must be one of {', '.join(ESTIMATORS)}", name, "estimator")

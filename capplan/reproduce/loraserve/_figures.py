@@ -366,14 +366,12 @@ def fig1(lab: Lab) -> Findings:
     """Rank 8 beside rank 128."""
     loads = (2.0, 3.0, MICRO_RPS)
     mixes = {"rank 8 alone": (LOW,), "beside rank 128": (LOW, HIGH)}
-    p95_s = {
-        name: _p95_s(lab, [Alone(ranks, rps, 0, engine="motivation") for rps in loads])
-        for name, ranks in mixes.items()
-    }
-    only, beside = (own[-1] for own in p95_s.values())
+    cases = [Alone(ranks, rps, 0, engine="motivation") for ranks in mixes.values() for rps in loads]
+    p95_s = _p95_s(lab, cases)
+    alone_s, beside_s = p95_s[: len(loads)], p95_s[len(loads) :]
     return Findings(
-        {"beside": _percent([b / a for a, b in zip(only, beside, strict=True)])},
-        [mean_curve(name, loads, own) for name, own in p95_s.items()],
+        {"beside": _percent([b / a for a, b in zip(alone_s[-1], beside_s[-1], strict=True)])},
+        [mean_curve(name, loads, own) for name, own in zip(mixes, (alone_s, beside_s), strict=True)],
     )
 
 
