@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from importlib import import_module
+from types import FrameType
 from typing import Annotated, Any, Final, cast
 
 import typer
@@ -29,6 +30,7 @@ from capplan.spec import InputLimits, input_error, limited
 
 _PIPE_CLOSED: Final = 141  # 128 + SIGPIPE
 _REPEAT_S: Final = 0.01
+_IMPORT_SYSTEM: Final = "<frozen importlib._bootstrap>"
 _SYSTEM_ERRORS: Final = (
     *(
         errno.ENOSPC,
@@ -248,7 +250,7 @@ def _load(path: str) -> Any:
     made.command(name)(getattr(import_module(f"capplan.cli.{module}"), function))
     found = get_command(made)
     if signal.getsignal(signal.SIGINT) is quit_at_once:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # there may be something to clean up
+        signal.signal(signal.SIGINT, _interrupt)  # there may be something to clean up
     return found
 
 
@@ -313,7 +315,20 @@ def _interrupt_again(unraisable: Any) -> None:
     if not issubclass(unraisable.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(unraisable)
         return
-    # After this function, in which exceptions are ignored, too.
+    _repeat_interrupt()  # after this function, in which exceptions are ignored, too
+
+
+def _interrupt(_: int, frame: FrameType | None) -> None:
+    """Raise an interrupt; one within an import waits for its end, since modules suppress errors on import."""
+    while frame is not None:
+        if frame.f_code.co_filename == _IMPORT_SYSTEM:
+            _repeat_interrupt()
+            return
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+def _repeat_interrupt() -> None:
     again = threading.Timer(_REPEAT_S, signal.raise_signal, [signal.SIGINT])
     again.daemon = True
     again.start()

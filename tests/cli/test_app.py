@@ -217,6 +217,30 @@ def test_ctrl_c_is_one_line_from_the_first_import_on(tmp_path: Path, entry: str,
     assert not (tmp_path / "plan.json").exists()
 
 
+def test_an_interrupt_that_a_module_suppresses_on_import_ends_the_command(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import signal, sys\n"
+        "class Hook:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'numba':\n"
+        "            try:\n"
+        "                signal.raise_signal(signal.SIGINT)\n"
+        "            except BaseException:\n"
+        "                pass\n"
+        "sys.meta_path.insert(0, Hook())\n"
+    )
+    workload = ROOT / "examples" / "chat-96" / "workload.yaml"
+    done = subprocess.run(
+        [sys.executable, "-m", "capplan", "plan", str(workload), "-o", str(tmp_path / "plan.json")],
+        env={**environment(), "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout, done.stderr.splitlines()[-1]) == (130, "", "interrupted")
+    assert not (tmp_path / "plan.json").exists()
+
+
 def test_the_installed_command_starts_where_ctrl_c_is_handled() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["scripts"] == {"capplan": "capplan.__main__:main"}

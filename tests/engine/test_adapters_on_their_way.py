@@ -45,7 +45,7 @@ def test_why_an_adapter_is_not_delivered_is_logged_once_until_it_changes(
         (fleet.top / "source" / "a").rename(elsewhere)
         for _ in range(3):
             assert refusal(s0, "a") == (503, "adapter_unavailable")
-        assert len(other.requests) == 3, "each request tries the server again"
+        assert len(other) == 3, "each request tries the server again"
         [line] = logged()
         assert all(part in line for part in (f"server {PEER}: status 404", "its location: "))
 
@@ -95,7 +95,7 @@ def test_a_request_that_waits_for_its_adapter_is_in_the_state_of_the_server(flee
         fleet.lose_source("a")
         assert awaiting() == {}
         answers = [threads.submit(ask, s0, "a", prompt=prompt) for _ in range(3)]
-        assert until(lambda: other.requests and awaiting().get("a", [0])[0] == 3)
+        assert until(lambda: other and awaiting().get("a", [0])[0] == 3)
         [(name, (requests, tokens))] = awaiting().items()
         assert (name, requests) == ("a", 3)
         assert len(prompt) // BYTES_PER_TOKEN <= tokens / 3 <= 2 * len(prompt)
