@@ -74,12 +74,12 @@ def _ignore(stage: str, done: int, total: int) -> None:
 
 def announce_compilation(*, quiet: bool = False) -> None:
     """Print a line if the twin must be compiled, and then the time left."""
-    from capplan._jit import cache_dir, is_compiled, on_compiled
+    from capplan._jit import is_compiled, on_compiled
 
     if quiet or is_compiled():
         on_compiled(None)
         return
-    typer.echo(f"compiling the digital twin (once per version; cached in {cache_dir()})", err=True)
+    _announce("the digital twin")
     started_s = shown_s = time.monotonic()
 
     def show(share: float) -> None:
@@ -95,10 +95,16 @@ def announce_compilation(*, quiet: bool = False) -> None:
 
 def announce_engine_compilation() -> None:
     """Print a line if an engine must compile its scheduler."""
-    from capplan._jit import ENGINE_ENTRY, cache_dir, is_compiled
+    from capplan._jit import ENGINE_ENTRY, is_compiled
 
     if not is_compiled(ENGINE_ENTRY):
-        typer.echo(f"compiling the scheduler (once per version; cached in {cache_dir()})", err=True)
+        _announce("the scheduler")
+
+
+def _announce(compiled: str) -> None:
+    from capplan._jit import cache_dir
+
+    typer.echo(f"compiling {compiled} (once per version; cached in {cache_dir()})", err=True)
 
 
 _RATE_UPDATES: Final = 20  # updates that throughput is averaged over, about five seconds

@@ -350,7 +350,7 @@ def folder_notes(plan: Plan, place: str = "the PersistentVolumeClaim") -> tuple[
 
 
 def notes_on(place: str, folders: Sequence[PlanAdapter]) -> tuple[str, ...]:
-    """Return a line on the adapters of which a place must hold folders; none without any."""
+    """Return a line on the adapters whose folders a place must hold; none without any."""
     if not folders:
         return ()
     first = folders[0]

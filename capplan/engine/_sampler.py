@@ -101,8 +101,8 @@ class TokenCopies:
 def sample(logits: torch.Tensor, requests: Sequence[Request], lengths: NDArray[np.int64]) -> Sampled:
     """Sample one token per request, with the log-probabilities and logits that requests need.
 
-    `logits` has the shape (requests, vocabulary); `lengths` are the tokens of each request so far, of which
-    the last one may still be on the device alone.
+    `logits` has the shape (requests, vocabulary); `lengths` are the tokens of each request so far. The last
+    of them may still be on the device alone.
     """
     raw = logits
     too_early = [

@@ -410,7 +410,7 @@ class AdapterCopies:
         await self.in_thread(self._store.delete, digest)
 
     async def record_again(self) -> None:
-        """Record the copies of which the registry has no record any more."""
+        """Record the copies that the registry no longer has on record."""
         stored = dict(self.stored)
 
         def unrecorded() -> list[str]:

@@ -167,5 +167,6 @@ def test_ctrl_c_leaves_what_was_found_and_exits_130(tmp_path: Path) -> None:
         interrupted(words, lambda: len(server.asked) >= 5)
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["partial"]
-    # A busy machine adds the lag of the client.
-    assert "stopped before its time" in found["groups"][0]["faults"]
+    faults = found["groups"][0]["faults"]
+    assert faults[0] == "stopped before its time"
+    assert all(each.startswith("the client could not keep up") for each in faults[1:])  # on a busy machine

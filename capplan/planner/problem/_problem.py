@@ -54,7 +54,7 @@ def require_valid(problem: Problem, assignments: Sequence[Assignment], solver: s
 
 
 def require_one_kind(problem: Problem) -> None:
-    """Refuse pools of which only some have a scheduler and an adapter cache, and what only the twin merges.
+    """Refuse pools if only some have a scheduler and an adapter cache, and what only the twin merges.
 
     The cluster twin, which verifies a plan, simulates one kind of memory. Without this rule the search would
     end in its refusal.

@@ -112,8 +112,15 @@ def warnings(result: BenchResult) -> list[str]:
 
 
 _HEAD: Final = (
-    *("metric", "measured", "predicted", "SMAPE, %", "tolerance, %", "constant step", "SMAPE, %"),
-    *("offered load", "SMAPE, %"),
+    "metric",
+    "measured",
+    "predicted",
+    "SMAPE, %",
+    "tolerance, %",
+    "constant step",
+    "SMAPE, %",
+    "offered load",
+    "SMAPE, %",
 )
 
 
